@@ -1,0 +1,52 @@
+"""Packaging of torchrl_ext; tool settings live in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "torchrl_ext" / "__init__.py").read_text())[1]
+README = HERE / "README.md"
+
+EXTRAS = {
+    "ray": ["ray>=2.40"],
+    "peft": ["peft>=0.14"],
+    "vllm": ["vllm>=0.32"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
+    "docs": ["sphinx>=7", "myst-parser>=3", "furo"],
+    "lint": ["ruff>=0.6"],
+    "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
+}
+EXTRAS["test"] = ["pytest>=8", "pytest-timeout>=2.3", "psutil>=5.9", *EXTRAS["peft"]]
+
+setup(
+    name="torchrl_ext",
+    version=VERSION,
+    description="Weight synchronisation from TorchRL trainers to running inference engines, by interchangeable transports",
+    long_description=README.read_text() if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=find_packages(include=["torchrl_ext", "torchrl_ext.*"]),
+    package_data={"torchrl_ext": ["py.typed", "configs/*.yaml"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        "torchrl>=0.14",
+        "tensordict>=0.14",
+        "numpy",
+        "safetensors>=0.4",
+        "zstandard>=0.22",
+        "xxhash>=3.4",
+        "httpx>=0.27",
+        "rich>=13",
+        "transformers>=4.51",
+        "starlette>=0.37",
+        "uvicorn>=0.29",
+        "filelock>=3.12",
+    ],
+    extras_require=EXTRAS,
+    entry_points={
+        "console_scripts": ["torchrl-ext = torchrl_ext.cli.main:main"],
+        "vllm.general_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm:register"],
+    },
+)

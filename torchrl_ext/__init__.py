@@ -1,0 +1,93 @@
+"""Weight synchronisation for TorchRL: a trainer's policy, followed by running engines over a transport picked by name.
+
+Everything here is imported on first use: an engine that only needs one worker end imports only that.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CheckpointSource": "weights.checkpoint",
+    "DiskTransport": "transports.disk",
+    "EmbeddedEngine": "rpc.embedded",
+    "EngineClient": "rpc.client",
+    "EngineInfo": "types",
+    "EngineRow": "types",
+    "Fleet": "rpc.fleet",
+    "Handoff": "types",
+    "InProcessEngine": "rpc.inprocess",
+    "MemoryTransport": "transports.memory",
+    "ParamMeta": "types",
+    "SyncReport": "types",
+    "Transport": "transports.base",
+    "VLLMCollectiveTransport": "transports.collective",
+    "VLLMEngine": "rpc.vllm",
+    "WeightLoader": "weights.loader",
+    "WeightReceiver": "sync.receiver",
+    "WeightSender": "sync.sender",
+    "WeightSource": "weights.source",
+    "WeightSyncError": "errors",
+    "as_source": "weights.source",
+    "connect": "rpc.discovery",
+    "discover": "rpc.discovery",
+    "errors": "errors",
+    "regex_mapper": "weights.names",
+}
+
+__all__ = [*sorted(_HOME), "__version__", "engines", "make_engine", "make_transport", "transports"]
+
+if TYPE_CHECKING:
+    from torchrl_ext.rpc.client import EngineClient
+    from torchrl_ext.transports.base import Transport
+
+
+def transports() -> Mapping[str, str]:
+    """Read-only mapping of the transport names to one line each."""
+    from torchrl_ext import registry
+
+    return registry.transports.names()
+
+
+def engines() -> Mapping[str, str]:
+    """Read-only mapping of the engine names to one line each."""
+    from torchrl_ext import registry
+
+    return registry.engines.names()
+
+
+def make_transport(name: str, **settings: Any) -> Transport:
+    """Build the transport called ``name``.
+
+    Raises:
+        ConfigError: no such name (the message lists them), or settings that it does not take.
+    """
+    from torchrl_ext import registry
+
+    return registry.transports.make(name, **settings)
+
+
+def make_engine(name: str, **settings: Any) -> EngineClient:
+    """Build the engine client called ``name``.
+
+    Raises:
+        ConfigError: no such name (the message lists them), or settings that it does not take.
+    """
+    from torchrl_ext import registry
+
+    return registry.engines.make(name, **settings)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    return module if name == "errors" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,121 @@
+"""One error tree; every message says what happened, what was expected, what the state is now, what to do next.
+
+    WeightSyncError (RuntimeError)
+    ├── ConfigError (ValueError)       a setting or a name that cannot work; raised before any I/O
+    ├── ManifestError                  names, shapes or dtypes that do not agree
+    ├── IntegrityError                 bytes that are not what the manifest promises
+    ├── DeadlineError (TimeoutError)   a wait that reached its deadline; names the peer
+    ├── TransportError                 the data layer failed
+    │   ├── NotConnectedError          used before `init_all_workers_group` / `connect`, or after `shutdown`
+    │   ├── ConcurrentUpdateError      a second send while one runs
+    │   └── StoreError                 files: no space, no permission, not visible
+    └── EngineError                    the control layer failed; carries one row per engine
+        ├── EngineUnreachableError     no answer at the address
+        ├── EngineRefusedError         the engine answered, and the answer is no
+        └── UpdateError                an update that not every engine accepted; carries the report
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ConcurrentUpdateError",
+    "ConfigError",
+    "DeadlineError",
+    "EngineError",
+    "EngineRefusedError",
+    "EngineUnreachableError",
+    "IntegrityError",
+    "ManifestError",
+    "NotConnectedError",
+    "StoreError",
+    "TransportError",
+    "UpdateError",
+    "WeightSyncError",
+]
+
+
+class WeightSyncError(RuntimeError):
+    """Root of the tree.
+
+    Args:
+        what: what happened, with the names of the parties.
+        expected: what should have been there instead.
+        state: what holds now (which weights are served, who is paused).
+        hint: what to do next.
+    """
+
+    def __init__(
+        self, what: str, *, expected: str | None = None, state: str | None = None, hint: str | None = None
+    ) -> None:
+        self.what, self.expected, self.state, self.hint = what, expected, state, hint
+        parts = [what.rstrip(".") + "."]
+        parts += [f"Expected: {expected.rstrip('.')}."] if expected else []
+        parts += [f"State: {state.rstrip('.')}."] if state else []
+        parts += [f"Next: {hint.rstrip('.')}."] if hint else []
+        super().__init__(" ".join(parts))
+
+
+class ConfigError(WeightSyncError, ValueError):
+    """A setting or a name that cannot work."""
+
+
+class ManifestError(WeightSyncError):
+    """Names, shapes or dtypes that do not agree between two parties."""
+
+
+class IntegrityError(WeightSyncError):
+    """Bytes that are not what their manifest promises."""
+
+
+class DeadlineError(WeightSyncError, TimeoutError):
+    """A wait that reached its deadline."""
+
+
+class TransportError(WeightSyncError):
+    """The data layer failed."""
+
+
+class NotConnectedError(TransportError):
+    """The transport has no connection yet, or no longer."""
+
+
+class ConcurrentUpdateError(TransportError):
+    """A second send was started while one was running."""
+
+
+class StoreError(TransportError):
+    """A directory or an object store could not be written or read."""
+
+
+class EngineError(WeightSyncError):
+    """The control layer failed.
+
+    Args:
+        rows: one `EngineRow` per engine that took part.
+    """
+
+    def __init__(self, what: str, *, rows: tuple[Any, ...] = (), **more: str | None) -> None:
+        super().__init__(what, **more)
+        self.rows = rows
+
+
+class EngineUnreachableError(EngineError):
+    """No answer at the engine's address."""
+
+
+class EngineRefusedError(EngineError):
+    """The engine answered, and the answer is no."""
+
+
+class UpdateError(EngineError):
+    """An update that not every engine accepted.
+
+    Args:
+        report: the `SyncReport` of the attempt, with a row per engine.
+    """
+
+    def __init__(self, what: str, *, report: Any = None, **more: Any) -> None:
+        super().__init__(what, **more)
+        self.report = report

@@ -1,0 +1,107 @@
+"""Name -> class, imported on first use, so that picking `disk` never imports what `collective` needs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torchrl_ext.errors import ConfigError
+
+__all__ = ["Entry", "Registry", "engines", "receivers", "transports"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a class lives, what it is for, and what to install when its imports fail."""
+
+    path: str
+    summary: str
+    install: str | None = None
+
+
+class Registry:
+    """A growing table of named implementations of one contract.
+
+    Args:
+        kind: the word used in messages, for example ``"transport"``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, name: str, path: str, summary: str, *, install: str | None = None) -> None:
+        """Add ``name`` for the class at ``path`` (``"package.module:Class"``).
+
+        Raises:
+            ConfigError: the name stands for another class already.
+        """
+        entry = Entry(path, summary, install)
+        known = self._entries.get(name)
+        if known is not None and known.path != path:
+            raise ConfigError(f"{self._kind} name {name!r} is taken by {known.path}", hint="pick another name")
+        self._entries[name] = entry
+
+    def names(self) -> MappingProxyType[str, str]:
+        """Read-only mapping of the names to one line each."""
+        return MappingProxyType({name: entry.summary for name, entry in self._entries.items()})
+
+    def load(self, name: str) -> type[Any]:
+        """Import and return the class behind ``name``.
+
+        Raises:
+            ConfigError: nobody registered the name, or its imports fail.
+        """
+        if name not in self._entries:
+            close = difflib.get_close_matches(str(name), self._entries, n=1)
+            raise ConfigError(
+                f"there is no {self._kind} called {name!r}",
+                expected=f"one of {', '.join(sorted(self._entries))}",
+                hint=f"did you mean {close[0]!r}?" if close else None,
+            )
+        entry = self._entries[name]
+        module, _, attribute = entry.path.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ImportError as error:
+            raise ConfigError(
+                f"{self._kind} {name!r} cannot be imported: {error}",
+                hint=entry.install or "install the package that the message names",
+            ) from error
+
+    def make(self, name: str, **settings: Any) -> Any:
+        """Build the class behind ``name`` with ``settings``.
+
+        Raises:
+            ConfigError: unknown name, failing import, or settings that the class does not take.
+        """
+        cls = self.load(name)
+        try:
+            return cls(**settings)
+        except TypeError as error:
+            raise ConfigError(f"{self._kind} {name!r} does not take these settings: {error}") from error
+
+
+transports = Registry("transport")
+transports.register(
+    "collective",
+    "torchrl_ext.transports.collective:VLLMCollectiveTransport",
+    "broadcast over NCCL (CUDA) or gloo (CPU)",
+)
+transports.register(
+    "disk", "torchrl_ext.transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"
+)
+transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
+
+engines = Registry("engine")
+engines.register("vllm", "torchrl_ext.rpc.vllm:VLLMEngine", "a vLLM server over HTTP")
+engines.register("embedded", "torchrl_ext.rpc.embedded:EmbeddedEngine", "the embedded transformers engine over HTTP")
+engines.register(
+    "inprocess", "torchrl_ext.rpc.inprocess:InProcessEngine", "a module, a receiver or a vLLM object in this process"
+)
+
+receivers = Registry("receiver")
+receivers.register("default", "torchrl_ext.sync.receiver:WeightReceiver", "lands weights in a module or a TensorDict")

@@ -1,0 +1,159 @@
+"""The contract of the control layer. An engine client says what to do and when; it never sees a tensor."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from torchrl_ext.types import EngineInfo, EngineRow, Info
+
+__all__ = ["EngineClient", "NullEngine"]
+
+
+def _nothing() -> None:
+    return None
+
+
+class EngineClient(ABC):
+    """Drives one engine, or a fleet of them, through weight updates.
+
+    The order of calls is ``connect``, then per update ``prefetch``, ``begin``, ``load`` (one per handoff), ``commit``.
+    A call that fails leaves the engine as it is (paused from ``begin`` on) and says so.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The address, or another name that a person recognises."""
+
+    @abstractmethod
+    def info(self) -> EngineInfo:
+        """What the engine says of itself.
+
+        Raises:
+            EngineUnreachableError, EngineRefusedError: it says nothing, or nothing usable.
+        """
+
+    @property
+    def world_size(self) -> int:
+        """Workers that receive weights."""
+        return self.info().world_size
+
+    @abstractmethod
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        """Make every worker join the transport of ``info``; returns when they have.
+
+        Args:
+            info: from `Transport.open`; the client adds ``rank_offset`` (1 for a single engine).
+            on_failure: called as soon as one engine fails, to release others that wait for it.
+        """
+
+    @abstractmethod
+    def prefetch(self, version: int) -> None:
+        """Let the engine do what it can for ``version`` while it serves."""
+
+    @abstractmethod
+    def begin(self, version: int) -> None:
+        """Pause, and make ready to load."""
+
+    @abstractmethod
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        """Let every worker receive one handoff; returns when they have."""
+
+    @abstractmethod
+    def commit(self, version: int) -> None:
+        """Put ``version`` in service: finish, drop stale caches, resume."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop generating; how running requests are treated is the client's ``pause_mode``."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Generate again."""
+
+    @abstractmethod
+    def rows(self) -> tuple[EngineRow, ...]:
+        """How the last update went, one row per engine."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the transport and drop the connection; the engine itself goes on."""
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """`begin`, the body, `commit`. An exception in the body leaves the engine paused: it may hold half an update."""
+        self.begin(version)
+        yield
+        self.commit(version)
+
+
+class Stopwatch:
+    """Seconds between a pause and the resume after it."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self.seconds = 0.0
+
+    def start(self) -> None:
+        """Start, unless running."""
+        self._since = self._since if self._since is not None else time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop and keep the reading."""
+        if self._since is not None:
+            self.seconds = time.perf_counter() - self._since
+            self._since = None
+
+
+class NullEngine(EngineClient):
+    """No engine: for ranks that do not drive, and for senders used as a data layer only.
+
+    Args:
+        on_load: called with each handoff's info (a data layer announces it to its workers).
+    """
+
+    kind: ClassVar[str] = "none"
+
+    def __init__(self, on_load: Callable[[Info], None] | None = None) -> None:
+        self._on_load = on_load
+
+    @property
+    def url(self) -> str:
+        return "none"
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(url="none", kind=self.kind, world_size=0)
+
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        return None
+
+    def prefetch(self, version: int) -> None:
+        return None
+
+    def begin(self, version: int) -> None:
+        return None
+
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        if self._on_load is not None:
+            self._on_load(info)
+
+    def commit(self, version: int) -> None:
+        return None
+
+    def pause(self) -> None:
+        return None
+
+    def resume(self) -> None:
+        return None
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        return ()
+
+    def close(self) -> None:
+        return None

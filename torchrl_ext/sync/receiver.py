@@ -1,0 +1,131 @@
+"""`WeightReceiver`: the engine end. Joins the transport that the trainer names, and lands what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchrl_ext.errors import IntegrityError, NotConnectedError
+from torchrl_ext.registry import transports
+from torchrl_ext.transports.base import Transport
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.loader import WeightLoader, as_loader
+
+__all__ = ["WeightReceiver"]
+
+
+class WeightReceiver:
+    """Lands weights in one model. Inside an engine the control layer drives it; alone, `poll_and_apply` does.
+
+    Args:
+        target: module, TensorDict, mapping or `WeightLoader` that takes the weights.
+        transport: the worker end to use alone; an engine gets its transport from `connect`.
+        rank: this worker's rank within its engine, 0 .. world size of the engine - 1.
+    """
+
+    def __init__(self, target: Any = None, transport: Transport | None = None, *, rank: int = 0) -> None:
+        self._loader: WeightLoader | None = None if target is None else as_loader(target)
+        self._target = target
+        self._transport = transport
+        self._rank = rank
+        self.version = 0
+
+    # driven by an engine
+
+    def connect(self, info: Info) -> None:
+        """Join the transport that ``info["transport"]`` names.
+
+        Raises:
+            ManifestError: the trainer's parameters cannot land here; nothing was joined.
+            ConfigError: no transport has this name.
+        """
+        loader = self._require_loader()
+        loader.check(tuple(ParamMeta.from_json(row) for row in info["params"]))
+        if self._transport is not None:
+            self._transport.shutdown()
+        self._transport = transports.load(info["transport"]).from_info(info)
+        self._transport.join({**info, "rank": info.get("rank_offset", 1) + self._rank})
+
+    def prefetch(self, version: int) -> None:
+        """Do for ``version`` whatever can be done while the engine serves."""
+        self._require_transport().prefetch(version)
+
+    def start(self) -> None:
+        """The engine is idle: make ready to load."""
+        self._require_transport()
+        self._require_loader().start()
+
+    def load(self, info: Info) -> None:
+        """Receive one handoff, or compare digests when ``info`` has ``verify``."""
+        if "verify" in info:
+            self._verify(info["verify"])
+            return
+        loader = self._require_loader()
+        loader.load(self._require_transport().receive(info, loader.targets()))
+
+    def finish(self, version: int) -> None:
+        """Everything arrived."""
+        self._require_loader().finish()
+        self.version = version
+
+    def abort(self) -> None:
+        """Unblock a wait in another thread."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Leave the transport. May be called twice."""
+        if self._transport is not None:
+            self._transport.shutdown()
+            self._transport = None
+
+    # alone: TorchRL's surface
+
+    def register_model(self, model: Any) -> None:
+        """Set where weights land."""
+        self._target, self._loader = model, as_loader(model)
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], **_: Any) -> None:
+        """Connect the worker end (collective); other transports need no group."""
+        self._require_transport().init_all_workers_group(model_metadata)
+
+    def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
+        """Apply the newest version if one came within ``timeout`` seconds; returns whether one did."""
+        received = self._require_transport().receive_weights(timeout, model=self._target)
+        if received is not None:
+            self.version = self._require_transport().latest_version()
+        return received is not None
+
+    def apply_weights(self, weights: Any) -> None:
+        """Land ``weights`` (TensorDict or mapping) directly."""
+        from torchrl_ext.weights.source import as_source
+
+        source, loader = as_source(weights), self._require_loader()
+        loader.check(source.params())
+        loader.start()
+        loader.load(source)
+        loader.finish()
+
+    def _verify(self, expected: Mapping[str, str]) -> None:
+        """Compare with what the loader vouches for (see `WeightLoader.digests`)."""
+        found = self._require_loader().digests()
+        for name, digest in expected.items():
+            if found.get(name) != digest:
+                raise IntegrityError(
+                    f"parameter {name!r} of the model is not what the trainer sent",
+                    expected=f"digest {digest}, found {found.get(name)}",
+                    state="the engine holds a damaged update and stays paused",
+                    hint="send the version again",
+                )
+
+    def _require_loader(self) -> WeightLoader:
+        if self._loader is None:
+            raise NotConnectedError("this receiver has no model", hint="call register_model(model)")
+        return self._loader
+
+    def _require_transport(self) -> Transport:
+        if self._transport is None:
+            raise NotConnectedError("this receiver joined no transport", hint="connect first")
+        return self._transport

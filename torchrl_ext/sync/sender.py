@@ -1,0 +1,203 @@
+"""`WeightSender`: the only place where the data layer and the control layer meet."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, UpdateError, WeightSyncError
+from torchrl_ext.rpc.client import EngineClient, NullEngine
+from torchrl_ext.sync.background import in_background
+from torchrl_ext.sync.sources import Outgoing
+from torchrl_ext.transports.base import Transport
+from torchrl_ext.types import ParamMeta, SyncReport
+from torchrl_ext.weights.source import WeightSource, as_source
+
+__all__ = ["WeightSender"]
+
+log = logging.getLogger("torchrl_ext")
+
+
+class WeightSender:
+    """Keeps engines at the policy's newest weights.
+
+    Args:
+        transport: moves the bytes.
+        engine: tells engines what to do and when (a client or a fleet); None for the data layer alone.
+        mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
+        dtype: cast floating-point tensors to this dtype on the way out.
+        verify: every engine compares a digest of each tensor with the trainer's before a version is in service.
+        rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
+            `update_weights` too and replay the same gathers.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        engine: EngineClient | None = None,
+        *,
+        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool = True,
+        rank: int = 0,
+    ) -> None:
+        self._transport = transport
+        self._engine = NullEngine(on_load=transport.announce) if engine is None else engine
+        self._mapper, self._dtype, self._rank = mapper, dtype, rank
+        self._verify = verify and engine is not None
+        self._model: Callable[[], Any] = lambda: None
+        self._collectors: list[weakref.ref[Any]] = []
+        self._metadata: tuple[ParamMeta, ...] | None = None
+        self._connected_to: tuple[ParamMeta, ...] | None = None
+        self._spans: dict[str, float] = {}
+        self.version = 0
+
+    # TorchRL's surface
+
+    def register_model(self, model: Any) -> None:
+        """Remember what to send: an nn.Module, TensorDict, mapping, checkpoint directory or WeightSource; held weakly."""
+        try:
+            self._model = weakref.ref(model)
+        except TypeError:  # plain dicts and strings take no weak reference
+            self._model = lambda: model
+
+    def register_collector(self, collector: Any) -> None:
+        """Bump this collector's policy version after each accepted update; held weakly."""
+        self._collectors.append(weakref.ref(collector))
+
+    def init_all_workers_group(
+        self, model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None, vllm_engine: EngineClient | None = None
+    ) -> None:
+        """Connect the engines' workers to the transport. `update_weights` does it by itself when it was not called.
+
+        Args:
+            model_metadata: ``{name: (dtype, shape)}`` in checkpoint coordinates; derived from the model if omitted.
+            vllm_engine: an engine client, in place of the one given at construction.
+        """
+        if vllm_engine is not None:
+            self._engine, self._verify = vllm_engine, True
+        if model_metadata is None:
+            self._metadata = self._outgoing(None).params()
+        else:
+            self._metadata = tuple(
+                ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()
+            )
+        self._connect(self._metadata)
+
+    def update_weights(self, weights: Any = None) -> SyncReport:
+        """Send the registered model's weights, or ``weights``, as the next version.
+
+        Returns:
+            What was done, with a row per engine.
+
+        Raises:
+            WeightSyncError: the update failed; the message says which engines serve what.
+        """
+        started = time.perf_counter()
+        self._spans = {}
+        source = self._outgoing(weights)
+        if self._rank != 0:
+            source.replay()
+            self.version += 1
+            return SyncReport(version=self.version, transport=self._transport.name)
+        version = max(self.version, self._transport.latest_version()) + 1
+        try:
+            with self._transport.exclusive("update_weights"):
+                self._connect(source.params())
+                self._update(source, version)
+                self._transport.acknowledge(version)
+        except ConcurrentUpdateError:
+            raise
+        except WeightSyncError as error:
+            source.drain()
+            self._connected_to = None  # what is left of a group or a half-made update is not built upon
+            report = self._report(version, source, started, failed=True)
+            raise UpdateError(
+                f"weights version {version} did not reach every engine: {error}", report=report, rows=report.engines
+            ) from error
+        except BaseException:
+            source.drain()
+            self._connected_to = None
+            raise
+        self.version = version
+        report = self._report(version, source, started)
+        log.info("weights version %d accepted by %d engine(s)", version, len(report.engines))
+        for collector in filter(None, (reference() for reference in self._collectors)):
+            collector.increment_version()
+        return report
+
+    def check_connection(self) -> bool:
+        """Whether the transport is connected."""
+        return self._transport.check_connection()
+
+    def shutdown(self) -> None:
+        """Leave the engines and release the transport; engines keep serving what they have."""
+        self._engine.close()
+        self._transport.shutdown()
+        self._connected_to = None
+
+    # the heart
+
+    def _update(self, source: WeightSource, version: int) -> None:
+        with self._span("prepare"):
+            handoffs = self._transport.prepare(source, version)
+        with self._span("prefetch"):  # engines still generate: fetch, check, decode, stage
+            self._engine.prefetch(version)
+        with self._span("pause"), self._engine.updating(version):  # paused only from here
+            for handoff in handoffs:
+                with in_background(self._engine.load, handoff.info, self._transport.abort):
+                    handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
+                handoff.release()
+            if self._verify:
+                self._engine.load({"verify": source.digests()})
+
+    # its helpers
+
+    def _outgoing(self, weights: Any) -> Outgoing:
+        model = self._model() if weights is None else weights
+        if model is None:
+            raise NotConnectedError(
+                "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
+            )
+        return Outgoing(as_source(model), mapper=self._mapper, dtype=self._dtype, digests=self._verify)
+
+    def _connect(self, params: tuple[ParamMeta, ...]) -> None:
+        if self._connected_to == params:
+            return
+        workers = self._engine.world_size
+        if self._metadata is not None and params != self._metadata:
+            self._metadata = None
+        with self._span("connect"):
+            handoff = self._transport.open(workers, params)
+            info = {**handoff.info, "params": [meta.to_json() for meta in params], "world_size": 1 + workers}
+            with in_background(self._engine.connect, info, self._transport.abort):
+                handoff.transfer()
+        self._connected_to = params
+
+    def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
+        total, stats = sum(meta.nbytes for meta in source.params()), self._transport.stats
+        return SyncReport(
+            version=version,
+            transport=self._transport.name,
+            tensors=source.count,
+            bytes=source.bytes if stats.bytes is None else stats.bytes,
+            model_bytes=total,
+            density=stats.density,
+            spans={**self._spans, **stats.spans, "total": time.perf_counter() - started},
+            engines=self._engine.rows(),
+            verified=self._verify and not failed,
+        )
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spans[name] = self._spans.get(name, 0.0) + time.perf_counter() - began

@@ -1,0 +1,76 @@
+"""What a sender wraps around a source: names, dtype, digests, and lockstep with the other trainer ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.names import as_mapper
+from torchrl_ext.weights.source import CastSource, RenamedSource, WeightSource, checked
+
+__all__ = ["Outgoing"]
+
+
+class Outgoing(WeightSource):
+    """One update's pass over a source.
+
+    Args:
+        source: where the weights come from.
+        mapper: trainer name -> checkpoint name.
+        dtype: cast of floating-point tensors.
+        digests: take the digest of each tensor as it passes.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
+        digests: bool = False,
+    ) -> None:
+        source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
+        self._source = source if dtype is None else CastSource(source, dtype)
+        self._params = self._source.params()
+        self._take = digests
+        self._digests: dict[str, str] = {}
+        self._pass: Iterator[Any] | None = None
+        self.count = 0
+        self.bytes = 0
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._params
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._digests, self.count, self.bytes = {}, 0, 0
+        self._pass = checked(self._source, self._params)
+        for meta, tensor in self._pass:
+            if self._take:
+                self._digests[meta.name] = tensor_digest(tensor)
+            self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
+            yield meta.name, tensor
+        self._pass = None
+
+    def digests(self) -> dict[str, str]:
+        """Digest of each tensor that passed in the last iteration."""
+        return dict(self._digests)
+
+    def replay(self) -> None:
+        """Take part in every gather and drop what comes: the role of ranks that do not drive."""
+        for _ in self._source:
+            pass
+
+    def drain(self) -> None:
+        """Finish a pass that stopped half-way (or never began), so that the other ranks' gathers do not hang."""
+        if self._pass is not None:
+            for _ in self._pass:
+                pass
+            self._pass = None

@@ -1,0 +1,100 @@
+"""`MemoryTransport`: within one process. The public fake of the family, and the fastest road to an in-process engine."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from torchrl_ext.errors import IntegrityError
+from torchrl_ext.transports.base import Transport
+from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.weights.source import WeightSource, checked
+
+__all__ = ["MemoryTransport"]
+
+
+class _Channel:
+    """What the ends of one named channel share."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, dict[str, Tensor]] = {}
+        self.announced: queue.Queue[Info] = queue.Queue()
+        self.newest = 0
+
+
+_CHANNELS: dict[str, _Channel] = {}
+
+
+class MemoryTransport(Transport):
+    """Hands copies of tensors over through a dictionary of this process.
+
+    Args:
+        channel: ends with the same channel name meet; by default each instance is both ends of its own.
+        timeout_s: deadline of every wait, in seconds.
+    """
+
+    name: ClassVar[str] = "memory"
+
+    def __init__(self, channel: str | None = None, *, timeout_s: float = 60.0) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._name = channel or f"instance-{id(self)}"
+        self._channel = _CHANNELS.setdefault(self._name, _Channel())
+        self._connected = False
+
+    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+        self._connected = True
+        return Handoff(info={"transport": self.name, "channel": self._name})
+
+    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+        tensors = {meta.name: tensor.clone() for meta, tensor in checked(source)}
+        self._channel.versions[version] = tensors
+        self._channel.newest = max(self._channel.newest, version)
+        self._connected = True
+        for old in [known for known in self._channel.versions if known < version]:
+            del self._channel.versions[old]
+        params = [ParamMeta.of(name, tensor).to_json() for name, tensor in tensors.items()]
+        return [Handoff(info={"transport": self.name, "version": version, "params": params})]
+
+    def latest_version(self) -> int:
+        return self._channel.newest
+
+    def join(self, info: Info) -> None:
+        self._name = info["channel"]
+        self._channel = _CHANNELS.setdefault(self._name, _Channel())
+        self._connected = True
+
+    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._channel.versions.get(info["version"])
+        if tensors is None:
+            raise IntegrityError(
+                f"version {info['version']} is not in memory channel {self._name!r}",
+                expected=f"one of {sorted(self._channel.versions)}",
+            )
+        for name, tensor in tensors.items():
+            yield name, tensor.clone()
+
+    def announce(self, info: Info) -> None:
+        self._channel.announced.put(info)
+
+    def poll(self, timeout_s: float) -> Info | None:
+        try:
+            info = self._channel.announced.get(timeout=timeout_s)
+            while True:  # only the newest counts
+                try:
+                    info = self._channel.announced.get_nowait()
+                except queue.Empty:
+                    break
+        except queue.Empty:
+            return None
+        self._connected = True
+        return info
+
+    def check_connection(self) -> bool:
+        return self._connected
+
+    def shutdown(self) -> None:
+        self._connected = False
+        _CHANNELS.pop(self._name, None)

@@ -1,0 +1,215 @@
+"""The words of the library: what crosses a process is a frozen, keyword-only, JSON-safe dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from torchrl_ext.errors import ManifestError
+
+__all__ = [
+    "EngineInfo",
+    "EngineRow",
+    "Handoff",
+    "Info",
+    "ParamMeta",
+    "Receiver",
+    "SyncReport",
+    "dtype_from_name",
+    "dtype_name",
+]
+
+Info = dict[str, Any]
+"""A JSON-safe message: str, int, float, bool, None, and lists and dicts of these."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> `torch.bfloat16`.
+
+    Raises:
+        ManifestError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError(f"{name!r} is no dtype of torch {torch.__version__}")
+    return dtype
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """One parameter in checkpoint coordinates: its name, dtype and full (unsharded) shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
+        """The description of ``tensor``; a DTensor gives its global shape without a gather."""
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def to_json(self) -> list[Any]:
+        """``[name, dtype name, [sizes]]``: short, since a model has thousands."""
+        return [self.name, dtype_name(self.dtype), list(self.shape)]
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> ParamMeta:
+        """Inverse of `to_json`.
+
+        Raises:
+            ManifestError: the row is malformed.
+        """
+        try:
+            name, dtype, shape = row
+            sizes = tuple(int(size) for size in shape)
+            if not isinstance(name, str) or any(size < 0 for size in sizes):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise ManifestError(f"{row!r} does not describe a parameter", expected="[name, dtype, [sizes]]") from None
+        return cls(name, dtype_from_name(dtype), sizes)
+
+    def __str__(self) -> str:
+        return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handoff:
+    """One piece of an update, ready to go.
+
+    Attributes:
+        info: JSON-safe; what the engine needs to know to receive the piece.
+        transfer: moves the bytes, beside the engine's call; has nothing left to do for files.
+        release: called when the engine is done with the piece; frees staging memory.
+    """
+
+    info: Info
+    transfer: Callable[[], None] = _nothing
+    release: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What discovery learns about an engine.
+
+    Attributes:
+        url: base address, without a trailing slash.
+        kind: ``"vllm"``, ``"sglang"``, ``"embedded"``, ...
+        version: the engine's own version string.
+        worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
+        num_gpus: accelerators (or CPU workers) that the engine occupies.
+        tp_size, pp_size, dp_size: parallel sizes.
+        world_size: workers that receive weights: ``tp * pp * dp``.
+        model: path or name of the model.
+        weight_version: the label of the weights in service.
+        transports: names of the transports that the engine can follow.
+    """
+
+    url: str
+    kind: str
+    version: str = ""
+    worker_type: str = "regular"
+    num_gpus: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    world_size: int = 1
+    model: str = ""
+    weight_version: str = ""
+    transports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRow:
+    """One engine's line in a report.
+
+    Attributes:
+        engine: URL, or another name a person recognises.
+        kind: as in `EngineInfo`.
+        state: ``"serving"`` (the new version), ``"paused"`` (the update failed) or ``"unreachable"``.
+        version: version in service, or the last one known to be.
+        pause_s: seconds from the pause's acknowledgement to the resume's.
+        error: what went wrong, or None.
+    """
+
+    engine: str
+    kind: str
+    state: str
+    version: int | None = None
+    pause_s: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one `update_weights` did.
+
+    Attributes:
+        version: the version that the engines serve now.
+        transport: name of the transport.
+        tensors: number of tensors that travelled.
+        bytes: bytes of weights that the transport moved or published (payload, once, whatever the fan-out).
+        model_bytes: bytes of the whole model, so ``bytes / model_bytes`` is what the transport saved.
+        density: changed elements / all elements; 1.0 for a full update.
+        spans: seconds by phase: ``encode``, ``publish``, ``prefetch``, ``pause``, ``load``, ``commit``, ``total``.
+        engines: one row per engine.
+        verified: every engine compared the digest of each tensor it holds with the trainer's.
+    """
+
+    version: int
+    transport: str
+    tensors: int = 0
+    bytes: int = 0
+    model_bytes: int = 0
+    density: float = 1.0
+    spans: Mapping[str, float] = field(default_factory=dict)
+    engines: tuple[EngineRow, ...] = ()
+    verified: bool = False
+
+    def to_json(self) -> Info:
+        """A JSON-safe dictionary of every field."""
+        return dataclasses.asdict(self) | {"spans": dict(self.spans)}
+
+
+class Receiver(Protocol):
+    """The engine end as the control layer sees it; an HTTP route, an actor call or a direct call away."""
+
+    def connect(self, info: Info) -> None:
+        """Join the transport that ``info`` names."""
+
+    def prefetch(self, version: int) -> None:
+        """Do for ``version`` whatever can be done while the engine serves."""
+
+    def start(self) -> None:
+        """The engine is paused: make ready to load."""
+
+    def load(self, info: Info) -> None:
+        """Receive one handoff."""
+
+    def finish(self, version: int) -> None:
+        """Everything arrived: make ``version`` the one in service."""

@@ -1,0 +1,123 @@
+"""How weights land: `(name, tensor)` pairs applied to something live, in place and all or nothing where possible."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.source import MappingSource, ModuleSource, is_mapping, is_tensordict_module
+
+__all__ = ["TensorsLoader", "WeightLoader", "as_loader"]
+
+
+class WeightLoader(ABC):
+    """Applies pairs in checkpoint coordinates to a live model."""
+
+    @abstractmethod
+    def check(self, params: Iterable[ParamMeta]) -> None:
+        """Refuse what cannot land, before anything is touched.
+
+        Raises:
+            ManifestError: names a parameter that is unknown, missing, or of another shape or dtype.
+        """
+
+    def start(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
+        """The model is idle from here to `finish`."""
+
+    @abstractmethod
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Apply every pair. A tensor may be kept until `finish`: transports give memory that nobody else writes."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Every pair was applied."""
+
+    def targets(self) -> Mapping[str, Tensor]:
+        """Tensors that a transport may fill directly, by checkpoint name; may be empty."""
+        return {}
+
+    def resident(self) -> Iterator[tuple[str, Tensor]]:
+        """What the model holds now, in checkpoint coordinates, as far as it can be read back."""
+        return iter(())
+
+    def digests(self) -> dict[str, str]:
+        """`tensor_digest` of every parameter of the update, in checkpoint coordinates.
+
+        Taken from what the model holds (`resident`). A loader whose runtime form cannot be read back answers with the
+        digests of what it handed to the model, and its docstring says so.
+        """
+        return {name: tensor_digest(tensor) for name, tensor in self.resident()}
+
+
+class TensorsLoader(WeightLoader):
+    """Lands in named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
+
+    Args:
+        target: module, TensorDict or mapping of tensors.
+        partial: accept updates that name only some of the tensors.
+    """
+
+    def __init__(self, target: Any, *, partial: bool = False) -> None:
+        is_module = isinstance(target, nn.Module) and not is_tensordict_module(target)
+        self._target = ModuleSource(target) if is_module else MappingSource(target)
+        self._partial = partial
+
+    def targets(self) -> Mapping[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self._target._tensors()}
+
+    def check(self, params: Iterable[ParamMeta]) -> None:
+        own = {name: ParamMeta.of(name, tensor) for name, tensor in self._target._tensors()}
+        needed = {meta.name for meta in self._target.params()}
+        for meta in params:
+            if meta.name not in own:
+                raise ManifestError(f"the model has no parameter {meta.name!r}", state="nothing was changed")
+            if own[meta.name] != meta:
+                raise ManifestError(
+                    f"parameter {meta.name!r} arrives as {meta}", expected=str(own[meta.name]), state="nothing was changed"
+                )
+            needed.discard(meta.name)
+        if needed and not self._partial:
+            raise ManifestError(
+                f"{len(needed)} parameters of the model are missing from the update, first {min(needed)!r}",
+                state="nothing was changed",
+            )
+
+    @torch.no_grad()
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        targets = self.targets()
+        for name, tensor in pairs:
+            if name not in targets:
+                raise ManifestError(f"the model has no parameter {name!r}")
+            target = targets[name]
+            if ParamMeta.of(name, target) != ParamMeta.of(name, tensor):
+                raise ManifestError(
+                    f"parameter {name!r} arrives as {ParamMeta.of(name, tensor)}",
+                    expected=str(ParamMeta.of(name, target)),
+                )
+            if tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
+                target.copy_(tensor)
+
+    def resident(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._target)
+
+
+def as_loader(target: Any) -> WeightLoader:
+    """The loader for whatever a caller passes: a WeightLoader, a module, a TensorDict or a mapping.
+
+    Raises:
+        ConfigError: nothing can land in it.
+    """
+    if isinstance(target, WeightLoader):
+        return target
+    if isinstance(target, nn.Module) or is_mapping(target):
+        return TensorsLoader(target)
+    raise ConfigError(
+        f"weights cannot land in a {type(target).__name__}",
+        expected="an nn.Module, a TensorDict, a mapping of tensors or a WeightLoader",
+    )

@@ -1,0 +1,279 @@
+"""Where weights come from: everything a trainer holds, as one re-iterable stream of `(name, tensor)`.
+
+The contract is small: `params` says what iteration will yield, in the same order, without moving a byte;
+each iteration is a fresh pass over the current values and yields full (gathered) tensors one at a time.
+`checked` holds the two against each other, so that a disagreement is an error with a name instead of a hang.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["CastSource", "MappingSource", "ModuleSource", "RenamedSource", "WeightSource", "as_source", "checked"]
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+class WeightSource(ABC):
+    """A re-iterable stream of full tensors in checkpoint coordinates.
+
+    Ranks that share a parameter must iterate in lockstep, since gathering is a collective.
+    """
+
+    @abstractmethod
+    def params(self) -> tuple[ParamMeta, ...]:
+        """What iteration yields, in order; never gathers."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """A fresh pass: each tensor is full (not sharded), detached, and as it is now."""
+
+    def files(self) -> Mapping[str, bytes]:
+        """Files that complete a checkpoint (``config.json``, tokenizer files): name -> content."""
+        return {}
+
+
+def checked(source: WeightSource, params: Iterable[ParamMeta] | None = None) -> Iterator[tuple[ParamMeta, Tensor]]:
+    """One pass over ``source``, held against ``params`` (default: its own) element by element.
+
+    Yields:
+        `(meta, tensor)` pairs.
+
+    Raises:
+        ManifestError: names the first parameter whose name, dtype or shape differs, or that is missing or extra.
+    """
+    stream = iter(source)
+    for index, meta in enumerate(source.params() if params is None else params):
+        pair = next(stream, None)
+        if pair is None:
+            raise ManifestError(
+                f"the source ended before parameter {index}, {meta.name!r}", expected=str(meta), hint=_HINT
+            )
+        found = ParamMeta.of(*pair)
+        if found != meta:
+            raise ManifestError(f"parameter {index} of the source is {found}", expected=str(meta), hint=_HINT)
+        yield meta, pair[1]
+    extra = next(stream, None)
+    if extra is not None:
+        raise ManifestError(f"the source yields {extra[0]!r} after its last declared parameter", hint=_HINT)
+
+
+_HINT = "`params()` and iteration of a WeightSource must agree in order, names, dtypes and shapes"
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor: a DTensor is gathered (a collective over its mesh), anything else returned detached."""
+    tensor = tensor.detach()
+    if not torch.distributed.is_available():
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _same_memory(tensor: Tensor) -> tuple[Any, ...] | int:
+    """Key under which tied tensors meet: the same bytes seen the same way."""
+    if not torch.distributed.is_available():
+        return _key(tensor)
+    from torch.distributed.tensor import DTensor
+
+    return _key(tensor.to_local()) + (tuple(tensor.shape),) if isinstance(tensor, DTensor) else _key(tensor)
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.numel() == 0 or tensor.device.type == "meta":  # no memory to share
+        return (id(tensor),)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+class _TensorsSource(WeightSource):
+    """Shared half of the sources that can list live tensors: tied ones travel once, under their first name."""
+
+    @abstractmethod
+    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Every name with its live tensor, tied ones under each of their names."""
+
+    def _once(self) -> Iterator[tuple[str, Tensor]]:
+        seen: set[Any] = set()
+        names: set[str] = set()
+        for name, tensor in self._tensors():
+            if name in names:
+                raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
+            names.add(name)
+            key = _same_memory(tensor)
+            if key not in seen:
+                seen.add(key)
+                yield name, tensor
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(ParamMeta.of(name, tensor) for name, tensor in self._once())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._once():
+            yield name, full(tensor)
+
+
+class MappingSource(_TensorsSource):
+    """A (nested) `TensorDict` or mapping of tensors; nested keys join with ``.``; sorted, so that order is canonical.
+
+    Args:
+        weights: TensorDict, or mapping of str or tuple-of-str keys to tensors or further mappings.
+
+    Raises:
+        ManifestError: a leaf is no tensor, or two keys join to one name.
+    """
+
+    def __init__(self, weights: Mapping[Any, Any]) -> None:
+        self._weights = weights
+
+    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return sorted(_flatten(self._weights), key=lambda pair: pair[0])
+
+
+def _flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for key, value in weights.items():
+        name = prefix + (".".join(key) if isinstance(key, tuple) else str(key))
+        if isinstance(value, Tensor):
+            yield name, value
+        elif is_mapping(value):
+            yield from _flatten(value, name + ".")
+        else:
+            raise ManifestError(f"{name!r} is a {type(value).__name__}", expected="a tensor")
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether ``value`` is a mapping or a TensorDict (asked without importing tensordict)."""
+    if isinstance(value, Mapping):
+        return True
+    return any(base.__module__.startswith("tensordict.") for base in type(value).__mro__) and not isinstance(
+        value, nn.Module
+    )
+
+
+class ModuleSource(_TensorsSource):
+    """Parameters, then persistent buffers, of a module, in registration order.
+
+    DTensors (FSDP2, tensor parallel) are gathered one at a time. Names that `torch.compile`, FSDP1 and activation
+    checkpointing wrap into the path are unwrapped.
+
+    Args:
+        module: the live module; held by a strong reference (senders hold it weakly).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            yield _unwrapped(name), parameter
+        persistent = self._module.state_dict(keep_vars=True).keys()
+        for name, buffer in self._module.named_buffers(remove_duplicate=False):
+            if name in persistent:
+                yield _unwrapped(name), buffer
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class RenamedSource(WeightSource):
+    """Another source under other names (see `torchrl_ext.weights.names` for tables).
+
+    Args:
+        source: the source to rename.
+        mapper: trainer name -> checkpoint name.
+
+    Raises:
+        ManifestError: two names meet.
+    """
+
+    def __init__(self, source: WeightSource, mapper: Callable[[str], str]) -> None:
+        self._source, self._mapper = source, mapper
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        renamed: dict[str, str] = {}
+        for meta in self._source.params():
+            name = self._mapper(meta.name)
+            if name in renamed:
+                raise ManifestError(f"{renamed[name]!r} and {meta.name!r} both map to {name!r}", hint="mend the mapper")
+            renamed[name] = meta.name
+        return tuple(
+            ParamMeta(name, meta.dtype, meta.shape) for name, meta in zip(renamed, self._source.params(), strict=True)
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._source:
+            yield self._mapper(name), tensor
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+
+class CastSource(WeightSource):
+    """Another source with its floating-point tensors cast on the way out (fp32 master weights to a bf16 engine).
+
+    Args:
+        source: the source to cast.
+        dtype: target; integer and bool tensors stay as they are.
+    """
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+        if not dtype.is_floating_point:
+            raise ConfigError(f"cannot cast weights to {dtype}", expected="a floating-point dtype")
+        self._source, self._dtype = source, dtype
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(
+            ParamMeta(meta.name, self._dtype if meta.dtype.is_floating_point else meta.dtype, meta.shape)
+            for meta in self._source.params()
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._source:
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+
+def as_source(weights: Any) -> WeightSource:
+    """The source for whatever a caller passes: a WeightSource, module, TensorDict, mapping or checkpoint directory.
+
+    Raises:
+        ConfigError: nothing knows how to read it.
+    """
+    import os
+
+    if isinstance(weights, WeightSource):
+        return weights
+    if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
+        from torchrl_ext.weights.peft import PeftSource, is_peft
+
+        while isinstance(weights, nn.parallel.DistributedDataParallel):
+            weights = weights.module
+        return PeftSource(weights) if is_peft(weights) else ModuleSource(weights)
+    if is_mapping(weights) or is_tensordict_module(weights):
+        return MappingSource(weights)
+    if isinstance(weights, (str, os.PathLike)):
+        from torchrl_ext.weights.checkpoint import CheckpointSource
+
+        return CheckpointSource(weights)
+    raise ConfigError(
+        f"a {type(weights).__name__} holds no weights that can be sent",
+        expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
+    )
+
+
+def is_tensordict_module(value: Any) -> bool:
+    """`TensorDictParams` is both a module and a TensorDict; as weights it is the latter."""
+    return isinstance(value, nn.Module) and type(value).__name__ == "TensorDictParams"
