@@ -106,7 +106,15 @@ class EngineUnreachableError(EngineError):
 
 
 class EngineRefusedError(EngineError):
-    """The engine answered, and the answer is no."""
+    """The engine answered, and the answer is no.
+
+    Args:
+        status: the HTTP status, where there is one.
+    """
+
+    def __init__(self, what: str, *, status: int | None = None, **more: Any) -> None:
+        super().__init__(what, **more)
+        self.status = status
 
 
 class UpdateError(EngineError):

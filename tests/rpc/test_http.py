@@ -1,0 +1,235 @@
+"""The HTTP session against real servers on real sockets."""
+
+import json
+import socket
+import socketserver
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.rpc.http import HTTPSession, normalise_url
+
+
+class Routes(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.answer()
+
+    def do_POST(self):
+        self.answer()
+
+    def answer(self):
+        length = int(self.headers.get("content-length", 0))
+        body = self.rfile.read(length)
+        path, _, query = self.path.partition("?")
+        if path == "/redirect":
+            self.send(307, b"", {"location": "/echo"})
+        elif path == "/nested":
+            self.send(500, json.dumps({"error": {"message": "the worker said no"}}).encode())
+        elif path == "/flat":
+            self.send(400, json.dumps({"error": "flat reason"}).encode())
+        elif path == "/text":
+            self.send(200, b"<html>hello</html>")
+        elif path == "/empty":
+            self.send(200, b"")
+        elif path == "/large":
+            self.send(200, b'"' + b"x" * 100_000 + b'"')
+        elif path == "/drip":
+            self.send_response(200)
+            self.send_header("connection", "close")
+            self.end_headers()
+            self.drip()
+        else:
+            told = {
+                "method": self.command,
+                "path": path,
+                "query": query,
+                "body": json.loads(body) if body else None,
+                "authorization": self.headers.get("authorization"),
+            }
+            self.send(200, json.dumps(told).encode())
+
+    def drip(self):
+        try:
+            while not self.server.stopped.wait(0.05):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+        except OSError:
+            pass
+        self.close_connection = True
+
+    def send(self, status, body, headers=None):
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+class DripHeaders(socketserver.BaseRequestHandler):
+    """Answers one byte of a header at a time, for ever."""
+
+    def handle(self):
+        try:
+            self.request.sendall(b"HTTP/1.1 200 OK\r\nx-slow: ")
+            while not self.server.stopped.wait(0.05):
+                self.request.sendall(b"x")
+        except OSError:
+            pass
+
+
+class HangUp(socketserver.BaseRequestHandler):
+    """Takes the request and closes the connection."""
+
+    def handle(self):
+        self.request.recv(1 << 16)
+
+
+@contextmanager
+def serving(server):
+    server.daemon_threads = True
+    server.stopped = threading.Event()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.stopped.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def port():
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Routes)) as port:
+        yield port
+
+
+@pytest.fixture
+def session(port):
+    session = HTTPSession(f"127.0.0.1:{port}", timeout_s=10)
+    yield session
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("host:8000", "http://host:8000"),
+        (" http://host:8000/ ", "http://host:8000"),
+        ("https://host/prefix/", "https://host/prefix"),
+        ("[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_addresses_become_base_urls(address, url):
+    assert normalise_url(address) == url
+
+
+@pytest.mark.parametrize("address", ["", "ftp://host", "host:port", "host:99999", "http://host/?a=1", "u:p@host:1"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ConfigError):
+        normalise_url(address)
+
+
+def test_bodies_queries_and_keys_arrive(port):
+    session = HTTPSession(f"127.0.0.1:{port}", api_key="secret")
+    told = session.post("/echo", {"a": [1, None]}, query={"mode": "keep"})
+    assert told == {
+        "method": "POST",
+        "path": "/echo",
+        "query": "mode=keep",
+        "body": {"a": [1, None]},
+        "authorization": "Bearer secret",
+    }
+    assert session.get("/echo")["method"] == "GET"
+    assert session.get("/empty") == {}
+    session.close()
+
+
+@pytest.mark.parametrize(("route", "reason"), [("/nested", "the worker said no"), ("/flat", "flat reason")])
+def test_the_engines_own_words_are_in_the_error(session, route, reason):
+    with pytest.raises(EngineRefusedError, match=reason) as error:
+        session.post(route)
+    assert session.url in str(error.value) and route in str(error.value)
+    assert error.value.status in (400, 500)
+
+
+def test_a_redirect_is_refused(session):
+    with pytest.raises(EngineRefusedError, match="redirect"):
+        session.post("/redirect", {})
+
+
+def test_something_other_than_json_is_refused(session):
+    with pytest.raises(EngineRefusedError, match="other than JSON"):
+        session.get("/text")
+    assert session.call("GET", "/text").text == "<html>hello</html>"
+
+
+def test_an_answer_above_the_limit_is_refused(port):
+    session = HTTPSession(f"127.0.0.1:{port}", max_body_bytes=1000)
+    with pytest.raises(EngineRefusedError, match="more than 1000 bytes"):
+        session.get("/large")
+    assert session.get("/echo")["path"] == "/echo"
+    session.close()
+
+
+def test_a_dripping_body_ends_at_the_deadline(session):
+    with pytest.raises(DeadlineError, match=r"/drip.*0\.3 s"):
+        session.get("/drip", timeout_s=0.3)
+
+
+def test_dripping_headers_end_at_the_deadline():
+    with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), DripHeaders)) as port:
+        session = HTTPSession(f"127.0.0.1:{port}")
+        with pytest.raises(DeadlineError, match=r"0\.3 s"):
+            session.get("/health", timeout_s=0.3)
+
+
+def test_a_listener_that_never_answers_ends_at_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        session = HTTPSession(f"127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(DeadlineError, match=r"0\.3 s"):
+            session.get("/health", timeout_s=0.3)
+
+
+def test_nobody_there_is_unreachable():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(EngineUnreachableError, match=f"127.0.0.1:{port}/health"):
+        HTTPSession(f"127.0.0.1:{port}").get("/health")
+
+
+def test_a_connection_that_breaks_is_unreachable():
+    with (
+        serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), HangUp)) as port,
+        pytest.raises(EngineUnreachableError, match="broke"),
+    ):
+        HTTPSession(f"127.0.0.1:{port}").get("/health")
+
+
+def test_ipv6_addresses_work():
+    class Server6(ThreadingHTTPServer):
+        address_family = socket.AF_INET6
+
+    try:
+        server = Server6(("::1", 0), Routes)
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    with serving(server) as port:
+        assert HTTPSession(f"[::1]:{port}").get("/echo")["path"] == "/echo"
+
+
+def test_one_session_serves_many_threads(session):
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: session.post("/echo", i)["body"], range(64)))
+    assert answers == list(range(64))

@@ -1,0 +1,299 @@
+"""One small JSON-over-HTTP session, shared by every client that speaks to an engine, a router or a rollout route.
+
+A connection lives for one call. Control calls are few, and a kept-alive connection that the server drops between two
+of them would turn a good update into a failed one. Proxies of the environment are not used: a control call has to
+reach exactly the engine that it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+
+__all__ = ["Answer", "HTTPSession", "normalise_url"]
+
+_CONNECT_TIMEOUT_S = 10.0
+_MESSAGE_CHARS = 2000
+
+
+def normalise_url(address: str) -> str:
+    """``"host:8000"``, ``"[::1]:8000"`` or a URL -> ``"http://host:8000"``, without a trailing slash.
+
+    Raises:
+        ConfigError: no host, a scheme other than http and https, a bad port, or parts that a base address has not.
+    """
+    text = address.strip()
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises when it is no number, or out of range
+    except ValueError as error:
+        raise ConfigError(f"{address!r} is no engine address: {error}", expected=_ADDRESS) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{address!r} is no engine address", expected=_ADDRESS)
+    if parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(f"{address!r} has parts that a base address cannot have", expected=_ADDRESS)
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+_ADDRESS = "host:port, [ipv6]:port, or an http(s) URL without query"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        status: HTTP status.
+        text: the body, decoded as UTF-8.
+    """
+
+    status: int
+    text: str
+
+    @property
+    def ok(self) -> bool:
+        """Status 2xx."""
+        return 200 <= self.status < 300
+
+    def json(self) -> Any:
+        """The body as JSON; ``{}`` where it is empty.
+
+        Raises:
+            ValueError: it is no JSON.
+        """
+        return json.loads(self.text) if self.text.strip() else {}
+
+    def message(self) -> str:
+        """What the other side says in its own words, from the usual places of an error body."""
+        try:
+            found = self.json()
+        except ValueError:
+            found = self.text
+        for key in ("error", "detail", "message"):
+            if isinstance(found, dict) and found.get(key):
+                found = found[key]
+        text = found if isinstance(found, str) else json.dumps(found)
+        text = " ".join(text.split())
+        return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
+
+
+class HTTPSession:
+    """Calls routes of one server; safe to use from many threads.
+
+    Args:
+        url: base address; ``http://`` is added where no scheme is given.
+        api_key: sent as a bearer token.
+        timeout_s: deadline of a whole call, from connecting to the last byte of the answer, in seconds.
+        max_body_bytes: answers above this size are refused.
+        max_connections: calls that may run at the same time; further ones wait, within their deadline.
+
+    Raises:
+        ConfigError: the address cannot work.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        max_body_bytes: int = 64 << 20,
+        max_connections: int | None = None,
+    ) -> None:
+        self.url = normalise_url(url)
+        self.timeout_s = timeout_s
+        self._max_body_bytes = max_body_bytes
+        self._client = httpx.Client(
+            headers={"authorization": f"Bearer {api_key}"} if api_key else None,
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=0),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    def get(self, route: str, *, query: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        """``GET route``; returns the JSON answer (``{}`` for an empty one).
+
+        Raises:
+            EngineUnreachableError: nobody listens, or the connection broke.
+            EngineRefusedError: any status but 2xx, or an answer that is no JSON; `status` holds the former.
+            DeadlineError: no complete answer in time.
+        """
+        return self._json("GET", route, None, query, timeout_s)
+
+    def post(
+        self,
+        route: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """``POST route`` with ``body`` as JSON; returns and raises as `get` does."""
+        return self._json("POST", route, body, query, timeout_s)
+
+    def call(
+        self,
+        method: str,
+        route: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """One call, whatever its status says.
+
+        Raises:
+            EngineUnreachableError, DeadlineError: as for `get`.
+            EngineRefusedError: a redirect, or an answer above `max_body_bytes`.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        where = f"{method} {self.url}{route}"
+        watchdog = _Watchdog(limit_s)
+        try:
+            with watchdog:
+                answer = self._send(where, method, route, body, query, watchdog)
+        except httpx.ConnectTimeout as error:
+            raise self._unreachable(where, f"no connection within {min(limit_s, _CONNECT_TIMEOUT_S):g} s") from error
+        except httpx.ConnectError as error:
+            raise self._unreachable(where, str(error)) from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise self._late(where, limit_s) from error
+        except (httpx.HTTPError, OSError) as error:
+            if watchdog.expired:
+                raise self._late(where, limit_s) from error
+            raise self._unreachable(where, f"the connection broke: {error or type(error).__name__}") from error
+        if 300 <= answer.status < 400:
+            raise EngineRefusedError(
+                f"{where} answered with a redirect ({answer.status})",
+                expected="the engine itself at this address",
+                hint="give the engine's own address; redirects are not followed",
+                status=answer.status,
+            )
+        return answer
+
+    def close(self) -> None:
+        """Drop all connections. May be called twice."""
+        self._client.close()
+
+    def _send(
+        self,
+        where: str,
+        method: str,
+        route: str,
+        body: Any,
+        query: Mapping[str, Any] | None,
+        watchdog: _Watchdog,
+    ) -> Answer:
+        left_s = watchdog.left_s()
+        request = self._client.build_request(
+            method,
+            self.url + route,
+            json=body,
+            params=query,
+            timeout=httpx.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S)),
+            extensions={"trace": watchdog.trace},
+        )
+        response = self._client.send(request, stream=True)
+        try:
+            chunks, size = [], 0
+            for chunk in response.iter_bytes():
+                size += len(chunk)
+                if size > self._max_body_bytes:
+                    raise EngineRefusedError(
+                        f"{where} answered with more than {self._max_body_bytes} bytes",
+                        hint="is this an engine's address? If so raise max_body_bytes",
+                        status=response.status_code,
+                    )
+                watchdog.left_s()
+                chunks.append(chunk)
+            watchdog.left_s()  # the watchdog's cut looks like a regular end where no length was announced
+        finally:
+            response.close()
+        return Answer(status=response.status_code, text=b"".join(chunks).decode("utf-8", "replace"))
+
+    def _json(
+        self, method: str, route: str, body: Any, query: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> Any:
+        answer = self.call(method, route, body, query=query, timeout_s=timeout_s)
+        if not answer.ok:
+            raise EngineRefusedError(
+                f"{method} {self.url}{route} answered {answer.status}: {answer.message() or 'no reason given'}",
+                status=answer.status,
+            )
+        try:
+            return answer.json()
+        except ValueError:
+            raise EngineRefusedError(
+                f"{method} {self.url}{route} answered with something other than JSON: {answer.text[:120]!r}",
+                hint="is this an engine's address?",
+                status=answer.status,
+            ) from None
+
+    def _unreachable(self, where: str, why: str) -> EngineUnreachableError:
+        return EngineUnreachableError(
+            f"{where}: {why}", expected="an engine that listens there", hint="check that it runs, and the address"
+        )
+
+    def _late(self, where: str, limit_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"{where}: no complete answer within {limit_s:g} s",
+            state="the other side may still be at work on it",
+            hint="look at the engine's log, or raise timeout_s",
+        )
+
+
+class _Watchdog:
+    """Ends a call at its deadline, also when bytes keep dripping in: httpx's own limits hold for each read alone."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._until = time.monotonic() + limit_s
+        self._timer = threading.Timer(limit_s, self._expire)
+        self._timer.daemon = True
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.expired = False
+
+    def __enter__(self) -> _Watchdog:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def left_s(self) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+            TimeoutError: none are left.
+        """
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Called by httpcore at each step of the call; keeps the newest socket."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+            if self.expired:
+                self._expire()
+
+    def _expire(self) -> None:
+        with self._lock:
+            self.expired = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # it is closed already
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
