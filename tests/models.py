@@ -1,0 +1,98 @@
+"""Tiny models that real engines load in a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_LINES = [
+    "the trainer sends weights to the engine",
+    "the engine serves tokens while weights travel",
+    "a version is reported when the bytes are in place",
+    "0 1 2 3 4 5 6 7 8 9 + - * / =",
+]
+VOCAB = 512
+PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
+"""Token ids that every tiny model knows."""
+
+
+def tiny_config(**changes):
+    """Qwen3 of 0.4 M parameters: vocab 512, hidden 128, 2 layers, 4 heads, 2 kv heads of 32, untied."""
+    from transformers import Qwen3Config
+
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    return Qwen3Config(**(settings | changes))
+
+
+def tiny_model(seed=0, dtype=torch.float32, **changes):
+    """A random causal LM; two seeds give models whose greedy outputs differ."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(**changes), dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:  # wide enough that logits of a random model are well apart
+                    parameter.normal_(0, 0.5 if "embed" in name or "lm_head" in name else 0.12)
+                else:
+                    parameter.uniform_(0.5, 1.5)
+    return model.to(dtype).eval()
+
+
+def tiny_tokenizer():
+    """A byte-level BPE tokenizer trained on a few lines; ids 0, 1, 2 are <s>, </s>, <pad>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_LINES, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=256
+    )
+
+
+def tiny_checkpoint(path, seed=0, dtype=torch.float32, **changes):
+    """Save model and tokenizer as a Hugging Face checkpoint; returns the directory."""
+    path = Path(path)
+    tiny_model(seed, dtype, **changes).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def greedy(model, prompt=None, count=32):
+    """The ``count`` tokens that `transformers` picks greedily after ``prompt``; nothing ends a generation early."""
+    ids = torch.tensor([PROMPT if prompt is None else prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=2,
+    )
+    return output[0, ids.shape[1] :].tolist()
