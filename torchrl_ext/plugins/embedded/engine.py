@@ -1,0 +1,175 @@
+"""The hosted model with its two sides: a scheduler that generates and a receiver that lands weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrl_ext import registry
+from torchrl_ext.errors import ConfigError, EngineRefusedError, NotConnectedError
+from torchrl_ext.plugins.embedded.scheduler import PauseMode, Scheduler
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.types import Info, dtype_from_name
+from torchrl_ext.weights.loader import TensorsLoader
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """What the routes call. Control calls are serialised; generation goes on beside those that touch no weights.
+
+    Args:
+        model_dir: a Hugging Face checkpoint directory.
+        dtype: ``"auto"`` (the checkpoint's) or a dtype's name.
+        device: where the model lives.
+        context: most tokens of a sequence; None takes the model's own limit.
+
+    Raises:
+        ConfigError: no causal LM can be loaded from ``model_dir``.
+    """
+
+    def __init__(self, model_dir: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
+        self.model_dir, self.dtype = model_dir, dtype
+        model = _load(model_dir, dtype).to(device).eval().requires_grad_(False)
+        self.context = context or model.config.max_position_embeddings
+        self.scheduler = Scheduler(
+            model,
+            end_ids=_end_ids(model),
+            vocabulary=model.get_input_embeddings().weight.shape[0],
+            context=self.context,
+        )
+        self._loader = TensorsLoader(model)
+        self._receiver = WeightReceiver(self._loader)
+        self._control = threading.Lock()
+        self._updating = False
+        self._torn = False
+
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports that this engine can follow: all but the one within a single process."""
+        return tuple(name for name in registry.transports.names() if name != "memory" and _importable(name))
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """See `Scheduler.pause`."""
+        self.scheduler.pause(mode, timeout_s)
+
+    def resume(self) -> None:
+        """Generate again.
+
+        Raises:
+            EngineRefusedError: the weights are half an update.
+        """
+        if self._torn:
+            raise EngineRefusedError(
+                "the engine holds half an update and cannot serve it",
+                state="paused",
+                hint="send the weights again; the next update that arrives whole resumes the engine",
+            )
+        self.scheduler.resume()
+
+    def connect(self, info: Info) -> None:
+        """Join the trainer's transport; a trainer that connects anew ends a receive that is still waiting.
+
+        Raises:
+            ConfigError: the transport cannot reach this process.
+            WeightSyncError: what the transport says.
+        """
+        if info.get("transport") not in self.transports():
+            raise ConfigError(
+                f"the embedded engine cannot follow by transport {info.get('transport')!r}",
+                expected=f"one of {', '.join(self.transports())}",
+            )
+        self._receiver.abort()
+        with self._control:
+            self._updating = False
+            self._receiver.connect(info)
+
+    def prefetch(self, version: int) -> None:
+        """Fetch, check and stage ``version`` while generation goes on."""
+        with self._control:
+            self._receiver.prefetch(version)
+
+    def start(self) -> None:
+        """Begin an update.
+
+        Raises:
+            EngineRefusedError: the engine still generates.
+        """
+        with self._control:
+            if not self.scheduler.paused:
+                raise EngineRefusedError(
+                    "weights cannot change while the engine generates", expected="POST /pause first", state="unchanged"
+                )
+            self._receiver.start()
+            self._updating = True
+
+    def load(self, info: Info) -> None:
+        """Receive one piece of the update that `start` began."""
+        with self._in_update():
+            self._torn = self._torn or "verify" not in info
+            self._receiver.load(info)
+
+    def finish(self, label: str | None) -> None:
+        """End the update; ``label`` becomes the weight version."""
+        with self._in_update():
+            version = int(label) if label is not None and label.isdigit() else self._receiver.version
+            self._receiver.finish(version)
+            self.scheduler.version = self.scheduler.version if label is None else label
+            self._torn = self._updating = False
+
+    def digests(self) -> dict[str, str]:
+        """Digest of every parameter that the live model holds, by checkpoint name."""
+        with self._control, self.scheduler.weights():
+            return self._loader.digests()
+
+    def close(self) -> None:
+        """End generation and leave the transport."""
+        self._receiver.abort()
+        self.scheduler.stop()
+        self._receiver.close()
+
+    @contextmanager
+    def _in_update(self) -> Iterator[None]:
+        with self._control:
+            if not self._updating:
+                raise NotConnectedError("no weight update was started", hint="POST /start_weight_update first")
+            with self.scheduler.weights():
+                yield
+
+
+def _load(model_dir: str, dtype: str) -> Any:
+    if not (Path(model_dir) / "config.json").is_file():
+        raise ConfigError(f"{model_dir} holds no model", expected="a Hugging Face checkpoint directory")
+    from transformers import AutoModelForCausalLM
+
+    wanted = "auto" if dtype == "auto" else dtype_from_name(dtype)
+    if dtype == "bfloat16":
+        _allow_amx()
+    try:
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=wanted, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no causal LM can be loaded from {model_dir}: {error}") from error
+
+
+def _allow_amx() -> None:
+    """Where the processor has AMX, the kernel wants a request before bfloat16 products may use it."""
+    init = getattr(torch.cpu, "_init_amx", None)
+    if init is not None:
+        init()
+
+
+def _end_ids(model: Any) -> frozenset[int]:
+    found = model.generation_config.eos_token_id
+    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+
+
+def _importable(transport: str) -> bool:
+    try:
+        registry.transports.load(transport)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,207 @@
+"""One thread owns generation; pausing and weight updates happen between its tokens."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.plugins.embedded.protocol import GenerateRequest
+from torchrl_ext.plugins.embedded.sequences import Cohort, Job, Sequence
+
+__all__ = ["PauseMode", "Scheduler"]
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+log = logging.getLogger("torchrl_ext")
+
+
+class Scheduler:
+    """Steps every running sequence token by token.
+
+    Two locks: ``_changed`` guards what waits and the state; ``_model`` is held during a round of forward passes and by
+    whoever changes weights, so that weights never change inside a forward pass.
+
+    Args:
+        model: a causal LM of `transformers`, in evaluation mode.
+        end_ids: its end-of-sequence ids.
+        vocabulary: number of token ids that the model knows.
+        context: most tokens of a sequence, prompt included.
+        max_rows: most sequences in one forward pass.
+    """
+
+    def __init__(
+        self, model: Any, *, end_ids: frozenset[int], vocabulary: int, context: int, max_rows: int = 64
+    ) -> None:
+        self._llm, self._end_ids, self._max_rows = model, end_ids, max_rows
+        self._vocabulary, self._context = vocabulary, context
+        self._changed = threading.Condition()
+        self._model = threading.Lock()
+        self._arrived: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self._cohorts: list[Cohort] = []
+        self._state: Literal["serving", "draining", "paused", "stopped"] = "serving"
+        self.version = "default"  # vLLM's label for the weights that it was started with
+        self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
+        self._thread.start()
+
+    @property
+    def paused(self) -> bool:
+        """Whether no token is made."""
+        return self._state in ("paused", "stopped")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, request: GenerateRequest) -> Job:
+        """Queue a request; while paused it waits for the resume.
+
+        Raises:
+            ConfigError: the prompt does not fit the context, or has a token that the model does not know.
+        """
+        if max(request.token_ids) >= self._vocabulary:
+            raise ConfigError(f"the model has no token {max(request.token_ids)}", expected=f"< {self._vocabulary}")
+        room = self._context - len(request.token_ids)
+        if room < 1:
+            raise ConfigError(
+                f"the prompt has {len(request.token_ids)} tokens", expected=f"at most {self._context - 1}"
+            )
+        job = Job(request, end_ids=self._end_ids, room=room)
+        with self._changed:
+            self._arrived += job.sequences
+            self._changed.notify_all()
+        return job
+
+    def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
+        """Make no more tokens; returns when none is being made.
+
+        Args:
+            mode: ``keep`` freezes what runs, ``wait`` lets it finish first, ``abort`` ends it with what there is.
+            timeout_s: deadline of ``wait``.
+
+        Raises:
+            ConfigError: there is no such mode.
+            DeadlineError: requests were still running; they are frozen.
+        """
+        if mode not in get_args(PauseMode):
+            raise ConfigError(f"there is no pause mode {mode!r}", expected=f"one of {', '.join(get_args(PauseMode))}")
+        late = False
+        with self._changed:
+            if mode == "wait" and self._state == "serving":
+                self._waiting += self._arrived  # what came before the pause is still served
+                self._arrived = []
+                self._state = "draining"
+                late = not self._changed.wait_for(lambda: not self._has_work() or self._state != "draining", timeout_s)
+            if self._state == "stopped":
+                return
+            frozen = self._state == "paused"
+            self._state = "paused"
+            self._changed.notify_all()
+        if not frozen:
+            with self._model:  # a round that was under way is over
+                pass
+        if mode == "abort":
+            self._abort()
+        if late:
+            raise DeadlineError(
+                f"requests were still running {timeout_s:g} s after pause?mode=wait",
+                state="the engine is paused and they are frozen",
+                hint="resume to let them go on, or pause with mode=abort",
+            )
+
+    def resume(self) -> None:
+        """Make tokens again."""
+        with self._changed:
+            if self._state != "stopped":
+                self._state = "serving"
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread and every request. May be called twice."""
+        with self._changed:
+            self._state = "stopped"
+            self._changed.notify_all()
+        self._thread.join(timeout=10)
+        self._abort()
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Hold the weights still (no forward pass runs) or change them."""
+        with self._model:
+            yield
+
+    def _has_work(self) -> bool:
+        return bool(self._cohorts or self._waiting or (self._arrived and self._state == "serving"))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._state == "stopped" or (self._state != "paused" and self._has_work())
+                )
+            with self._model:
+                with self._changed:
+                    if self._state == "stopped":
+                        return
+                    if self._state == "paused":
+                        continue
+                    if self._state == "serving":
+                        self._waiting += self._arrived
+                        self._arrived = []
+                    self._admit()
+                self._round()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _admit(self) -> None:
+        """Make cohorts of what waits, by prompt length."""
+        by_length: dict[int, list[Sequence]] = {}
+        for sequence in self._waiting:
+            by_length.setdefault(len(sequence.job.request.token_ids), []).append(sequence)
+        self._waiting = []
+        for group in by_length.values():
+            for start in range(0, len(group), self._max_rows):
+                self._cohorts.append(Cohort(self._llm, group[start : start + self._max_rows]))
+
+    def _round(self) -> None:
+        """One token for all, and a second one for the shortest cohort, which so catches up with the next and joins."""
+        for cohort in self._cohorts:
+            self._step(cohort)
+        self._merge()
+        if len(self._cohorts) > 1:
+            self._step(self._cohorts[0])
+            self._merge()
+
+    def _step(self, cohort: Cohort) -> None:
+        try:
+            cohort.step(self.version)
+        except Exception as error:
+            log.exception("generation failed")
+            for sequence in cohort.sequences:
+                sequence.job.fail(error)
+            cohort.sequences = []
+
+    def _merge(self) -> None:
+        merged: list[Cohort] = []
+        for cohort in sorted(self._cohorts, key=lambda cohort: cohort.length):
+            if not cohort.sequences:
+                continue
+            last = merged[-1] if merged else None
+            fits = last is not None and len(last.sequences) + len(cohort.sequences) <= self._max_rows
+            if not (fits and last.absorb(cohort)):
+                merged.append(cohort)
+        with self._changed:
+            self._cohorts = merged
+
+    def _abort(self) -> None:
+        with self._model, self._changed:
+            running = [sequence for cohort in self._cohorts for sequence in cohort.sequences]
+            running += self._waiting + self._arrived
+            self._cohorts, self._waiting, self._arrived = [], [], []
+        for sequence in running:
+            sequence.finish("abort")

@@ -1,0 +1,185 @@
+"""vLLM's routes over an `Engine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import torchrl_ext
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
+from torchrl_ext.plugins.embedded.engine import Engine
+from torchrl_ext.plugins.embedded.protocol import GenerateRequest, answer
+
+__all__ = ["make_app"]
+
+log = logging.getLogger("torchrl_ext")
+
+_STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, DeadlineError: 504}
+_DRAIN_TIMEOUT_S = 600.0
+
+
+def make_app(engine: Engine) -> Starlette:
+    """The server's application; whatever blocks runs in threads, so that health is answered at any time."""
+    routes = _Routes(engine)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close)
+
+    table: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
+        ("GET", "/health"): routes.health,
+        ("GET", "/server_info"): routes.server_info,
+        ("GET", "/get_world_size"): routes.world_size,
+        ("GET", "/weight_info"): routes.weight_info,
+        ("GET", "/weights_digest"): routes.weights_digest,
+        ("GET", "/is_paused"): routes.is_paused,
+        ("POST", "/pause"): routes.pause,
+        ("POST", "/resume"): routes.resume,
+        ("POST", "/init_weight_transfer_engine"): routes.connect,
+        ("POST", "/prefetch_weights"): routes.prefetch,
+        ("POST", "/start_weight_update"): routes.start,
+        ("POST", "/update_weights"): routes.load,
+        ("POST", "/finish_weight_update"): routes.finish,
+        ("POST", "/reset_prefix_cache"): routes.reset_prefix_cache,
+        ("POST", "/inference/v1/generate"): routes.generate,
+    }
+    return Starlette(
+        routes=[Route(path, handler, methods=[method]) for (method, path), handler in table.items()],
+        exception_handlers={WeightSyncError: _refuse, Exception: _refuse},
+        lifespan=lifespan,
+    )
+
+
+class _Routes:
+    """One method per route."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self._engine.scheduler.alive else 503)
+
+    async def server_info(self, request: Request) -> Response:
+        engine = self._engine
+        return JSONResponse(
+            {
+                "engine": "embedded",
+                "version": torchrl_ext.__version__,
+                "worker_type": "regular",
+                "model": engine.model_dir,
+                "dtype": engine.dtype,
+                "max_model_len": engine.context,
+                "parallel_config": {
+                    "tensor_parallel_size": 1,
+                    "pipeline_parallel_size": 1,
+                    "data_parallel_size": 1,
+                    "world_size": 1,
+                },
+                "transports": list(engine.transports()),
+                "weight_version": engine.scheduler.version,
+            }
+        )
+
+    async def world_size(self, request: Request) -> Response:
+        return JSONResponse({"world_size": 1})
+
+    async def weight_info(self, request: Request) -> Response:
+        scheduler = self._engine.scheduler
+        return JSONResponse({"weight_version": scheduler.version, "paused": scheduler.paused})
+
+    async def weights_digest(self, request: Request) -> Response:
+        digests = await asyncio.to_thread(self._engine.digests)
+        return JSONResponse({"weight_version": self._engine.scheduler.version, "digests": digests})
+
+    async def is_paused(self, request: Request) -> Response:
+        return JSONResponse({"is_paused": self._engine.scheduler.paused})
+
+    async def pause(self, request: Request) -> Response:
+        mode: Any = request.query_params.get("mode", "abort")
+        await asyncio.to_thread(self._engine.pause, mode, _DRAIN_TIMEOUT_S)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        self._engine.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def connect(self, request: Request) -> Response:
+        info = await _field(request, "init_info", dict)
+        await asyncio.to_thread(self._engine.connect, info)
+        return JSONResponse({"message": "Weight transfer initialized"})
+
+    async def prefetch(self, request: Request) -> Response:
+        version = await _field(request, "version", int)
+        await asyncio.to_thread(self._engine.prefetch, version)
+        return JSONResponse({"message": "Weights prefetched"})
+
+    async def start(self, request: Request) -> Response:
+        await asyncio.to_thread(self._engine.start)
+        return JSONResponse({"message": "Weight update started"})
+
+    async def load(self, request: Request) -> Response:
+        info = await _field(request, "update_info", dict)
+        await asyncio.to_thread(self._engine.load, info)
+        return JSONResponse({"message": "Weights updated"})
+
+    async def finish(self, request: Request) -> Response:
+        label = await _field(request, "weight_version", str, optional=True)
+        await asyncio.to_thread(self._engine.finish, label)
+        return JSONResponse({"message": "Weight update finished"})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        return JSONResponse({"success": True})  # caches live and die with their requests
+
+    async def generate(self, request: Request) -> Response:
+        asked = GenerateRequest.from_json(await _body(request), default_id=uuid.uuid4().hex)
+        job = self._engine.scheduler.submit(asked)
+        outputs = asyncio.wrap_future(job.future)
+        gone = asyncio.ensure_future(_disconnect(request))
+        try:
+            await asyncio.wait({outputs, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not outputs.done():
+                return Response(status_code=499)  # nobody is left to read it
+            return JSONResponse(answer(asked, outputs.result(), self._engine.model_dir))
+        finally:
+            job.cancelled = True
+            gone.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> Any:
+    try:
+        return await request.json() if await request.body() else {}
+    except ValueError as error:
+        raise ConfigError(f"the body is no JSON: {error}") from None
+
+
+async def _field(request: Request, name: str, kind: type, *, optional: bool = False) -> Any:
+    body = await _body(request)
+    value = body.get(name) if isinstance(body, dict) else None
+    if value is None and optional:
+        return None
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}", expected=f'a body {{"{name}": {kind.__name__}}}')
+    return value
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """vLLM's shape of an error."""
+    status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+    log.error("%s %s: %s", request.method, request.url.path, error)
+    row = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
+    return JSONResponse({"error": row}, status_code=status)
