@@ -108,13 +108,15 @@ class Engine:
             self._updating = True
 
     def load(self, info: Info) -> None:
-        """Receive one piece of the update that `start` began."""
+        """Receive one piece of the update that `start` began; one that fails ends the update."""
         with self._in_update():
             self._torn = self._torn or "verify" not in info
+            self._updating = False
             self._receiver.load(info)
+            self._updating = True
 
     def finish(self, label: str | None) -> None:
-        """End the update; ``label`` becomes the weight version."""
+        """End an update of which every piece arrived; ``label`` becomes the weight version."""
         with self._in_update():
             version = int(label) if label is not None and label.isdigit() else self._receiver.version
             self._receiver.finish(version)
@@ -136,7 +138,7 @@ class Engine:
     def _in_update(self) -> Iterator[None]:
         with self._control:
             if not self._updating:
-                raise NotConnectedError("no weight update was started", hint="POST /start_weight_update first")
+                raise NotConnectedError("no weight update is open", hint="POST /start_weight_update first")
             with self.scheduler.weights():
                 yield
 

@@ -129,6 +129,12 @@ class Scheduler:
         self._thread.join(timeout=10)
         self._abort()
 
+    def forget(self) -> None:
+        """Drop the keys and values of what runs: old weights made them. The next step computes them anew."""
+        with self._model:
+            for cohort in self._cohorts:
+                cohort.forget()
+
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Hold the weights still (no forward pass runs) or change them."""

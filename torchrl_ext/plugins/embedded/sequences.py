@@ -58,10 +58,9 @@ class Sequence:
         self._versions: list[tuple[str, int]] = []
         self.output: Output | None = None
 
-    @property
-    def last_token(self) -> int:
-        """The newest token."""
-        return self._tokens[-1]
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt and what followed so far."""
+        return (*self.job.request.token_ids, *self._tokens)
 
     def barred(self) -> tuple[int, ...]:
         """Tokens that must not come next."""
@@ -114,11 +113,10 @@ class Cohort:
         self._keep([i for i, sequence in enumerate(self.sequences) if not sequence.job.cancelled])
         if not self.sequences:
             return
-        if self._cache is None:
-            rows = [sequence.job.request.token_ids for sequence in self.sequences]
-        else:
-            rows = [(sequence.last_token,) for sequence in self.sequences]
-            self.length += 1
+        rows = [sequence.tokens() for sequence in self.sequences]
+        self.length = len(rows[0])
+        if self._cache is not None:
+            rows = [row[-1:] for row in rows]
         ids = torch.tensor(rows, device=self._model.device)
         out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
         self._cache = out.past_key_values
@@ -131,6 +129,10 @@ class Cohort:
         for sequence, token, logprob in zip(self.sequences, tokens, logprobs, strict=True):
             sequence.take(token, logprob, version)
         self._keep([i for i, sequence in enumerate(self.sequences) if sequence.output is None])
+
+    def forget(self) -> None:
+        """Drop the cache: the next step computes it anew, with the weights of then."""
+        self._cache = None
 
     @torch.inference_mode()
     def absorb(self, other: Cohort) -> bool:

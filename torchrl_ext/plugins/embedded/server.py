@@ -138,7 +138,9 @@ class _Routes:
         return JSONResponse({"message": "Weight update finished"})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        return JSONResponse({"success": True})  # caches live and die with their requests
+        if request.query_params.get("reset_running_requests", "").lower() in ("true", "1"):
+            await asyncio.to_thread(self._engine.scheduler.forget)
+        return JSONResponse({"success": True})  # requests share no cache, so there is nothing else to drop
 
     async def generate(self, request: Request) -> Response:
         asked = GenerateRequest.from_json(await _body(request), default_id=uuid.uuid4().hex)
