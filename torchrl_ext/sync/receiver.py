@@ -30,6 +30,7 @@ class WeightReceiver:
         self._target = target
         self._transport = transport
         self._rank = rank
+        self._sealed = False
         self.version = 0
 
     # driven by an engine
@@ -55,19 +56,30 @@ class WeightReceiver:
     def start(self) -> None:
         """The engine is idle: make ready to load."""
         self._require_transport()
+        self._sealed = False
         self._require_loader().start()
 
     def load(self, info: Info) -> None:
-        """Receive one handoff, or compare digests when ``info`` has ``verify``."""
+        """Receive one handoff; or compare digests when ``info`` has ``verify``; or, with ``seal``, end the load.
+
+        Sealing ahead of `finish` leaves nothing for the latter that could fail, which matters where an engine gives a
+        version its number in the very call that finishes it.
+        """
+        loader = self._require_loader()
         if "verify" in info:
             self._verify(info["verify"])
             return
-        loader = self._require_loader()
+        if "seal" in info:
+            loader.finish()
+            self._sealed = True
+            return
         loader.load(self._require_transport().receive(info, loader.targets()))
 
     def finish(self, version: int) -> None:
         """Everything arrived."""
-        self._require_loader().finish()
+        if not self._sealed:
+            self._require_loader().finish()
+        self._sealed = False
         self.version = version
 
     def abort(self) -> None:

@@ -1,0 +1,64 @@
+"""The embedded engine over HTTP: its routes are vLLM's, and one more, which stages a version while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.vllm import VLLMEngine
+from torchrl_ext.types import EngineInfo, EngineRow, Info
+
+__all__ = ["EmbeddedEngine"]
+
+
+class EmbeddedEngine(EngineClient):
+    """The engine of `torchrl_ext.plugins.embedded` in another process.
+
+    Args:
+        url: its base address.
+        settings: as for `VLLMEngine`.
+    """
+
+    kind: ClassVar[str] = "embedded"
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        self._client = VLLMEngine(url, **settings)
+        self._http = HTTPSession(url, timeout_s=settings.get("load_timeout_s", 600.0), api_key=settings.get("api_key"))
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    def info(self) -> EngineInfo:
+        return self._client.info()
+
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._client.connect(info, on_failure)
+
+    def prefetch(self, version: int) -> None:
+        self._http.post("/prefetch_weights", {"version": version})
+
+    def begin(self, version: int) -> None:
+        self._client.begin(version)
+
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._client.load(info, on_failure)
+
+    def commit(self, version: int) -> None:
+        self._client.commit(version)
+
+    def pause(self) -> None:
+        self._client.pause()
+
+    def resume(self) -> None:
+        self._client.resume()
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        return tuple(replace(row, kind=self.kind) for row in self._client.rows())
+
+    def close(self) -> None:
+        self._http.close()
+        self._client.close()

@@ -1,0 +1,295 @@
+"""vLLM's weight-transfer routes, driven over HTTP.
+
+The protocol, as far as routes and bodies go, is vLLM's (`vllm.entrypoints.rl.online.api_router`, 0.32); what travels
+in the bodies is ours:
+
+========================================  ====================================================================
+``POST /init_weight_transfer_engine``     ``{"init_info": info}``: join the transport of `Transport.open`'s info
+                                          plus ``rank_offset``; or ``{"init_info": {"prefetch": version}}``
+``POST /pause?mode=abort|wait|keep``
+``POST /start_weight_update``
+``POST /update_weights``                  ``{"update_info": info}``: a handoff's info, ``{"verify": digests}``, or
+                                          ``{"seal": version}`` after the last one
+``POST /finish_weight_update``            ``{"weight_version": "7"}``; after a failed update, without a body, it is the
+                                          way out of the update that is still open
+``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights
+``POST /resume``
+========================================  ====================================================================
+
+Everything that can fail happens up to ``seal``; ``finish_weight_update`` only gives the version its label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    WeightSyncError,
+)
+from torchrl_ext.registry import transports
+from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.types import EngineInfo, EngineRow, Info
+
+__all__ = ["BACKEND", "OPEN_UPDATE", "VLLMEngine", "parse_server_info"]
+
+BACKEND = "torchrl_ext"
+"""The name of our weight-transfer backend inside vLLM."""
+
+OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
+"""What an engine's refusal to join says when `/finish_weight_update` has to end an abandoned update first."""
+
+PAUSE_MODES = ("abort", "wait", "keep")
+
+_DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: vLLM has these routes only then"
+_FLAGS = (
+    "install torchrl_ext in the engine's environment (it needs no trainer packages) and start the server with "
+    f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\' and VLLM_SERVER_DEV_MODE=1, or let '
+    "`torchrl-ext serve vllm` do both"
+)
+
+
+class VLLMEngine(EngineClient):
+    """A vLLM server that runs our weight-transfer backend.
+
+    Args:
+        url: base address of the server itself, never of a router.
+        pause_mode: what happens to running requests: ``"keep"`` freezes them and lets them go on with the new weights
+            (their keys and values are computed anew), ``"wait"`` lets them end first, ``"abort"`` ends them.
+        timeout_s: deadline of each short call, in seconds.
+        load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
+        api_key: sent as a bearer token.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+
+    kind: ClassVar[str] = "vllm"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        pause_mode: str = "keep",
+        timeout_s: float = 60.0,
+        load_timeout_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> None:
+        if pause_mode not in PAUSE_MODES:
+            raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
+        self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s)
+        self._pause_mode, self._load_timeout_s = pause_mode, load_timeout_s
+        self._watch = Stopwatch()
+        self._state, self._version, self._error = "serving", None, None
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    def info(self) -> EngineInfo:
+        with self._needs_dev_mode():
+            told = self._http.get("/server_info", query={"config_format": "json"})
+        label = str(self._ask("/weight_info", "weight_version"))
+        return parse_server_info(self.url, told, world_size=self.world_size, weight_version=label)
+
+    @property
+    def world_size(self) -> int:
+        return int(self._ask("/get_world_size", "world_size"))
+
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        """See `EngineClient.connect`. An update that an earlier trainer left open is ended first.
+
+        Raises:
+            EngineRefusedError: the engine lacks our backend, the parameters cannot land in its model, or the world
+                size is not the transport's. It keeps serving what it served.
+            EngineUnreachableError, DeadlineError: as they say.
+        """
+        request = {"init_info": {"rank_offset": 1, **info}}
+        with self._step("join the transport", state="the engine's weights and its pause are what they were"):
+            try:
+                self._post("/init_weight_transfer_engine", request, timeout_s=self._load_timeout_s)
+            except EngineRefusedError as error:
+                if OPEN_UPDATE not in error.what:
+                    raise self._explained(error) from error
+                self._abandon()
+                self._post("/init_weight_transfer_engine", request, timeout_s=self._load_timeout_s)
+
+    def prefetch(self, version: int) -> None:
+        with self._step(f"prefetch version {version}", state="the engine serves what it served"):
+            self._post(
+                "/init_weight_transfer_engine",
+                {"init_info": {"prefetch": version}},
+                timeout_s=self._load_timeout_s,
+            )
+
+    def begin(self, version: int) -> None:
+        with self._step(f"pause for version {version}"):
+            self.pause()
+        with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
+            self._post("/start_weight_update")
+
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
+        with self._step(what, state=self._paused("part of an update")):
+            self._post("/update_weights", {"update_info": info}, timeout_s=self._load_timeout_s)
+
+    def commit(self, version: int) -> None:
+        with self._step(f"finish version {version}", state=self._paused("part of an update")):
+            self._post("/update_weights", {"update_info": {"seal": version}}, timeout_s=self._load_timeout_s)
+            self._post("/finish_weight_update", {"weight_version": str(version)})
+        with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
+            done = self._post("/reset_prefix_cache", query={"reset_running_requests": "true"})
+            if not done.get("success", True):
+                raise EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights")
+            self._version = version
+            self.resume()
+
+    def pause(self) -> None:
+        self._post("/pause", query={"mode": self._pause_mode}, timeout_s=self._load_timeout_s)
+        self._watch.start()
+        self._state = "paused"
+
+    def resume(self) -> None:
+        self._post("/resume")
+        self._watch.stop()
+        self._state, self._error = "serving", None
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        return (
+            EngineRow(
+                engine=self.url,
+                kind=self.kind,
+                state=self._state,
+                version=self._version,
+                pause_s=self._watch.seconds,
+                error=self._error,
+            ),
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _ask(self, route: str, field: str) -> Any:
+        with self._needs_dev_mode():
+            told = self._http.get(route)
+        if not isinstance(told, dict) or field not in told:
+            raise EngineRefusedError(f"{self.url}{route} answered {told!r}", expected=f"an object with {field!r}")
+        return told[field]
+
+    def _post(self, route: str, body: Any = None, **how: Any) -> Info:
+        with self._needs_dev_mode():
+            answer = self._http.post(route, body, **how)
+        return answer if isinstance(answer, dict) else {}
+
+    def _abandon(self) -> None:
+        """End an open update. Workers on which it failed have none to end any more, and say so: nothing to do."""
+        try:
+            self._http.post("/finish_weight_update")
+        except EngineRefusedError:
+            return
+
+    def _paused(self, holding: str) -> str:
+        return f"{self.url} is paused, serves nobody, and holds {holding}; the next good update resumes it"
+
+    @contextmanager
+    def _step(self, what: str, state: str | None = None) -> Iterator[None]:
+        """Names the step and the engine's state in an error, and remembers it for the report."""
+        try:
+            yield
+        except (EngineError, DeadlineError) as error:
+            if isinstance(error, EngineUnreachableError):
+                self._state = "unreachable"
+            restated = _restated(error, f"{self.url} did not {what}: {error.what}", state)
+            self._error = str(restated)
+            raise restated from error
+
+    @contextmanager
+    def _needs_dev_mode(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineRefusedError as error:
+            if error.status not in (404, 405):
+                raise
+            raise _restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
+
+    def _explained(self, error: EngineRefusedError) -> EngineRefusedError:
+        missing = "not configured" in error.what or "Invalid init_info" in error.what
+        return (
+            _restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS)
+            if missing
+            else error
+        )
+
+
+def _restated(
+    error: WeightSyncError, what: str, state: str | None = None, *, expected: str | None = None, hint: str | None = None
+) -> Any:
+    """The same kind of error, in more words."""
+    more: dict[str, Any] = {
+        "expected": expected or error.expected,
+        "state": state or error.state,
+        "hint": hint or error.hint,
+    }
+    if isinstance(error, EngineError):
+        more["rows"] = error.rows
+    if isinstance(error, EngineRefusedError):
+        more["status"] = error.status
+    return type(error)(what, **more)
+
+
+def parse_server_info(url: str, told: Any, *, world_size: int | None = None, weight_version: str = "") -> EngineInfo:
+    """`EngineInfo` from the structured form of ``/server_info``, of vLLM or of the embedded engine.
+
+    Args:
+        url: the engine's base address.
+        told: the route's answer: nested under ``vllm_config`` (vLLM), or flat with an ``engine`` field.
+        world_size: from ``/get_world_size``; tp * pp * dp where that was not asked.
+        weight_version: from ``/weight_info``.
+
+    Raises:
+        EngineRefusedError: ``told`` describes no engine.
+    """
+    if not isinstance(told, Mapping) or not (isinstance(told.get("vllm_config"), Mapping) or "engine" in told):
+        raise EngineRefusedError(
+            f"{url}/server_info describes no engine that torchrl_ext knows",
+            expected="the structured form of vLLM's (?config_format=json) or of the embedded engine's",
+            hint="give the address of the engine itself, not of a router",
+        )
+    embedded = "engine" in told
+    config = told if embedded else told["vllm_config"]
+    parallel, model = _mapping(config, "parallel_config"), _mapping(config, "model_config")
+    tp, pp, dp = (int(parallel.get(f"{axis}_parallel_size") or 1) for axis in ("tensor", "pipeline", "data"))
+    workers = world_size or tp * pp * dp
+    backend = _mapping(config, "weight_transfer_config").get("backend")
+    follows = [name for name in transports.names() if name != "memory"] if backend == BACKEND else []
+    return EngineInfo(
+        url=url,
+        kind=str(told["engine"]) if embedded else "vllm",
+        version=str(told.get("version") or _mapping(told, "system_env").get("vllm_version") or ""),
+        worker_type=str(told.get("worker_type") or _role(_mapping(config, "kv_transfer_config"))),
+        num_gpus=workers,
+        tp_size=tp,
+        pp_size=pp,
+        dp_size=dp,
+        world_size=workers,
+        model=str(told.get("model") or model.get("model") or ""),
+        weight_version=str(weight_version or told.get("weight_version") or ""),
+        transports=tuple(told.get("transports") or follows),
+    )
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _role(kv_transfer: Mapping[str, Any]) -> str:
+    """A producer of keys and values prefills; their consumer decodes."""
+    return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(str(kv_transfer.get("kv_role")), "regular")
