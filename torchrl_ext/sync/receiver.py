@@ -107,7 +107,7 @@ class WeightReceiver:
         """Apply the newest version if one came within ``timeout`` seconds; returns whether one did."""
         received = self._require_transport().receive_weights(timeout, model=self._target)
         if received is not None:
-            self.version = self._require_transport().latest_version()
+            self.version = self._require_transport().received_version
         return received is not None
 
     def apply_weights(self, weights: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class Outgoing(WeightSource):
         self._params = self._source.params()
         self._take = digests
         self._digests: dict[str, str] = {}
-        self._pass: Iterator[Any] | None = None
+        self._stream: Iterator[tuple[str, Tensor]] | None = None
         self.count = 0
         self.bytes = 0
 
@@ -51,13 +50,12 @@ class Outgoing(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self._digests, self.count, self.bytes = {}, 0, 0
-        self._pass = checked(self._source, self._params)
-        for meta, tensor in self._pass:
+        self._stream = iter(self._source)
+        for meta, tensor in checked(self._stream, self._params):
             if self._take:
                 self._digests[meta.name] = tensor_digest(tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
             yield meta.name, tensor
-        self._pass = None
 
     def digests(self) -> dict[str, str]:
         """Digest of each tensor that passed in the last iteration."""
@@ -69,8 +67,6 @@ class Outgoing(WeightSource):
             pass
 
     def drain(self) -> None:
-        """Finish a pass that stopped half-way (or never began), so that the other ranks' gathers do not hang."""
-        if self._pass is not None:
-            for _ in self._pass:
-                pass
-            self._pass = None
+        """Finish a pass that stopped half-way, or make one that never began: other ranks wait in the same gathers."""
+        for _ in iter(self._source) if self._stream is None else self._stream:
+            pass

@@ -48,6 +48,10 @@ class Transport(ABC):
 
     Args:
         timeout_s: deadline of every wait, in seconds.
+
+    Attributes:
+        received_version: the version that `receive_weights` returned last; 0 before the first.
+        stats: what the last update took.
     """
 
     name: ClassVar[str]
@@ -56,6 +60,7 @@ class Transport(ABC):
         self.timeout_s = timeout_s
         self._busy = threading.Lock()
         self._last_version = 0
+        self.received_version = 0
         self.stats = TransferStats()
 
     @classmethod
@@ -88,7 +93,7 @@ class Transport(ABC):
         A handoff's ``info`` has at least ``version`` and ``params``.
         """
 
-    def acknowledge(self, version: int) -> None:
+    def acknowledge(self, version: int) -> None:  # noqa: B027 - a transport that keeps nothing has nothing to drop
         """Every engine serves ``version``: older ones may go."""
 
     def latest_version(self) -> int:
@@ -218,7 +223,7 @@ class Transport(ABC):
         result = TensorDict(received, batch_size=[])
         if model is not None and strategy is not None:
             strategy.apply_weights(model, result)
-        self._last_version = info["version"]
+        self.received_version = info["version"]
         return result
 
 

@@ -1,0 +1,146 @@
+"""PEFT modules: LoRA weights merged on the way out, one tensor at a time, while the live module stays as it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.pretrained import model_files
+from torchrl_ext.weights.source import WeightSource, full, named_tensors, same_memory
+
+__all__ = ["PeftSource", "is_peft"]
+
+_PREFIX = "base_model.model."
+
+
+def is_peft(module: nn.Module) -> bool:
+    """Whether ``module`` is, or contains, a module that PEFT has adapted; never imports peft."""
+    if "peft" not in sys.modules:  # then nobody can have made one
+        return False
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(part, (PeftModel, BaseTunerLayer)) for part in module.modules())
+
+
+class PeftSource(WeightSource):
+    """The merged weights of a LoRA module under the names of its base checkpoint.
+
+    A weight with active adapters is sent as ``W + sum_i scaling_i B_i A_i`` (Hu et al. 2021, equation 3; each term by
+    PEFT's own ``get_delta_weight``), computed out of place for one tensor at a time. Layers in ``modules_to_save``
+    are sent as trained. Adapters that are disabled, inactive or merged into the base already are not added.
+
+    Args:
+        module: a ``PeftModel``, or a module that contains one.
+
+    Raises:
+        ConfigError: names the first layer with an adapter that is no plain LoRA of a linear, embedding or convolution
+            (DoRA, prompt tuning, ...).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._wrappers()
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(ParamMeta.of(name, tensor) for name, tensor, _ in self._rows())
+
+    @torch.no_grad()
+    def _merged(self, tensor: Tensor, layer: Any) -> Tensor:
+        merged = tensor.detach().clone()
+        for adapter in _active(layer):
+            merged += layer.get_delta_weight(adapter).to(merged.dtype)
+        return merged
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor, layer in self._rows():
+            yield name, full(tensor if layer is None else self._merged(tensor, layer))
+
+    def files(self) -> Mapping[str, bytes]:
+        return model_files(self._module)
+
+    def _rows(self) -> Iterator[tuple[str, Tensor, Any]]:
+        """Checkpoint name, live tensor, and the LoRA layer that adds to it; tied tensors once."""
+        layers, saved = self._wrappers()
+        seen: set[Any] = set()
+        names: set[str] = set()
+        for name, tensor in named_tensors(self._module):
+            path = _kept(name, layers, saved)
+            if path is None:
+                continue
+            owner = path.removesuffix(".base_layer.weight") if path.endswith(".base_layer.weight") else None
+            layer = layers.get(owner) if owner is not None else None
+            layer = layer if layer is not None and _active(layer) else None
+            checkpoint_name = path.replace(_PREFIX, "").replace(".base_layer.", ".")
+            if checkpoint_name in names:
+                raise ManifestError(f"two tensors of the adapted module are called {checkpoint_name!r}")
+            names.add(checkpoint_name)
+            key = (same_memory(tensor), id(layer))
+            if key not in seen:
+                seen.add(key)
+                yield checkpoint_name, tensor, layer
+
+    def _wrappers(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """LoRA layers by path; and for each ``modules_to_save`` wrapper the child in use, by path."""
+        from peft import PeftModel
+        from peft.tuners.lora import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoraModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+        layers, saved = {}, {}
+        for path, part in self._module.named_modules(remove_duplicate=False):
+            if isinstance(part, PeftModel) and not isinstance(part.base_model, LoraModel):
+                raise _refused(path, type(part.base_model).__name__)
+            if isinstance(part, ModulesToSaveWrapper):
+                off = part.disable_adapters or not part.active_adapters
+                saved[path] = "original_module" if off else f"modules_to_save.{part.active_adapters[0]}"
+            elif isinstance(part, AuxiliaryTrainingWrapper):
+                raise _refused(path, type(part).__name__)
+            elif isinstance(part, BaseTunerLayer):
+                if not isinstance(part, (Linear, Embedding, Conv1d, Conv2d, Conv3d)):
+                    raise _refused(path, type(part).__name__)
+                for adapter in _active(part):
+                    if adapter in part.lora_variant or part.lora_bias.get(adapter):
+                        kind = (
+                            "LoRA with a bias"
+                            if part.lora_bias.get(adapter)
+                            else type(part.lora_variant[adapter]).__name__
+                        )
+                        raise _refused(path, kind)
+                layers[path] = part
+        return layers, saved
+
+
+def _active(layer: Any) -> list[str]:
+    """Adapters of a LoRA layer that its output has and its base weight has not."""
+    if layer.disable_adapters:
+        return []
+    present = {*layer.lora_A.keys(), *layer.lora_embedding_A.keys()}
+    return [name for name in layer.active_adapters if name in present and name not in layer.merged_adapters]
+
+
+def _kept(name: str, layers: Mapping[str, Any], saved: Mapping[str, str]) -> str | None:
+    """The path of a parameter without its `modules_to_save` part; None for parameters of adapters."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        path = ".".join(parts[:end])
+        rest = ".".join(parts[end:])
+        if path in layers and not rest.startswith("base_layer."):
+            return None
+        if path in saved:
+            return f"{path}.{rest.removeprefix(saved[path] + '.')}" if rest.startswith(saved[path] + ".") else None
+    return name
+
+
+def _refused(path: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"the adapter {kind} at {path or 'the root'!r} cannot be merged on the way out",
+        expected="plain LoRA of linear, embedding and convolution layers, and modules_to_save",
+        hint="call merge_and_unload() on a copy and send that, or give a WeightSource of your own",
+    )

@@ -41,8 +41,14 @@ class WeightSource(ABC):
         return {}
 
 
-def checked(source: WeightSource, params: Iterable[ParamMeta] | None = None) -> Iterator[tuple[ParamMeta, Tensor]]:
-    """One pass over ``source``, held against ``params`` (default: its own) element by element.
+def checked(
+    source: WeightSource | Iterator[tuple[str, Tensor]], params: Iterable[ParamMeta] | None = None
+) -> Iterator[tuple[ParamMeta, Tensor]]:
+    """One pass over ``source``, held against ``params`` element by element.
+
+    Args:
+        source: a source, or a pass over one that has just begun.
+        params: default: those of the source itself.
 
     Yields:
         `(meta, tensor)` pairs.
@@ -79,13 +85,17 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _same_memory(tensor: Tensor) -> tuple[Any, ...] | int:
-    """Key under which tied tensors meet: the same bytes seen the same way."""
-    if not torch.distributed.is_available():
-        return _key(tensor)
-    from torch.distributed.tensor import DTensor
+def same_memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Key under which tied tensors meet: the same bytes seen the same way; good while the tensors live.
 
-    return _key(tensor.to_local()) + (tuple(tensor.shape),) if isinstance(tensor, DTensor) else _key(tensor)
+    A DTensor is only itself: its local part may be empty on one rank and not on another, and all ranks must agree.
+    """
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return (id(tensor),)
+    return _key(tensor)
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
@@ -108,7 +118,7 @@ class _TensorsSource(WeightSource):
             if name in names:
                 raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
             names.add(name)
-            key = _same_memory(tensor)
+            key = same_memory(tensor)
             if key not in seen:
                 seen.add(key)
                 yield name, tensor
@@ -172,12 +182,22 @@ class ModuleSource(_TensorsSource):
         self._module = module
 
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            yield _unwrapped(name), parameter
-        persistent = self._module.state_dict(keep_vars=True).keys()
-        for name, buffer in self._module.named_buffers(remove_duplicate=False):
-            if name in persistent:
-                yield _unwrapped(name), buffer
+        return named_tensors(self._module)
+
+    def files(self) -> Mapping[str, bytes]:
+        from torchrl_ext.weights.pretrained import model_files
+
+        return model_files(self._module)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Live parameters, then persistent buffers, under unwrapped names; tied ones under each of their names."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield _unwrapped(name), parameter
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in part._non_persistent_buffers_set:
+                yield _unwrapped(f"{path}.{name}" if path else name), buffer
 
 
 def _unwrapped(name: str) -> str:
@@ -259,8 +279,7 @@ def as_source(weights: Any) -> WeightSource:
     if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
         from torchrl_ext.weights.peft import PeftSource, is_peft
 
-        while isinstance(weights, nn.parallel.DistributedDataParallel):
-            weights = weights.module
+        weights = _inner(weights)
         return PeftSource(weights) if is_peft(weights) else ModuleSource(weights)
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
@@ -272,6 +291,17 @@ def as_source(weights: Any) -> WeightSource:
         f"a {type(weights).__name__} holds no weights that can be sent",
         expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
     )
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """The module inside `DistributedDataParallel` and `torch.compile`, however they are stacked."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif type(module).__name__ == "OptimizedModule":  # its module is slow to import, and loaded by compile alone
+            module = module._orig_mod
+        else:
+            return module
 
 
 def is_tensordict_module(value: Any) -> bool:

@@ -1,0 +1,247 @@
+"""`LocalStore`: a directory on a local or shared filesystem.
+
+Durability follows the usual order (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014): write a
+temporary sibling, fsync it, rename it over the name, fsync the directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torchrl_ext.errors import StoreError, WeightSyncError
+from torchrl_ext.stores.base import Store, checked_key
+
+__all__ = ["TEMPORARY", "Draft", "LocalStore"]
+
+log = logging.getLogger("torchrl_ext")
+
+TEMPORARY = ".tmp-"
+"""Within names that begin with a dot: no reader lists them, and the next owner sweeps them."""
+
+_NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class Draft:
+    """A folder being written: a temporary sibling of its name, until `LocalStore.draft` renames it.
+
+    Attributes:
+        path: where to write its files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write one small file durably."""
+        _write_durably(self.path / checked_key(name), data)
+
+
+class LocalStore(Store):
+    """Files under ``root``.
+
+    Args:
+        root: directory; made by `own`, the writer's call, and not by readers.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(root))
+        self._unlock: weakref.finalize | None = None
+
+    @property
+    def url(self) -> str:
+        return str(self.root)
+
+    # writer
+
+    @property
+    def owned(self) -> bool:
+        """Whether this object is the root's one writer."""
+        return self._unlock is not None and self._unlock.alive
+
+    def own(self) -> None:
+        """Become the root's one writer, make the root, and sweep what a killed writer left. May be called again.
+
+        The lock is on the directory itself, so nothing is left in it, and the kernel drops it with the process.
+
+        Raises:
+            StoreError: another writer has the root, or it cannot be made.
+        """
+        if self.owned:
+            return
+        with self._reported("open"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            locked = self._lock(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._unlock = weakref.finalize(self, os.close, descriptor)
+        if locked:
+            self._sweep()
+
+    def disown(self) -> None:
+        """Let another writer have the root."""
+        if self._unlock is not None:
+            self._unlock()
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self.root / checked_key(key)
+        temporary = _temporary(path)
+        with self._reported("write", needed=len(data)):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write_durably(temporary, data)
+                os.replace(temporary, path)
+            except BaseException:
+                with suppress(OSError):
+                    temporary.unlink()
+                raise
+            _sync_folder(path.parent)
+
+    @contextmanager
+    def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
+        """Write a folder of files that appears as a whole when the block ends, and not at all when it fails.
+
+        Files must be fsynced by the block; the folder, its rename and the root are fsynced here.
+
+        Args:
+            folder: its name under the root.
+            needed_bytes: refuse at once when the filesystem has less than this free.
+
+        Raises:
+            StoreError: no space (says what is needed and what is free), no permission, or the name is taken.
+        """
+        path = self.root / checked_key(folder)
+        if path.exists():
+            raise StoreError(f"{path} exists already", state="nothing was written", hint="pick the next version number")
+        temporary = _temporary(path)
+        with self._reported("write", needed=needed_bytes):
+            if self.free_bytes() < needed_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            try:
+                temporary.mkdir()
+                yield Draft(temporary)
+                _sync_folder(temporary)
+                os.rename(temporary, path)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            _sync_folder(self.root)
+
+    def delete(self, key: str) -> None:
+        path = self.root / checked_key(key)
+        gone = _temporary(path)
+        with self._reported("remove"):
+            try:
+                os.rename(path, gone)  # at once for whoever opens it next; who has it open reads on
+            except FileNotFoundError:
+                return
+            if gone.is_dir() and not gone.is_symlink():
+                shutil.rmtree(gone)
+            else:
+                gone.unlink()
+
+    def free_bytes(self) -> int:
+        """Bytes that this process may still write on the root's filesystem."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    # reader
+
+    def path(self, key: str) -> Path:
+        """Where the value of ``key`` lies, for readers that want a file."""
+        return self.root / checked_key(key)
+
+    def get(self, key: str) -> bytes:
+        path = self.path(key)
+        with self._reported("read", missing=True):
+            return path.read_bytes()
+
+    def list(self, folder: str = "") -> list[str]:
+        with self._reported("list"):
+            try:
+                names = os.listdir(self.path(folder) if folder else self.root)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(name for name in names if not name.startswith("."))
+
+    # its helpers
+
+    def _lock(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(
+                f"another trainer publishes into {self.root}",
+                expected="one trainer per root",
+                state="nothing was changed",
+                hint="give this trainer a root of its own, or end the other one",
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("%s takes no locks (%s): a second trainer on it would not be noticed", self.root, error)
+            return False
+        return True
+
+    def _sweep(self) -> None:
+        for name in os.listdir(self.root):
+            if name.startswith(".") and TEMPORARY in name:
+                path = self.root / name
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _reported(self, doing: str, needed: int | None = None, missing: bool = False) -> Iterator[None]:
+        """Operating system errors as `StoreError`, with the space that is needed and free where it ran out.
+
+        Args:
+            doing: the verb for the message.
+            needed: bytes that were to be written.
+            missing: let `FileNotFoundError` through.
+        """
+        try:
+            yield
+        except WeightSyncError:  # some are OSErrors too
+            raise
+        except OSError as error:
+            if missing and isinstance(error, FileNotFoundError):
+                raise
+            what = f"cannot {doing} {error.filename or self.root}: {error.strerror or error}"
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or needed is None:
+                raise StoreError(what, hint="check that the path exists and may be written by this user") from error
+            raise StoreError(
+                what,
+                expected=f"{needed:,} bytes free under {self.root}, found {self.free_bytes():,}",
+                state="the temporary files were removed; older versions are still in place",
+                hint="free some space, or use another root, and send again",
+            ) from error
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}{TEMPORARY}{uuid.uuid4().hex[:12]}")
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with open(path, "xb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""`Manifest`: the last file of a version, and the only one that a reader believes before it has checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
+from torchrl_ext.stores.base import checked_key
+from torchrl_ext.types import ParamMeta, dtype_name
+
+__all__ = ["FORMAT", "FORMAT_NUMBER", "MANIFEST", "Manifest", "Placed"]
+
+MANIFEST = "manifest.json"
+FORMAT, FORMAT_NUMBER = "torchrl_ext.weights", 1
+_CHECKSUM = "xxh3-128"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """One parameter of a version: what it is, the file that holds it, and the xxh3-128 of its bytes (32 hex digits)."""
+
+    meta: ParamMeta
+    file: str
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a version directory holds.
+
+    Attributes:
+        version: its number, 1 and up.
+        base_version: the version that a reader must hold to apply this one; None for a full version.
+        run_id: names the trainer process that published it.
+        params: every parameter, in the order of the source.
+        files: size in bytes of every file beside the manifest, by name.
+    """
+
+    version: int
+    base_version: int | None = None
+    run_id: str
+    params: tuple[Placed, ...]
+    files: Mapping[str, int]
+
+    def to_bytes(self) -> bytes:
+        """JSON, UTF-8, one parameter per line."""
+        params = [
+            {
+                "name": placed.meta.name,
+                "dtype": dtype_name(placed.meta.dtype),
+                "shape": list(placed.meta.shape),
+                "file": placed.file,
+                "checksum": placed.checksum,
+            }
+            for placed in self.params
+        ]
+        head = {
+            "format": FORMAT,
+            "format_number": FORMAT_NUMBER,
+            "version": self.version,
+            "base_version": self.base_version,
+            "run_id": self.run_id,
+            "checksum": _CHECKSUM,
+            "files": dict(self.files),
+        }
+        lines = ",\n".join("    " + json.dumps(param) for param in params)
+        return f'{json.dumps(head, indent=2)[:-2]},\n  "params": [\n{lines}\n  ]\n}}\n'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Inverse of `to_bytes`.
+
+        Args:
+            data: the file's content.
+            where: its path, for messages.
+
+        Raises:
+            IntegrityError: not a manifest of a format that this version of the library reads, or a hostile one.
+        """
+        try:
+            found = json.loads(data)
+            if (found["format"], found["format_number"], found["checksum"]) != (FORMAT, FORMAT_NUMBER, _CHECKSUM):
+                raise IntegrityError(
+                    f"{where} is format {found['format']!r} number {found['format_number']!r}",
+                    expected=f"{FORMAT!r} number {FORMAT_NUMBER} with {_CHECKSUM} checksums",
+                    hint="use the same torchrl_ext version on both sides",
+                )
+            params = tuple(_placed(row) for row in found["params"])
+            files = {_plain(name): _count(size) for name, size in found["files"].items()}
+            base = found["base_version"]
+            manifest = cls(
+                version=_count(found["version"]),
+                base_version=None if base is None else _count(base),
+                run_id=str(found["run_id"]),
+                params=params,
+                files=files,
+            )
+            if not {placed.file for placed in params} <= set(files):
+                raise ValueError("a parameter lies in a file that is not listed")
+            if len({placed.meta.name for placed in params}) != len(params):
+                raise ValueError("a parameter is listed twice")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError, StoreError) as error:
+            raise IntegrityError(f"{where} is damaged: {error}", state="nothing was read from this version") from None
+        return manifest
+
+
+def _placed(row: Mapping[str, Any]) -> Placed:
+    meta = ParamMeta.from_json([row["name"], row["dtype"], row["shape"]])
+    checksum = row["checksum"]
+    if not isinstance(checksum, str) or len(checksum) != 32:
+        raise ValueError(f"checksum of {meta.name!r} is {checksum!r}")
+    return Placed(meta=meta, file=_plain(row["file"]), checksum=checksum)
+
+
+def _plain(name: Any) -> str:
+    if not isinstance(name, str) or "/" in checked_key(name):
+        raise ValueError(f"{name!r} is not a file name")
+    return name
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value

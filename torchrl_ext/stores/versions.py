@@ -1,0 +1,112 @@
+"""Version directories in a store, and the pointer to the newest.
+
+    <root>/weight_v000007/...          files of one version
+    <root>/weight_v000007/manifest.json    its last file: a directory without one is not a version
+    <root>/latest                      number of the newest version; moved last, and never back
+
+Nothing is ever rewritten in place. A reader that has a version's files open may read on while it is removed; one that
+comes too late sees `FileNotFoundError` and takes the newest instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.stores.base import Store
+from torchrl_ext.stores.manifest import MANIFEST, Manifest
+
+__all__ = ["LATEST", "Versions", "version_name", "version_number"]
+
+log = logging.getLogger("torchrl_ext")
+
+LATEST = "latest"
+_NAME = re.compile(r"weight_v(\d{6,18})")
+
+
+def version_name(version: int) -> str:
+    """7 -> ``"weight_v000007"``."""
+    return f"weight_v{version:06d}"
+
+
+def version_number(name: str) -> int | None:
+    """``"weight_v000007"`` -> 7; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and version_name(int(match[1])) == name else None
+
+
+class Versions:
+    """The versions in a store.
+
+    Args:
+        store: where they are; one writer at a time.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def numbers(self) -> list[int]:
+        """Every version there is, oldest first."""
+        found = (version_number(name) for name in self.store.list())
+        return sorted(number for number in found if number is not None)
+
+    def latest(self) -> int:
+        """The version that the pointer names; 0 before the first.
+
+        Raises:
+            IntegrityError: the pointer holds something else.
+        """
+        try:
+            text = self.store.get(LATEST)
+        except FileNotFoundError:
+            return 0
+        if not text.strip().isdigit() or len(text) > 20:
+            raise IntegrityError(
+                f"the pointer {LATEST!r} in {self.store.url} holds {text[:40]!r}",
+                expected="a version number",
+                hint="write the number of the newest version into it",
+            )
+        return int(text)
+
+    def newest(self) -> int:
+        """The highest number that was ever used here, pointer moved or not; 0 before the first."""
+        return max([self.latest(), *self.numbers()])
+
+    def advance(self, version: int) -> None:
+        """Move the pointer forward.
+
+        Raises:
+            StoreError: it is at a newer version already.
+        """
+        now = self.latest()
+        if version < now:
+            raise StoreError(
+                f"the pointer in {self.store.url} would go back from version {now} to {version}",
+                expected="versions that only grow",
+            )
+        if version > now:
+            self.store.put(LATEST, b"%d\n" % version)
+
+    def manifest(self, version: int) -> Manifest:
+        """What ``version`` holds.
+
+        Raises:
+            FileNotFoundError: there is no such version (any more).
+            IntegrityError: its manifest is damaged, or says that it is another version.
+        """
+        key = f"{version_name(version)}/{MANIFEST}"
+        where = f"{self.store.url}/{key}"
+        manifest = Manifest.from_bytes(self.store.get(key), where)
+        if manifest.version != version:
+            raise IntegrityError(f"{where} says that it is version {manifest.version}")
+        return manifest
+
+    def prune(self, before: int) -> None:
+        """Remove versions older than ``before``; what cannot be removed is logged, since newer ones serve already."""
+        for number in self.numbers():
+            if number < before:
+                try:
+                    self.store.delete(version_name(number))
+                except StoreError as error:
+                    log.warning("old weights version %d stays: %s", number, error)

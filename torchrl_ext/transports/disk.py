@@ -1,0 +1,276 @@
+"""`DiskTransport`: every version a complete Hugging Face checkpoint in a directory that both sides see."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import ClassVar
+
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.stores import LocalStore, Manifest, Placed, Versions, version_name
+from torchrl_ext.stores.local import TEMPORARY
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.transports.base import Transport, deadline
+from torchrl_ext.transports.published import PublishedVersion
+from torchrl_ext.transports.shards import write_shards
+from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.weights.checkpoint import companion_files
+from torchrl_ext.weights.source import WeightSource, checked
+from torchrl_ext.weights.tensorfile import plan_shards
+
+__all__ = ["DiskTransport"]
+
+log = logging.getLogger("torchrl_ext")
+
+_INDEX = "model.safetensors.index.json"
+_IN_FLIGHT_BYTES = 256 << 20
+_VISIBLE_S = 2.0  # what a shared filesystem may take to show a new name
+_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
+
+
+class DiskTransport(Transport):
+    """Publishes ``root/weight_v000001/``, ``root/weight_v000002/``, ...; each loads with ``from_pretrained``.
+
+    A version appears as a whole (temporary sibling, fsync, rename), then the pointer ``root/latest`` moves to it.
+    Versions older than the one that every engine serves are removed; alone, without acknowledgements, the newest two
+    stay. Numbers go on where an earlier trainer on the same root stopped.
+
+    Args:
+        root: directory that the trainer and every worker reach under the same path.
+        keep_files: never remove old versions.
+        shard_bytes: bound on the tensors of one file, in bytes; a larger tensor gets a file of its own.
+        files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
+            name -> content. They win over those of the source.
+        timeout_s: deadline of every wait, in seconds.
+
+    Raises:
+        ConfigError: no such ``files`` directory, a name in it that cannot be a file, or no room in a shard.
+    """
+
+    name: ClassVar[str] = "disk"
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_files: bool = False,
+        shard_bytes: int = 4 << 30,
+        files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s)
+        if shard_bytes < 1:
+            raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
+        self._store = LocalStore(root)
+        self._versions = Versions(self._store)
+        self._keep_files = keep_files
+        self._shard_bytes = shard_bytes
+        self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
+        self._run_id = uuid.uuid4().hex
+        self._probe: str | None = None
+        self._acknowledged = True
+        self._connected = False
+        self._received = 0
+        self._opened: PublishedVersion | None = None
+        self._aborted = threading.Event()
+
+    @classmethod
+    def from_info(cls, info: Info) -> DiskTransport:
+        return cls(info["root"])
+
+    @property
+    def root(self) -> str:
+        """The directory, as an absolute path."""
+        return str(self._store.root)
+
+    # trainer end
+
+    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+        self._store.own()
+        self._remove_probe()
+        self._acknowledged = True
+        self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
+        self._store.put(self._probe, self._run_id.encode())
+        self._connected = True
+        return Handoff(
+            info={
+                "transport": self.name,
+                "root": self.root,
+                "probe": self._probe,
+                "run_id": self._run_id,
+                "host": socket.gethostname(),
+            }
+        )
+
+    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+        began = time.perf_counter()
+        self._store.own()
+        self._remove_probe()
+        params = source.params()
+        shards = plan_shards(params, self._shard_bytes)
+        files = {**_checked_files(source.files()), **self._files, _INDEX: _index(shards)}
+        sizes = {shard.name: shard.nbytes for shard in shards} | {name: len(data) for name, data in files.items()}
+        where = {meta.name: shard.name for shard in shards for meta in shard.params}
+        with self._store.draft(version_name(version), needed_bytes=sum(sizes.values())) as draft:
+            checksums = write_shards(
+                draft.path, shards, checked(source, params), in_flight_bytes=min(self._shard_bytes, _IN_FLIGHT_BYTES)
+            )
+            for name, data in files.items():
+                draft.write(name, data)
+            placed = tuple(Placed(meta=meta, file=where[meta.name], checksum=checksums[meta.name]) for meta in params)
+            manifest = Manifest(version=version, run_id=self._run_id, params=placed, files=sizes)
+            draft.write(MANIFEST, manifest.to_bytes())
+        self._versions.advance(version)
+        self._connected = True
+        self.stats.spans = {"publish": time.perf_counter() - began}
+        return [Handoff(info=self._info(manifest))]
+
+    def acknowledge(self, version: int) -> None:
+        if self._acknowledged and not self._keep_files:
+            self._versions.prune(before=version)
+
+    def latest_version(self) -> int:
+        return self._versions.newest()
+
+    # worker end
+
+    def join(self, info: Info) -> None:
+        trainer = f"{info['root']} on {info['host']}"
+        until = deadline(min(_VISIBLE_S, self.timeout_s))
+        while True:
+            with suppress(FileNotFoundError):
+                found = self._store.get(info["probe"])
+                break
+            if not self._store.root.is_dir() or time.monotonic() > until:
+                raise StoreError(
+                    f"{self.root} on {socket.gethostname()} does not hold what the trainer wrote into {trainer}: "
+                    "this root is only visible to the trainer",
+                    expected=f"the file {info['probe']}",
+                    state="no weights were sent; this engine serves what it has",
+                    hint="pick a root on a filesystem that is mounted on both hosts under the same path",
+                )
+            self._aborted.wait(_LONGEST_S)
+        if found != info["run_id"].encode():
+            raise StoreError(f"{self.root} on {socket.gethostname()} and {trainer} are different directories")
+        self._connected = True
+
+    def prefetch(self, version: int) -> None:
+        self._pin(self._open_version(version))
+        if self._opened is not None:
+            self._opened.verify()
+
+    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        version = info["version"]
+        if self._opened is None or self._opened.number != version:
+            self._pin(self._open_version(version))
+        opened, self._opened = self._opened, None
+        try:
+            opened.check(tuple(ParamMeta.from_json(row) for row in info["params"]), info.get("run_id"))
+            yield from opened.pairs(into)
+        finally:
+            opened.close()
+        self._received = version
+
+    # both ends
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def check_connection(self) -> bool:
+        return self._connected and self._store.root.is_dir()
+
+    def shutdown(self) -> None:
+        self._connected = False
+        self.abort()
+        self._pin(None)
+        if self._store.owned:
+            self._remove_probe()
+            self._store.disown()
+
+    # alone, without a control layer
+
+    def announce(self, info: Info) -> None:
+        self._acknowledged = False  # nobody will say when a version may go
+        if not self._keep_files:
+            numbers = self._versions.numbers()
+            self._versions.prune(before=numbers[-2] if len(numbers) > 1 else 0)
+
+    def poll(self, timeout_s: float) -> Info | None:
+        self._aborted.clear()
+        until, pause = deadline(timeout_s), _SHORTEST_S
+        while True:
+            newest = self._versions.latest()
+            if newest not in (0, self._received):  # a lower one: the root was emptied, and a new run began
+                with suppress(FileNotFoundError):  # pruned since: a newer one is on its way
+                    self._pin(PublishedVersion(self._store, newest))
+                    self._connected = True
+                    return self._info(self._opened.manifest)
+            if self._aborted.wait(min(pause, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
+                return None
+            pause = min(2 * pause, _LONGEST_S)
+
+    # its helpers
+
+    def _info(self, manifest: Manifest) -> Info:
+        return {
+            "transport": self.name,
+            "version": manifest.version,
+            "run_id": manifest.run_id,
+            "path": str(self._store.path(version_name(manifest.version))),
+            "params": [placed.meta.to_json() for placed in manifest.params],
+        }
+
+    def _open_version(self, version: int) -> PublishedVersion:
+        until = deadline(min(_VISIBLE_S, self.timeout_s))
+        while True:
+            try:
+                return PublishedVersion(self._store, version)
+            except FileNotFoundError as error:
+                newest = self._versions.latest()
+                if newest > version or time.monotonic() > until:
+                    raise StoreError(
+                        f"{error.filename} is not there",
+                        expected=f"weights version {version}; the newest in {self.root} is {newest}",
+                        state="nothing was read",
+                        hint="send the weights again",
+                    ) from error
+            self._aborted.wait(_SHORTEST_S)
+
+    def _pin(self, opened: PublishedVersion | None) -> None:
+        """Hold one version open, so that pruning cannot take it away before it is read."""
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = opened
+
+    def _remove_probe(self) -> None:
+        if self._probe is not None:
+            with suppress(StoreError):
+                self._store.delete(self._probe)
+            self._probe = None
+
+
+def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    for name in files:
+        taken = name in (MANIFEST, _INDEX) or name.endswith(".safetensors")
+        if taken or not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
+            raise ConfigError(
+                f"a checkpoint cannot hold a file called {name!r} beside its weights",
+                expected="plain names such as config.json",
+            )
+    return dict(files)
+
+
+def _index(shards: Iterable) -> bytes:
+    """The index file of Hugging Face checkpoints: which file holds which tensor."""
+    where = {meta.name: shard.name for shard in shards for meta in shard.params}
+    total = sum(meta.nbytes for shard in shards for meta in shard.params)
+    return (json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n").encode()

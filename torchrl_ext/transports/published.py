@@ -1,0 +1,159 @@
+"""One published full version, open for reading: everything is checked before the first tensor leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.stores import LocalStore, Placed, Versions, version_name
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
+
+__all__ = ["PublishedVersion"]
+
+
+class PublishedVersion:
+    """Manifest and open files of one version; what is open stays readable while the version is pruned.
+
+    Args:
+        store: where the version is.
+        number: the version.
+
+    Raises:
+        FileNotFoundError: the version is not there (any more).
+        IntegrityError: its files are not what its manifest says.
+    """
+
+    def __init__(self, store: LocalStore, number: int) -> None:
+        self.number = number
+        self.manifest = Versions(store).manifest(number)
+        self._path = store.path(version_name(number))
+        self._files: dict[str, TensorFile] = {}
+        self._verified = False
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        """What the version holds, in order."""
+        return tuple(placed.meta for placed in self.manifest.params)
+
+    def check(self, params: tuple[ParamMeta, ...], run_id: str | None) -> None:
+        """Hold the manifest against what the trainer says that it published.
+
+        Raises:
+            ManifestError: names the first parameter that differs.
+            IntegrityError: another trainer's run published it.
+        """
+        if run_id is not None and run_id != self.manifest.run_id:
+            raise IntegrityError(
+                f"{self._path} was published by run {self.manifest.run_id}",
+                expected=f"run {run_id}, the trainer that announced it",
+                hint="give each trainer a root of its own",
+            )
+        for found, told in zip(self.params(), params, strict=False):
+            if found != told:
+                raise ManifestError(f"{self._path} holds {found}", expected=str(told), state="nothing was read")
+        if len(self.manifest.params) != len(params):
+            raise ManifestError(
+                f"{self._path} holds {len(self.manifest.params)} parameters",
+                expected=str(len(params)),
+                state="nothing was read",
+            )
+
+    def verify(self) -> None:
+        """Compare every tensor's checksum, once.
+
+        Raises:
+            IntegrityError: names the first tensor whose bytes differ, and its file.
+        """
+        if self._verified:
+            return
+        scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        for placed in self.manifest.params:
+            self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
+        self._verified = True
+
+    def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in order, each verified before it is yielded; the next one is read meanwhile.
+
+        Args:
+            into: tensors to fill directly where they are contiguous and on the CPU. Then the whole version is verified
+                first, so that damaged files change none of them.
+
+        Raises:
+            IntegrityError: names the tensor whose bytes differ, and its file.
+        """
+        if into:
+            self.verify()
+        with ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-read") as ahead:
+            rows = iter(self.manifest.params)
+            row = next(rows, None)
+            pending = None if row is None else ahead.submit(self._read, row, into)
+            while row is not None and pending is not None:
+                tensor, name = pending.result(), row.meta.name
+                row = next(rows, None)
+                pending = None if row is None else ahead.submit(self._read, row, into)
+                yield name, tensor
+                del tensor
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        for file in self._files.values():
+            file.close()
+
+    def _open(self) -> None:
+        if self.manifest.base_version is not None:
+            raise IntegrityError(
+                f"{self._path} is a delta on version {self.manifest.base_version}",
+                expected="a full version",
+                hint="follow this root with the delta transport",
+            )
+        for name in sorted({placed.file for placed in self.manifest.params}):
+            file = self._files[name] = self._open_file(name)
+            if file.nbytes != self.manifest.files[name]:
+                raise IntegrityError(
+                    f"{file.path} has {file.nbytes:,} bytes",
+                    expected=f"{self.manifest.files[name]:,}, as in the manifest",
+                )
+        found = {(name, meta) for name, file in self._files.items() for meta in file.params()}
+        for placed in self.manifest.params:
+            if (placed.file, placed.meta) not in found:
+                raise IntegrityError(f"{self._path / placed.file} does not hold {placed.meta}, as the manifest says")
+
+    def _open_file(self, name: str) -> TensorFile:
+        try:
+            return TensorFile(self._path / name)
+        except FileNotFoundError as error:
+            if not self._path.is_dir():  # pruned in between
+                raise
+            raise IntegrityError(
+                f"{self._path / name} is missing", expected="every file that the manifest names", hint="send again"
+            ) from error
+
+    def _read(self, placed: Placed, into: Mapping[str, Tensor]) -> Tensor:
+        target = into.get(placed.meta.name)
+        direct = (
+            target is not None
+            and target.device.type == "cpu"
+            and target.is_contiguous()
+            and ParamMeta.of(placed.meta.name, target) == placed.meta
+        )
+        tensor, checksum = self._files[placed.file].read(placed.meta.name, target if direct else None)
+        self._compare(placed, checksum)
+        return tensor
+
+    def _compare(self, placed: Placed, checksum: str) -> None:
+        if checksum != placed.checksum:
+            raise IntegrityError(
+                f"tensor {placed.meta.name!r} in {self._path / placed.file} is damaged",
+                expected=f"xxh3-128 {placed.checksum}, found {checksum}",
+                state=f"nothing of version {self.number} was used beyond the tensors before it",
+                hint="let the trainer send again, and check the disk",
+            )

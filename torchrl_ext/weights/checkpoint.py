@@ -1,0 +1,115 @@
+"""Hugging Face checkpoint directories: safetensors, sharded or not, read one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.weights.tensorfile import TensorFile
+
+__all__ = ["CheckpointSource", "companion_files"]
+
+_INDEX = "model.safetensors.index.json"
+_COMPANIONS = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm"}
+_NOT_COMPANIONS = ("manifest.json", ".index.json")
+
+
+def companion_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
+    """What makes weights a model: config, generation and tokenizer files of a checkpoint directory; name -> content.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise ConfigError(f"there is no directory {path}", expected="a model directory with its config.json")
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(path.iterdir())
+        if file.is_file() and file.suffix in _COMPANIONS and not file.name.endswith(_NOT_COMPANIONS)
+    }
+
+
+class CheckpointSource(WeightSource):
+    """The tensors of a checkpoint directory, in the order of its files (and of each file's header).
+
+    Args:
+        directory: holds ``model.safetensors.index.json`` and the files that it names, or ``*.safetensors`` files.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+        IntegrityError: names the file that is missing, truncated or damaged.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise ConfigError(f"there is no checkpoint directory {self.directory}")
+        index = self.directory / _INDEX
+        where = _weight_map(index) if index.is_file() else None
+        names = sorted(
+            {path.name for path in self.directory.glob("*.safetensors")} if where is None else {*where.values()}
+        )
+        if not names:
+            raise ConfigError(f"{self.directory} holds no *.safetensors files", expected="a Hugging Face checkpoint")
+        self._files: dict[str, str] = {}
+        self._params: tuple[ParamMeta, ...] = ()
+        for name in names:
+            file = self._open(name)
+            file.close()  # opened again for each pass: a checkpoint of hundreds of files holds none in between
+            kept = [meta for meta in file.params() if where is None or where.get(meta.name) == name]
+            for meta in kept:
+                if meta.name in self._files:
+                    raise IntegrityError(f"{meta.name!r} is in {self._files[meta.name]} and in {name}")
+                self._files[meta.name] = name
+            self._params += tuple(kept)
+        for name in where or {}:
+            if name not in self._files:
+                raise IntegrityError(f"{self.directory / where[name]} lacks {name!r}, which {_INDEX} places there")
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._params
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        file: TensorFile | None = None
+        for meta in self._params:
+            name = self._files[meta.name]
+            if file is None or os.path.basename(file.path) != name:
+                file = self._open(name)
+            yield meta.name, file.read(meta.name)[0]
+
+    def files(self) -> Mapping[str, bytes]:
+        return companion_files(self.directory)
+
+    def _open(self, name: str) -> TensorFile:
+        try:
+            return TensorFile(self.directory / name)
+        except OSError as error:
+            raise IntegrityError(
+                f"{self.directory / name} cannot be opened: {error.strerror}",
+                expected=f"every file that {self.directory} is made of",
+                hint="copy the checkpoint again",
+            ) from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Name -> file name of an index.
+
+    Raises:
+        IntegrityError: the index cannot be read, or names files outside its directory.
+    """
+    try:
+        where = json.loads(index.read_bytes())["weight_map"]
+        for name, file in where.items():
+            if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
+                raise ValueError(f"{name!r} lies in {file!r}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{index} cannot be used: {error}", expected="a Hugging Face safetensors index") from None
+    return where

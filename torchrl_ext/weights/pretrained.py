@@ -1,0 +1,33 @@
+"""The files that make a `transformers` model's weights a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+from torch import nn
+
+__all__ = ["model_files"]
+
+
+def model_files(module: nn.Module) -> Mapping[str, bytes]:
+    """``config.json`` (and ``generation_config.json``) of the `transformers` model in ``module``, else nothing.
+
+    Never imports transformers. The fields that ``save_pretrained`` adds (``architectures``, ``dtype``) are added to
+    what is written, not to the live config.
+    """
+    if "transformers" not in sys.modules:
+        return {}
+    from transformers import PreTrainedModel
+
+    model = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
+    if model is None:
+        return {}
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    files = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
+    if model.can_generate() and model.generation_config is not None:
+        files["generation_config.json"] = model.generation_config.to_json_string().encode()
+    return files

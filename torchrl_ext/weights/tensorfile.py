@@ -1,0 +1,249 @@
+"""Safetensors files, read and written straight from and to tensor memory.
+
+Format: 8 bytes little-endian length of the header, the header (JSON: name -> dtype, shape, data_offsets relative to the
+header's end, and ``__metadata__``), then the tensors' bytes in C order without gaps
+(https://github.com/huggingface/safetensors, README, "Format"). Readers view the bytes in place, so tensors are laid out
+by falling element size, which keeps each of them aligned; the header is padded with spaces to 8 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digest import byte_view
+
+__all__ = ["CHUNK_BYTES", "Layout", "TensorFile", "plan_shards"]
+
+CHUNK_BYTES = 4 << 20
+"""Bytes that are read (or written) and checksummed together, so that the second of the two finds them in the cache."""
+
+_HEADER_LIMIT = 100_000_000  # of the reference implementation
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+_DTYPES: dict[str, torch.dtype] = {
+    ours: getattr(torch, theirs) for ours, theirs in _TORCH_NAMES.items() if theirs in dir(torch)
+}
+_FORMAT_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where each parameter goes in one safetensors file.
+
+    Attributes:
+        name: of the file.
+        params: in the order in which the source yields them.
+        header: the bytes before the first tensor.
+        offsets: first byte of each parameter, counted from the start of the file, by name.
+        nbytes: size of the file.
+    """
+
+    name: str
+    params: tuple[ParamMeta, ...]
+    header: bytes
+    offsets: dict[str, int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, name: str, params: Sequence[ParamMeta]) -> Layout:
+        """Lay ``params`` out.
+
+        Raises:
+            ManifestError: safetensors has no such dtype, or no such name.
+        """
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at, relative = 0, {}
+        for meta in sorted(params, key=lambda meta: -meta.dtype.itemsize):
+            if meta.dtype not in _FORMAT_NAMES or meta.name == "__metadata__":
+                raise ManifestError(
+                    f"a safetensors file cannot hold {meta}", expected=f"a dtype of {', '.join(sorted(_DTYPES))}"
+                )
+            relative[meta.name] = at
+            header[meta.name] = {
+                "dtype": _FORMAT_NAMES[meta.dtype],
+                "shape": list(meta.shape),
+                "data_offsets": [at, at + meta.nbytes],
+            }
+            at += meta.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        begin = 8 + len(text)
+        offsets = {name: begin + offset for name, offset in relative.items()}
+        return cls(
+            name=name, params=tuple(params), header=len(text).to_bytes(8, "little") + text, offsets=offsets,
+            nbytes=begin + at,
+        )  # fmt: skip
+
+
+def plan_shards(params: Iterable[ParamMeta], shard_bytes: int) -> list[Layout]:
+    """Split ``params``, in order, over files of at most ``shard_bytes`` of tensors (one larger tensor: a file alone).
+
+    File names are those of Hugging Face checkpoints: ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
+    """
+    groups: list[list[ParamMeta]] = [[]]
+    filled = 0
+    for meta in params:
+        if groups[-1] and filled + meta.nbytes > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(meta)
+        filled += meta.nbytes
+    if len(groups) == 1:
+        return [Layout.of("model.safetensors", groups[0])]
+    total = len(groups)
+    return [Layout.of(f"model-{i:05d}-of-{total:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    meta: ParamMeta
+    begin: int
+
+
+class TensorFile:
+    """One open safetensors file; its header is checked completely before anything is believed.
+
+    It stays readable while it is open, even when it was unlinked meanwhile.
+
+    Args:
+        path: the file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        IntegrityError: truncated, or a header that cannot be right.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.nbytes = os.fstat(self._descriptor).st_size
+            self._entries = self._parse()
+        except BaseException:
+            self.close()
+            raise
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        """What the file holds, in the order of its header."""
+        return tuple(entry.meta for entry in self._entries.values())
+
+    def read(self, name: str, into: Tensor | None = None) -> tuple[Tensor, str]:
+        """One tensor, and the xxh3-128 of the bytes that were read (32 hex digits).
+
+        Args:
+            name: a name of `params`.
+            into: contiguous CPU tensor of the same dtype and shape to fill; by default a new one.
+
+        Raises:
+            IntegrityError: the file ends too early.
+        """
+        entry = self._entries[name]
+        tensor = torch.empty(entry.meta.shape, dtype=entry.meta.dtype) if into is None else into
+        view, hasher = memoryview(byte_view(tensor).numpy()), xxhash.xxh3_128()
+        for begin in range(0, len(view), CHUNK_BYTES):
+            chunk = view[begin : begin + CHUNK_BYTES]
+            self._fill(chunk, entry.begin + begin)
+            hasher.update(chunk)
+        return tensor, hasher.hexdigest()
+
+    def checksum(self, name: str, scratch: Tensor) -> str:
+        """The xxh3-128 of a tensor's bytes, read through ``scratch`` (uint8) without keeping them."""
+        entry, hasher, memory = self._entries[name], xxhash.xxh3_128(), memoryview(scratch.numpy())
+        for begin in range(0, entry.meta.nbytes, len(memory)):
+            chunk = memory[: min(len(memory), entry.meta.nbytes - begin)]
+            self._fill(chunk, entry.begin + begin)
+            hasher.update(chunk)
+        return hasher.hexdigest()
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        if "_descriptor" in self.__dict__:
+            self.close()
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        while view:
+            count = os.preadv(self._descriptor, [view], offset)
+            if count == 0:
+                raise self._damaged(f"ends at byte {offset:,}")
+            view, offset = view[count:], offset + count
+
+    def _parse(self) -> dict[str, _Entry]:
+        size = bytearray(8)
+        if self.nbytes < 8:
+            raise self._damaged(f"has only {self.nbytes} bytes")
+        self._fill(memoryview(size), 0)
+        length = int.from_bytes(size, "little")
+        if length > min(_HEADER_LIMIT, self.nbytes - 8):
+            raise self._damaged(f"claims a header of {length:,} bytes")
+        text = bytearray(length)
+        self._fill(memoryview(text), 8)
+        try:
+            rows = json.loads(text, object_pairs_hook=_unique)
+            rows.pop("__metadata__", None)
+            entries = [_entry(name, row, 8 + length) for name, row in rows.items()]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError) as error:
+            raise self._damaged(f"has a header that cannot be read: {error}") from None
+        at = 8 + length
+        for entry in sorted(entries, key=lambda entry: (entry.begin, entry.meta.nbytes)):
+            if entry.begin != at:
+                raise self._damaged(f"places {entry.meta.name!r} at byte {entry.begin:,} instead of {at:,}")
+            at += entry.meta.nbytes
+        if at != self.nbytes:
+            raise self._damaged(f"has {self.nbytes:,} bytes instead of the {at:,} that its header describes")
+        return {entry.meta.name: entry for entry in entries}
+
+    def _damaged(self, how: str) -> IntegrityError:
+        return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint="write it again")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _entry(name: str, row: dict[str, Any], start: int) -> _Entry:
+    if row["dtype"] not in _DTYPES:
+        raise ValueError(f"{name!r} has dtype {row['dtype']!r}, unknown to torch {torch.__version__}")
+    shape, (begin, end) = row["shape"], row["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise ValueError(f"{name!r} has shape {shape} and data_offsets {[begin, end]}")
+    meta = ParamMeta(name, _DTYPES[row["dtype"]], tuple(shape))
+    if end - begin != meta.nbytes:
+        raise ValueError(f"{name!r} takes {end - begin} bytes instead of {meta.nbytes}")
+    return _Entry(meta, start + begin)
