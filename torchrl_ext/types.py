@@ -12,6 +12,8 @@ import torch
 from torchrl_ext.errors import ManifestError
 
 __all__ = [
+    "BACKEND",
+    "OPEN_UPDATE",
     "EngineInfo",
     "EngineRow",
     "Handoff",
@@ -25,6 +27,12 @@ __all__ = [
 
 Info = dict[str, Any]
 """A JSON-safe message: str, int, float, bool, None, and lists and dicts of these."""
+
+BACKEND = "torchrl_ext"
+"""The name of our weight-transfer backend inside vLLM."""
+
+OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
+"""What an engine's refusal to join says when `/finish_weight_update` has to end an abandoned update first."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -36,15 +36,9 @@ from torchrl_ext.errors import (
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.types import EngineInfo, EngineRow, Info
+from torchrl_ext.types import BACKEND, OPEN_UPDATE, EngineInfo, EngineRow, Info
 
-__all__ = ["BACKEND", "OPEN_UPDATE", "VLLMEngine", "parse_server_info"]
-
-BACKEND = "torchrl_ext"
-"""The name of our weight-transfer backend inside vLLM."""
-
-OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
-"""What an engine's refusal to join says when `/finish_weight_update` has to end an abandoned update first."""
+__all__ = ["VLLMEngine", "parse_server_info"]
 
 PAUSE_MODES = ("abort", "wait", "keep")
 

@@ -1,0 +1,157 @@
+"""The weight-transfer backend inside a vLLM worker: a `WeightReceiver` behind vLLM's four stages.
+
+How failures are told. vLLM's multi-process executor reads the replies of its workers in order of rank and raises at the
+first bad one, without reading the replies behind it (`MultiprocExecutor.collective_rpc`, 0.32): a worker that raises
+ahead of others would leave every later call one reply behind. So the workers agree after each step, and where any of
+them failed the last one alone raises, in the words of all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_inner_dp_world_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.plugins.vllm_loader import VLLMLoader
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.types import OPEN_UPDATE, Info, ParamMeta
+
+__all__ = ["TorchRLExtEngine"]
+
+log = logging.getLogger("torchrl_ext")
+
+_WORDS_BYTES = 4096  # of each worker's failure that the others get to see
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Whatever the trainer's client says: its shape is the transport's business."""
+
+    info: Info = field(default_factory=dict)
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """As `InitInfo`."""
+
+    info: Info = field(default_factory=dict)
+
+
+class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's four stages, handed to a `WeightReceiver` that loads through layerwise reload."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        parallel = self.parallel_config
+        self._rank, self._workers = parallel.rank, parallel.world_size
+        self._first = parallel.data_parallel_index * parallel.world_size
+        self._all = parallel.world_size_across_dp
+        self._loader = VLLMLoader(model, vllm_config)
+        self._receiver = WeightReceiver(self._loader, rank=self._first + self._rank)
+        self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        return InitInfo(dict(init_dict))
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        return UpdateInfo(dict(update_dict))
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join a transport, or prefetch a version from the one that was joined."""
+        info = init_info.info
+        if "prefetch" in info:
+            self._together(lambda: self._receiver.prefetch(info["prefetch"]))
+        elif self._together(lambda: self._check(info)):
+            self._together(lambda: self._receiver.connect(info))
+
+    def start_weight_update(self) -> None:
+        """Make ready to load; what an earlier update left behind is cleared first."""
+        self._open = self._together(self._receiver.start)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one handoff, compare digests, or seal."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():  # the base class takes one for granted
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """See `update_weights`."""
+        self._together(lambda: self._receiver.load(update_info.info), on_failure=self._receiver.abort)
+
+    def finish_weight_update(self) -> None:
+        """End the update. What can fail was done when the update was sealed, or the update failed and is abandoned."""
+        self._open = False
+        self._receiver.finish(self._receiver.version)
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+
+    def _check(self, info: Info) -> None:
+        """Everything that can be known before a transport is joined, or a weight touched."""
+        if self._open:
+            raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
+        if "transport" not in info or "params" not in info:
+            raise ConfigError("the call names no transport and parameters", expected="the info of Transport.open")
+        first, size = info.get("rank_offset", 1), info.get("world_size")
+        if size is not None and not 1 <= first <= size - self._all:
+            raise ConfigError(
+                f"this engine's {self._all} workers from rank {first} on do not fit into a world of {size}",
+                expected="a world size of 1 (the trainer) + the workers of all engines, as GET /get_world_size counts",
+                state="nothing was joined",
+            )
+        with set_current_vllm_config(self.vllm_config):
+            self._loader.check(tuple(ParamMeta.from_json(row) for row in info["params"]))
+
+    def _together(self, step: Callable[[], Any], on_failure: Callable[[], None] = lambda: None) -> bool:
+        """Run ``step`` on every worker of this engine; returns whether it went well on all.
+
+        Raises:
+            EngineError: on the last worker only, when it failed on any.
+        """
+        failure, cause = "", None
+        try:
+            step()
+        except Exception as error:  # whatever it is, the other workers wait to hear of it
+            failure, cause = f"{type(error).__name__}: {error}", error
+            log.exception("weight update failed on worker %d", self._rank)
+            on_failure()
+        failures = _agree(failure) if self._workers > 1 else [failure]
+        if not any(failures):
+            return True
+        if self._rank == self._workers - 1:
+            self._open = False  # the worker around us ends the update when we raise
+            raise EngineError(_joined(failures)) from cause
+        return False
+
+
+def _agree(failure: str) -> list[str]:
+    """What went wrong on each worker of this engine, in order of rank; empty strings where nothing did."""
+    group = get_inner_dp_world_group()
+    words = failure.encode()[:_WORDS_BYTES]
+    mine = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
+    mine[: len(words)] = torch.frombuffer(bytearray(words or b"\0"), dtype=torch.uint8)[: len(words)]
+    every = [torch.empty_like(mine) for _ in range(group.world_size)]
+    dist.all_gather(every, mine, group=group.cpu_group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "replace") for row in every]
+
+
+def _joined(failures: list[str]) -> str:
+    """One line; workers that failed in the same words are named together."""
+    if len(failures) == 1:
+        return failures[0]
+    ranks: dict[str, list[str]] = {}
+    for rank, words in enumerate(failures):
+        if words:
+            ranks.setdefault(words, []).append(str(rank))
+    return "; ".join(f"worker {', '.join(numbers)}: {words}" for words, numbers in ranks.items())

@@ -1,0 +1,229 @@
+"""How checkpoint tensors land in a vLLM model: through its own loader, layer by layer.
+
+Layerwise reload (`vllm.model_executor.model_loader.reload`, 0.32) puts meta tensors in checkpoint form in place of a
+layer's parameters, buffers what is loaded, and builds the runtime form (fused, packed, quantised) when the layer is
+complete. That works for tensor parallelism and for linears that oneDNN packed on a CPU, which cannot be written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.loader import WeightLoader
+from torchrl_ext.weights.placement import Placement, record
+
+__all__ = ["VLLMLoader"]
+
+_UNCHANGED = "nothing was changed; the engine serves what it served"
+
+
+class VLLMLoader(WeightLoader):
+    """Loads into one worker's model.
+
+    `digests` vouches for the tensors as they were handed to the model's loader: the runtime form of a vLLM model
+    (packed, fused, sharded) cannot in general be read back in checkpoint coordinates.
+
+    Args:
+        model: the worker's model.
+        vllm_config: the worker's configuration.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self._model, self._config = model, vllm_config
+        self._shapes = _checkpoint_shapes(vllm_config.model_config.model)
+        self._placement: Placement | None = None
+        self._digests: dict[str, str] = {}
+        self._loading = False
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the parameters that were checked last land on this worker."""
+        return self._placement
+
+    def check(self, params: Iterable[ParamMeta]) -> None:
+        """See `WeightLoader.check`. The model's loader runs over tensors without data; the live ones are not touched.
+
+        Raises:
+            ManifestError: names the first parameter that is unknown, missing, or of another shape or dtype.
+        """
+        params = tuple(params)
+        if self._placement is not None and self._placement.params == params:
+            return
+        for meta in params:
+            expected = self._shapes.get(meta.name, meta.shape)
+            if expected != meta.shape:
+                raise ManifestError(
+                    f"parameter {meta.name!r} arrives with shape {list(meta.shape)}",
+                    expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
+                    state=_UNCHANGED,
+                )
+        self._roll_back()
+        with self._on_meta() as (targets, needed):
+            placement = record(self._model.load_weights, params, targets)
+        self._refuse_strangers(placement)
+        self._refuse_gaps(placement, needed)
+        for meta, landing in placement.lossy():
+            raise ManifestError(
+                f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
+                expected=f"{dtype_name(landing.dtype)}, in which the engine computes",
+                state=_UNCHANGED,
+                hint=f"WeightSender(..., dtype=torch.{dtype_name(landing.dtype)}), or start the engine with "
+                f"--dtype {dtype_name(meta.dtype)}",
+            )
+        self._placement = placement
+
+    def start(self) -> None:
+        self._roll_back()
+        self._digests = {}
+        initialize_layerwise_reload(self._model)
+        self._loading = True
+
+    @torch.no_grad()
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        def passing() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in pairs:
+                self._digests[name] = tensor_digest(tensor)
+                yield name, tensor
+
+        self._model.load_weights(passing())
+
+    def finish(self) -> None:
+        """End the reload.
+
+        Raises:
+            IntegrityError: parameters that were announced did not come.
+        """
+        if not self._loading:
+            return
+        announced = self._placement.params if self._placement is not None else ()
+        missing = [meta.name for meta in announced if meta.name not in self._digests]
+        if missing:
+            raise IntegrityError(
+                f"{len(missing)} of {len(announced)} parameters did not come, first {missing[0]!r}",
+                state="the model holds part of an update",
+                hint="send the version again",
+            )
+        finalize_layerwise_reload(self._model, self._config.model_config)
+        self._loading = False
+
+    def digests(self) -> dict[str, str]:
+        return dict(self._digests)
+
+    def _roll_back(self) -> None:
+        """Put live tensors back into layers that an abandoned update left in checkpoint form.
+
+        Their values are the old ones, or the new ones where a layer was complete; either way the next update covers
+        all of them.
+        """
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+        self._loading = False
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[tuple[dict[str, Tensor], dict[str, int]]]:
+        """Swap every layer's tensors for their checkpoint form without data, and back.
+
+        Yields:
+            The stand-ins by runtime name, and how many elements of each parameter a checkpoint has to fill.
+        """
+        live = [
+            (layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
+            for layer in self._model.modules()
+        ]
+        try:
+            for layer, parameters, buffers, _ in live:
+                recorded, recorded_buffers = get_layerwise_info(layer).restore_metadata
+                layer._parameters.clear()
+                layer._parameters.update(_stand_ins(layer, recorded, parameters))
+                layer._buffers.clear()
+                layer._buffers.update(_stand_ins(layer, recorded_buffers, buffers))
+            targets: dict[str, Tensor] = dict(self._model.named_parameters())
+            needed = {
+                name: get_tensor_load_numel(tensor)
+                for name, tensor in targets.items()
+                if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS
+            }
+            targets.update(self._model.named_buffers())
+            yield targets, needed
+        finally:
+            for layer, parameters, buffers, transient in live:
+                layer._parameters.clear()
+                layer._parameters.update(parameters)
+                layer._buffers.clear()
+                layer._buffers.update(buffers)
+                layer._non_persistent_buffers_set.clear()
+                layer._non_persistent_buffers_set.update(transient)
+
+    def _refuse_strangers(self, placement: Placement) -> None:
+        """Names that land nowhere. Where workers hold different parts of the model, that says nothing."""
+        parallel = self._config.parallel_config
+        if parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel:
+            return
+        tied = getattr(self._config.model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
+        for name in placement.nowhere():
+            if not (tied and name.endswith("lm_head.weight")):
+                raise ManifestError(
+                    f"the engine's model has no parameter {name!r}",
+                    expected="the names of the checkpoint that the engine was started with",
+                    state=_UNCHANGED,
+                    hint="map the trainer's names with WeightSender(..., mapper=...)",
+                )
+
+    def _refuse_gaps(self, placement: Placement, needed: dict[str, int]) -> None:
+        """Parameters that the update would leave as they are. Quantised models make some of theirs themselves."""
+        if self._config.quant_config is not None:
+            return
+        for param, numel in needed.items():
+            if placement.written[param] < numel:
+                from_these = ", ".join(placement.sources(param)) or "no parameter of the update"
+                raise ManifestError(
+                    f"the update leaves parameter {param!r} of the engine's model incomplete: "
+                    f"{placement.written[param]} of {numel} elements, from {from_these}",
+                    expected="every parameter of the checkpoint that the engine was started with",
+                    state=_UNCHANGED,
+                )
+
+
+def _stand_ins(layer: nn.Module, recorded: dict[str, Tensor], live: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoint forms on tensors of their own, as `restore_layer_on_meta` would leave the layer.
+
+    Biases are never recorded, and keep their live form; what only processing made has no place in a checkpoint.
+    """
+    found: dict[str, Any] = {name: tensor for name, tensor in live.items() if tensor is None or name in SKIP_TENSORS}
+    for name, tensor in {**{"bias": live.get("bias")}, **recorded}.items():
+        if tensor is not None:
+            found[name] = restore_layer_refs(to_meta_tensor(tensor), layer)
+            if "weight_loader" in found[name].__dict__:
+                found[name].weight_loader = _get_original_loader(found[name])
+    return found
+
+
+def _checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the checkpoint that the engine was started with, where it is a local one; loaders of sharded layers
+    narrow before they compare, and would let a larger tensor pass."""
+    try:
+        return {meta.name: meta.shape for meta in CheckpointSource(model).params()}
+    except (ConfigError, IntegrityError):
+        return {}

@@ -1,0 +1,236 @@
+"""Where each checkpoint element lands in the parameters that an engine computes with.
+
+A loader's work is copies between views: of a checkpoint tensor on one side (a shard, one head group, one expert), of a
+runtime parameter on the other (a slice of a fused one). `record` runs the model's own loader once over tensors of the
+meta device, which hold no data, and writes down every copy. What comes out is the model's checkpoint -> runtime map for
+this rank, tensor parallelism included, without a word about any architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.types import ParamMeta, dtype_name
+
+__all__ = ["Landing", "Placement", "record"]
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landing:
+    """One copy from a checkpoint tensor into a runtime parameter. Offsets and strides count elements.
+
+    Attributes:
+        param: name of the runtime parameter.
+        dtype: its dtype; the source has the checkpoint's.
+        shape: of the copied block, on both sides.
+        offset: of the block's first element in the parameter's storage, from the parameter's own first element.
+        strides: of the block in the parameter's storage.
+        source_offset: of the block's first element in the checkpoint tensor, which is contiguous.
+        source_strides: of the block in the checkpoint tensor.
+        exact: the source is a view of the checkpoint tensor; else something was computed on the way (a sum, a
+            stacking), and the source fields say nothing.
+    """
+
+    param: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    source_offset: int
+    source_strides: tuple[int, ...]
+    exact: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements copied."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The map of one rank.
+
+    Attributes:
+        params: what was recorded, in order.
+        landings: checkpoint name -> its copies, in the loader's order; a name that lands nowhere has none.
+        written: runtime parameter -> number of elements that the copies and fills wrote.
+    """
+
+    params: tuple[ParamMeta, ...]
+    landings: Mapping[str, tuple[Landing, ...]]
+    written: Mapping[str, int]
+
+    def nowhere(self) -> tuple[str, ...]:
+        """Checkpoint names that land in no parameter of this rank."""
+        return tuple(meta.name for meta in self.params if not self.landings[meta.name])
+
+    def sources(self, param: str) -> tuple[str, ...]:
+        """Checkpoint names that land in runtime parameter ``param``."""
+        return tuple(
+            name for name, landings in self.landings.items() if any(landing.param == param for landing in landings)
+        )
+
+    def lossy(self) -> Iterator[tuple[ParamMeta, Landing]]:
+        """Pairs whose values would be rounded, or change their kind, on the way into the parameter."""
+        for meta in self.params:
+            for landing in self.landings[meta.name]:
+                if not keeps_values(meta.dtype, landing.dtype):
+                    yield meta, landing
+
+
+def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of ``source`` is one of ``target``, and of the same kind."""
+    if source == target:
+        return True
+    same_kind = source.is_floating_point == target.is_floating_point and torch.bool not in (source, target)
+    if not same_kind or source.itemsize >= target.itemsize:
+        return False
+    return torch.promote_types(source, target) == target
+
+
+def record(load: Load, params: Iterable[ParamMeta], targets: Mapping[str, Tensor]) -> Placement:
+    """Run ``load`` over meta tensors and write down what lands where. No data moves and no parameter changes.
+
+    Args:
+        load: the model's loader; takes (name, tensor) pairs. It must write to ``targets``.
+        params: the checkpoint tensors to record.
+        targets: runtime parameters by name, on the meta device.
+
+    Raises:
+        ManifestError: the loader refuses a name or a shape; its own words are in the message.
+    """
+    params = tuple(params)
+    observer = _Observer(targets)
+    newest: ParamMeta | None = None
+
+    def pairs() -> Iterator[tuple[str, Tensor]]:
+        nonlocal newest
+        for meta in params:
+            newest = meta
+            yield meta.name, observer.source(meta)
+
+    try:
+        with torch.no_grad(), observer:
+            load(pairs())
+    except ManifestError:
+        raise
+    except Exception as error:  # a loader says no in any way that its author liked
+        where = "" if newest is None else f" at {newest}"
+        raise ManifestError(
+            f"the model's loader refuses the parameters{where}: {type(error).__name__}: {_brief(error)}",
+            state="nothing was changed",
+            hint="send the names, shapes and dtypes of the checkpoint that the engine was started with",
+        ) from error
+    return Placement(
+        params=params,
+        landings={meta.name: tuple(observer.landings[meta.name]) for meta in params},
+        written=dict(observer.written),
+    )
+
+
+class _Observer(TorchDispatchMode):
+    """Sees every operator that the loader runs; copies and fills of targets are written down and not executed."""
+
+    def __init__(self, targets: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.landings: dict[str, list[Landing]] = {}
+        self.written = dict.fromkeys(targets, 0)
+        self._targets = {_key(tensor): (name, tensor) for name, tensor in targets.items()}
+        self._views: dict[int, str] = {}  # storages of the checkpoint tensors themselves
+        self._origins: dict[int, frozenset[str]] = {}  # and of everything computed from them
+        self._kept: list[Tensor] = []  # a freed storage's key could come again
+        self._scalars: frozenset[str] = frozenset()
+
+    def source(self, meta: ParamMeta) -> Tensor:
+        """The stand-in for one checkpoint tensor."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        key = _key(tensor)
+        self._kept.append(tensor)
+        self._views[key], self._origins[key] = meta.name, frozenset([meta.name])
+        self.landings.setdefault(meta.name, [])
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet is torch.ops.aten._local_scalar_dense and args[0].is_meta:
+            self._scalars = self._origin(args)  # `.item()`: there is no value, only where it came from
+            return torch.zeros((), dtype=args[0].dtype).item()
+        if packet in _WRITES and isinstance(args[0], Tensor) and _key(args[0]) in self._targets:
+            self._write(args[0], args[1] if len(args) > 1 else None)
+            return args[0]
+        out = func(*args, **kwargs)
+        origin = self._origin((args, kwargs))
+        for tensor in _tensors(out):
+            if origin and tensor.is_meta and _key(tensor) not in self._views and _key(tensor) not in self._targets:
+                self._kept.append(tensor)
+                self._origins[_key(tensor)] = self._origins.get(_key(tensor), frozenset()) | origin
+        return out
+
+    def _write(self, target: Tensor, source: Any) -> None:
+        param, whole = self._targets[_key(target)]
+        self.written[param] += target.numel()
+        names = self._origin(source) or (frozenset() if isinstance(source, Tensor) else self._scalars)
+        self._scalars = frozenset()
+        for name in sorted(names):
+            exact = isinstance(source, Tensor) and _key(source) in self._views
+            if exact and source.shape != target.shape:
+                raise ManifestError(
+                    f"{name!r} meets a part of {param} with another shape: {list(source.shape)}",
+                    expected=f"{list(target.shape)}, {dtype_name(target.dtype)}",
+                    state="nothing was changed",
+                )
+            self.landings[name].append(
+                Landing(
+                    param=param,
+                    dtype=target.dtype,
+                    shape=tuple(target.shape),
+                    offset=target.storage_offset() - whole.storage_offset(),
+                    strides=tuple(target.stride()),
+                    source_offset=source.storage_offset() if exact else 0,
+                    source_strides=tuple(source.stride()) if exact else (),
+                    exact=exact,
+                )
+            )
+
+    def _origin(self, value: Any) -> frozenset[str]:
+        found: frozenset[str] = frozenset()
+        for tensor in _tensors(value):
+            if tensor.is_meta:
+                found |= self._origins.get(_key(tensor), frozenset())
+        return found
+
+
+_WRITES = {torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_}
+
+
+def _key(tensor: Tensor) -> int:
+    """Identity of the storage; meta tensors have no addresses that could tell them apart."""
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _brief(error: Exception, limit: int = 300) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[:limit] + "..."
