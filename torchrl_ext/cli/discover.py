@@ -1,0 +1,40 @@
+"""``torchrl-ext discover ADDRESS...``: what runs there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser("discover", help="say which engines run at the given addresses")
+    parser.add_argument("addresses", nargs="+", metavar="ADDRESS", help="host:port or URL of an engine")
+    parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of each call, in seconds")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask every address; a table, or with ``--json`` ``{"engines": [...]}`` in the order given."""
+    from torchrl_ext.rpc.discovery import discover
+
+    found = discover(*args.addresses, timeout_s=args.timeout_s)
+    if args.json:
+        print(json.dumps({"engines": [dataclasses.asdict(info) for info in found]}))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("engine", "kind", "version", "type", "tp x pp x dp", "model", "weights", "transports")
+    for info in found:
+        sizes = f"{info.tp_size} x {info.pp_size} x {info.dp_size}"
+        names = ", ".join(info.transports) or "none"
+        table.add_row(
+            info.url, info.kind, info.version, info.worker_type, sizes, info.model, info.weight_version, names
+        )
+    Console().print(table)
+    return 0

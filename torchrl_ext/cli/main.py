@@ -1,0 +1,78 @@
+"""`torchrl-ext`: one table of commands, each in a module of its own that is imported only when it runs.
+
+A command's module has ``add_parser(subparsers)``, which returns its parser, and ``run(args) -> int``, the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+import torchrl_ext
+from torchrl_ext.errors import WeightSyncError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "demo": ("torchrl_ext.cli.demo", "train a tiny policy and keep an engine at its newest weights, with proof"),
+    "discover": ("torchrl_ext.cli.discover", "say which engines run at the given addresses"),
+    "serve": ("torchrl_ext.cli.serve", "install and start an engine that can follow a trainer"),
+    "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),
+}
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's.
+
+    Returns:
+        0; 1 where the command failed (one line on standard error says why, and with ``--json`` a document with
+        ``error`` on standard output); 2 for arguments that make no sense; 130 after an interrupt.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser, command = _parser(argv)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s")
+    try:
+        return importlib.import_module(COMMANDS[command][0]).run(args)
+    except WeightSyncError as error:
+        return _fail(args, str(error), type(error).__name__, 1)
+    except KeyboardInterrupt:
+        return _fail(args, "interrupted", "KeyboardInterrupt", INTERRUPTED)
+
+
+def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, str]:
+    """The parser, with the arguments of the one command that ``argv`` names."""
+    parser = argparse.ArgumentParser(
+        prog="torchrl-ext", description="Keep running inference engines at a TorchRL policy's newest weights."
+    )
+    parser.add_argument("--version", action="version", version=torchrl_ext.__version__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    command = next((word for word in argv if not word.startswith("-")), "")
+    for name, (module, summary) in COMMANDS.items():
+        if name != command:
+            subparsers.add_parser(name, help=summary)
+            continue
+        own = importlib.import_module(module).add_parser(subparsers)
+        with contextlib.suppress(argparse.ArgumentError):  # the command may have declared it itself
+            own.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+    return parser, command
+
+
+def _fail(args: argparse.Namespace, message: str, kind: str, status: int) -> int:
+    print(f"torchrl-ext {args.command}: {message}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"error": message, "type": kind}))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
