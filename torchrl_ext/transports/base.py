@@ -116,6 +116,9 @@ class Transport(ABC):
                 is yielded is memory that nobody writes again.
         """
 
+    def decline(self, info: Info, error: BaseException) -> None:  # noqa: B027 - only a collective must stay in step
+        """Worker end: a handoff that `poll` gave cannot land here, for the reason in ``error``; do not wait for it."""
+
     def prefetch(self, version: int) -> None:  # noqa: B027 - nothing to fetch ahead is a fine default
         """Fetch, check and stage ``version`` while the engine still serves."""
 
@@ -203,13 +206,17 @@ class Transport(ABC):
         info = self.poll(self.timeout_s if timeout is None else timeout)
         if info is None:
             return None
-        params = tuple(ParamMeta.from_json(row) for row in info["params"])
-        target = None if weights is None else TensorsLoader(_mapping(weights))
-        if target is not None:
-            target.check(params)
-        loader = None if model is None or strategy is not None else as_loader(model)
-        if loader is not None:
-            loader.check(params)
+        try:
+            params = tuple(ParamMeta.from_json(row) for row in info["params"])
+            target = None if weights is None else TensorsLoader(_mapping(weights))
+            if target is not None:
+                target.check(params)
+            loader = None if model is None or strategy is not None else as_loader(model)
+            if loader is not None:
+                loader.check(params)
+        except Exception as error:
+            self.decline(info, error)
+            raise
         into = {} if target is None else target.targets()
         received = dict(self.receive(info, into))
         if target is not None:
@@ -222,9 +229,16 @@ class Transport(ABC):
 
         result = TensorDict(received, batch_size=[])
         if model is not None and strategy is not None:
-            strategy.apply_weights(model, result)
+            strategy.apply_weights(model, result if _is_flat(model) else result.unflatten_keys("."))
         self.received_version = info["version"]
         return result
+
+
+def _is_flat(model: Any) -> bool:
+    """Whether a strategy finds names joined by ``.`` in ``model``; TorchRL's views a module as a nested TensorDict."""
+    from tensordict import TensorDictBase
+
+    return isinstance(model, TensorDictBase) and any("." in key for key in model.keys())  # noqa: SIM118 - a TensorDict iterates over its batch
 
 
 def _mapping(weights: Any) -> Any:

@@ -1,0 +1,304 @@
+"""What every transport promises, as one suite. Subclass `TransportContract`, give it ends, and run it.
+
+Both ends run in threads of one process here, each call with a deadline; what a transport does between processes is
+tested beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictParams
+from torch import nn
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
+
+import torchrl_ext as tx
+from torchrl_ext.errors import ConcurrentUpdateError, ManifestError, WeightSyncError
+from torchrl_ext.registry import transports
+from torchrl_ext.transports.base import Transport
+from torchrl_ext.weights.digest import byte_view
+from torchrl_ext.weights.source import MappingSource, as_source
+
+WAIT_S = 60
+SMALL_BYTES = 4096
+"""Bucket or shard size of the ends under test: most cases take several."""
+
+DTYPES = [
+    getattr(torch, name)
+    for name in (
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    )
+    if name in dir(torch)
+]
+
+
+def same_bits(left, right):
+    """Equal dtype, shape and bytes: NaN payloads and the sign of zero count."""
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(byte_view(left), byte_view(right))
+
+
+def any_bits(dtype, *shape, seed=0):
+    """A tensor of random bytes: every payload, NaNs and subnormals included."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).bool()
+    raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+class Ends:
+    """A trainer end and a worker end, connected on first use."""
+
+    def __init__(self, trainer: Transport, worker: Transport) -> None:
+        self.trainer, self.worker = trainer, worker
+        self._connected = False
+
+    def connect(self, weights):
+        """The standalone start of both ends, beside each other."""
+        metadata = {meta.name: (meta.dtype, meta.shape) for meta in as_source(weights).params()}
+        with ThreadPoolExecutor(2) as pool:
+            for end in [pool.submit(side.init_all_workers_group, metadata) for side in (self.trainer, self.worker)]:
+                end.result(WAIT_S)
+        self._connected = True
+
+    def exchange(self, *sent, **receive):
+        """`send_weights(*sent)` beside `receive_weights(**receive)`; returns what came."""
+        if not self._connected:
+            self.connect(sent[-1])
+        with ThreadPoolExecutor(1) as pool:
+            arriving = pool.submit(self.worker.receive_weights, WAIT_S, **receive)
+            failure = None
+            try:
+                self.trainer.send_weights(*sent)
+            except WeightSyncError as error:  # the worker's own error is the cause, and more telling
+                failure = error
+            received = arriving.result(WAIT_S)
+        if failure is not None:
+            raise failure
+        assert received is not None, "nothing arrived"
+        return received
+
+
+def assert_arrived(received, weights):
+    """The received TensorDict has flat keys and, bit for bit, the tensors of ``weights``."""
+    expected = dict(as_source(weights))
+    assert isinstance(received, TensorDict)
+    assert set(received.keys()) == set(expected)
+    for name, tensor in expected.items():
+        assert same_bits(received[name], tensor), name
+
+
+class TransportContract(ABC):
+    """The suite; `name` is the transport's registered name."""
+
+    name: str
+
+    @abstractmethod
+    def make_ends(self, tmp_path) -> Ends:
+        """Fresh, unconnected ends whose buckets or shards hold `SMALL_BYTES`."""
+
+    @abstractmethod
+    def make_trainer(self, tmp_path) -> Transport:
+        """A trainer end for one in-process engine worker."""
+
+    @pytest.fixture
+    def ends(self, tmp_path):
+        ends = self.make_ends(tmp_path)
+        yield ends
+        ends.worker.shutdown()
+        ends.trainer.shutdown()
+
+    def test_it_is_the_class_behind_its_registered_name(self, ends):
+        assert type(ends.trainer) is transports.load(self.name)
+        assert ends.trainer.name == self.name
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_every_bit_of_a_dtype_arrives(self, ends, dtype):
+        weights = {"plain": any_bits(dtype, 37, 11), "scalar": any_bits(dtype), "empty": any_bits(dtype, 0, 5)}
+        assert_arrived(ends.exchange("policy", weights), weights)
+
+    def test_mixed_dtypes_and_odd_sizes_arrive_side_by_side(self, ends):
+        weights = {f"{i:02d}.{dtype}": any_bits(dtype, 2 * i + 1, seed=i) for i, dtype in enumerate(DTYPES)}
+        assert_arrived(ends.exchange("policy", weights), weights)
+
+    def test_nan_payloads_and_negative_zero_survive(self, ends):
+        bits = torch.tensor([0x7FC00001, 0x7F800001, -1, -(2**31), 0, 0x7F800000], dtype=torch.int32)
+        halves = torch.tensor([0x7FC1, 0x7F81, -1, -(2**15), 0, 0x7F80], dtype=torch.int16)
+        weights = {"single": bits.view(torch.float32), "brain": halves.view(torch.bfloat16)}
+        received = ends.exchange("policy", weights)
+        assert torch.equal(received["single"].view(torch.int32), bits)
+        assert torch.equal(received["brain"].view(torch.int16), halves)
+
+    def test_strided_tensors_arrive_in_logical_order(self, ends):
+        base = torch.arange(24.0).reshape(4, 6)
+        weights = {"columns": base[:, ::2], "transposed": base.t(), "expanded": torch.ones(1).expand(5, 3)}
+        assert_arrived(ends.exchange("policy", weights), weights)
+
+    def test_tied_tensors_travel_once_under_their_first_name(self, ends):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+        received = ends.exchange("policy", model)
+        assert set(received.keys()) == {"0.weight"}
+        assert same_bits(received["0.weight"], model[0].weight.detach())
+
+    def test_tensors_larger_than_a_bucket_arrive_between_small_ones(self, ends):
+        weights = {f"{i:02d}": any_bits(torch.bfloat16, 40 * SMALL_BYTES if i == 5 else 33, seed=i) for i in range(12)}
+        assert_arrived(ends.exchange("policy", weights), weights)
+
+    def test_thousands_of_small_tensors_arrive(self, ends):
+        weights = {f"layer.{i:04d}": torch.full((8,), float(i)) for i in range(2000)}
+        assert_arrived(ends.exchange("policy", weights), weights)
+
+    @pytest.mark.parametrize("form", ["nested TensorDict", "TensorDictParams", "nested mapping", "module", "source"])
+    def test_weights_may_come_as(self, ends, form):
+        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        nested = TensorDict.from_module(module).data.clone()
+        weights = {
+            "nested TensorDict": nested,
+            "TensorDictParams": TensorDictParams(nested.clone()),
+            "nested mapping": {"a": {"b": torch.randn(2)}, ("c", "d"): torch.randn(3), "e.f": torch.randn(1)},
+            "module": module,
+            "source": MappingSource({"x": torch.randn(5)}),
+        }[form]
+        assert_arrived(ends.exchange("policy", weights), weights)
+
+    def test_weights_may_be_sent_without_a_model_id(self, ends):
+        weights = {"x": torch.randn(5)}
+        assert_arrived(ends.exchange(weights), weights)
+
+    def test_given_weights_are_filled_in_place(self, ends):
+        sent = TensorDict({"a": {"b": torch.randn(40, 50), "c": torch.randn(3)}}, [])
+        held = TensorDict({"a": {"b": torch.zeros(50, 40).t(), "c": torch.zeros(3)}}, [])
+        before = {key: held[key].data_ptr() for key in (("a", "b"), ("a", "c"))}
+        received = ends.exchange("policy", sent, weights=held)
+        assert_arrived(received, sent)
+        for key, pointer in before.items():
+            assert held[key].data_ptr() == pointer
+            assert same_bits(held[key], sent[key])
+
+    def test_a_model_takes_the_weights_in_place(self, ends):
+        sent, held = nn.Sequential(nn.Linear(3, 4)), nn.Sequential(nn.Linear(3, 4))
+        parameter = held[0].weight
+        assert_arrived(ends.exchange("policy", sent, model=held), sent)
+        assert held[0].weight is parameter
+        assert same_bits(held[0].weight.detach(), sent[0].weight.detach())
+
+    @pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+    @pytest.mark.filterwarnings("ignore:state_dict strategy")
+    def test_a_torchrl_strategy_applies_them_to_a_nested_model(self, ends, extract_as):
+        sent, held = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2))
+        ends.exchange("policy", sent, model=held, strategy=WeightStrategy(extract_as))
+        for left, right in zip(sent.parameters(), held.parameters(), strict=True):
+            assert same_bits(left.detach(), right.detach())
+
+    def test_nothing_new_is_none_within_the_timeout(self, ends):
+        ends.connect({"x": torch.zeros(3)})
+        assert ends.worker.receive_weights(0.05) is None
+        ends.exchange("policy", {"x": torch.zeros(3)})
+        assert ends.worker.receive_weights(0.05) is None
+        assert ends.worker.receive_weights(0.0) is None
+
+    def test_one_version_after_the_other_arrives_and_older_ones_stay_what_they_were(self, ends):
+        weights = {"a": torch.zeros(700), "b": torch.zeros(5, dtype=torch.bfloat16)}
+        seen = []
+        for step in range(4):
+            for tensor in weights.values():
+                tensor.fill_(step)
+            seen.append(ends.exchange("policy", weights))
+        for step, received in enumerate(seen):
+            assert all(bool((received[name] == step).all()) for name in weights)
+        assert ends.worker.received_version == 4
+        assert ends.trainer.latest_version() == 4
+
+    def test_a_second_send_at_the_same_time_is_refused_and_the_first_one_arrives(self, ends):
+        inside, go_on = threading.Event(), threading.Event()
+        weights = {"x": torch.randn(5)}
+
+        class Slow(MappingSource):
+            def __iter__(self):
+                inside.set()
+                assert go_on.wait(WAIT_S)
+                yield from super().__iter__()
+
+        ends.connect(weights)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(ends.exchange, "policy", Slow(weights))
+            assert inside.wait(WAIT_S)
+            with pytest.raises(ConcurrentUpdateError, match="the running send goes on"):
+                ends.trainer.send_weights("policy", weights)
+            go_on.set()
+            assert_arrived(first.result(WAIT_S), weights)
+
+    @pytest.mark.parametrize("into", ["weights", "model"])
+    @pytest.mark.parametrize(
+        ("held", "named"),
+        [
+            ({"a": torch.zeros(3)}, "b.c"),
+            ({"a": torch.zeros(3), "b.c": torch.zeros(2), "d": torch.zeros(1)}, "'d'"),
+            ({"a": torch.zeros(3), "b.c": torch.zeros(1, 2)}, "b.c"),
+            ({"a": torch.zeros(3, dtype=torch.bfloat16), "b.c": torch.zeros(2)}, "'a'"),
+        ],
+        ids=["unknown to the receiver", "missing from the update", "of another shape", "of another dtype"],
+    )
+    def test_a_parameter_that_cannot_land_is_named_and_changes_nothing(self, ends, held, named, into):
+        held = {name: tensor.clone() for name, tensor in held.items()}
+        target = held if into == "weights" else TensorDict(held, [])
+        with pytest.raises(ManifestError, match=named):
+            ends.exchange("policy", {"a": torch.ones(3), "b": {"c": torch.ones(2)}}, **{into: target})
+        assert all(not tensor.any() for tensor in held.values())
+
+    def test_a_connection_lives_from_its_start_to_its_shutdown(self, ends):
+        assert not ends.trainer.check_connection()
+        assert not ends.worker.check_connection()
+        ends.exchange("policy", {"x": torch.zeros(3)})
+        assert ends.trainer.check_connection()
+        assert ends.worker.check_connection()
+        for end in (ends.worker, ends.trainer):
+            end.shutdown()
+            end.shutdown()
+            assert not end.check_connection()
+
+    def test_a_sender_keeps_an_in_process_engine_at_the_policy(self, tmp_path):
+        policy, served = (nn.Sequential(nn.Linear(60, 50), nn.BatchNorm1d(50)) for _ in range(2))
+        transport = self.make_trainer(tmp_path)
+        sender = tx.WeightSender(transport, tx.InProcessEngine(served))
+        sender.register_model(policy)
+        for step in range(1, 4):
+            with torch.no_grad():
+                policy[0].weight.add_(step)
+            report = sender.update_weights()
+            assert report.version == step
+            assert report.verified
+            assert report.engines[0].state == "serving"
+            assert report.bytes == report.model_bytes == sum(t.nbytes for _, t in as_source(policy))
+            for (name, sent), (_, held) in zip(as_source(policy), as_source(served), strict=True):
+                assert same_bits(sent, held), name
+        sender.shutdown()
+        sender.shutdown()
+
+    def test_an_update_that_cannot_land_fails_by_name_and_the_next_one_recovers(self, tmp_path):
+        policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
+        before = served.weight.detach().clone()
+        sender = tx.WeightSender(self.make_trainer(tmp_path), tx.InProcessEngine(served))
+        with pytest.raises(WeightSyncError, match="weight"):
+            sender.update_weights(nn.Linear(5, 4))
+        assert same_bits(served.weight.detach(), before)
+        assert sender.update_weights(policy).verified
+        assert same_bits(served.weight.detach(), policy.weight.detach())
+        sender.shutdown()

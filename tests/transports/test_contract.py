@@ -1,0 +1,75 @@
+"""Every registered transport passes the same suite."""
+
+from __future__ import annotations
+
+import socket
+
+import torchrl_ext as tx
+from tests.transports.contract import SMALL_BYTES, WAIT_S, Ends, TransportContract
+
+
+class TestMemory(TransportContract):
+    name = "memory"
+
+    def make_ends(self, tmp_path):
+        return Ends(
+            tx.make_transport("memory", channel=str(tmp_path)), tx.make_transport("memory", channel=str(tmp_path))
+        )
+
+    def make_trainer(self, tmp_path):
+        return tx.make_transport("memory")
+
+
+class TestDisk(TransportContract):
+    name = "disk"
+
+    def make_ends(self, tmp_path):
+        return Ends(
+            tx.make_transport("disk", root=tmp_path / "root", shard_bytes=SMALL_BYTES),
+            tx.make_transport("disk", root=tmp_path / "root"),
+        )
+
+    def make_trainer(self, tmp_path):
+        return tx.make_transport("disk", root=tmp_path, shard_bytes=SMALL_BYTES)
+
+
+class TestCollective(TransportContract):
+    name = "collective"
+
+    def make_ends(self, tmp_path):
+        port = free_port()
+        trainer, worker = (
+            tx.make_transport(
+                "collective",
+                master_address="127.0.0.1",
+                master_port=port,
+                rank=rank,
+                world_size=2,
+                bucket_bytes=SMALL_BYTES,
+                timeout_s=WAIT_S,
+            )
+            for rank in (0, 1)
+        )
+        return Ends(trainer, worker)
+
+    def make_trainer(self, tmp_path):
+        return tx.make_transport(
+            "collective",
+            master_address="127.0.0.1",
+            master_port=free_port(),
+            rank=0,
+            world_size=2,
+            bucket_bytes=SMALL_BYTES,
+            timeout_s=WAIT_S,
+        )
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_every_registered_transport_is_under_the_contract():
+    covered = {suite.name for suite in TransportContract.__subclasses__()}
+    assert covered == set(tx.transports())
