@@ -1,0 +1,100 @@
+"""What the ranks of a group tell each other about an update: that it arrived, or why not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.groups import Group
+from torchrl_ext.types import Info
+
+__all__ = ["acknowledge", "await_workers", "receiving_failed", "sending_failed", "stop_reason", "tell_stopped"]
+
+_LAST_WORDS_S = 1.0
+"""How long one side waits, after a failure, for those that are alive to say so."""
+
+
+def acknowledge(group: Group, info: Info, words: str = "") -> None:
+    """Worker: every byte of the handoff is here; or, with ``words``, why it was not taken."""
+    group.board.put(_key(group, info, group.rank), words)
+
+
+def await_workers(group: Group, info: Info) -> dict[int, str]:
+    """Trainer: what each worker says of the handoff; "" is good news.
+
+    Raises:
+        DeadlineError: names the workers that say nothing within the group's deadline.
+        TransportError: another thread aborted.
+    """
+    said = _said(group, info, group.timeout_s)
+    silent = [rank for rank in group.workers if rank not in said]
+    if group.board.stop.is_set():
+        raise TransportError("the transfer was aborted")
+    if silent:
+        raise DeadlineError(f"no word within {group.timeout_s:g} s from {group.call(silent)} that it arrived")
+    for rank in group.workers:
+        group.board.drop(_key(group, info, rank))
+    return said
+
+
+def sending_failed(group: Group, info: Info, error: WeightSyncError, stop: threading.Event) -> WeightSyncError:
+    """The trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
+    said, silent = {}, []
+    if not stop.is_set():
+        said = _said(group, info, _LAST_WORDS_S)
+        silent = [rank for rank in group.workers if rank not in said]
+    lost = f"; no sign of life from {group.call(silent)}" if silent else ""
+    words = [f"rank {rank} says: {text}" for rank, text in said.items() if text]
+    return type(error)(
+        f"weights version {info['version']} did not reach {group.call(group.workers)}: {error.what}{lost}",
+        expected=error.expected,
+        state="; ".join([*words, "workers may hold a part of it, and the group is closed"]),
+        hint="connect again (init_all_workers_group, or the next update_weights) when every worker is up",
+    )
+
+
+def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
+    """The worker's ``error`` again, with what is known of the trainer."""
+    try:
+        group.board.missing([_stopped(group)], deadline(_LAST_WORDS_S))
+        trainer = stop_reason(group) or "it is alive, so the network or another worker failed"
+    except NotConnectedError:
+        trainer = "its store is gone, so it died or was shut down"
+    return type(error)(
+        f"rank {group.rank} lost weights version {info['version']} on its way from the trainer, "
+        f"{group.call([0])}: {error.what}",
+        expected=error.expected,
+        state=f"of the trainer: {trainer}. This rank may hold a part of the version, and its group is closed",
+        hint="connect again when the trainer does",
+    )
+
+
+def tell_stopped(group: Group, reason: str) -> None:
+    """Trainer: leave the reason for the end of the group where workers find it."""
+    with contextlib.suppress(NotConnectedError):
+        group.board.put(_stopped(group), reason)
+
+
+def stop_reason(group: Group) -> str | None:
+    """Worker: why the trainer ended the group; None while it has not."""
+    key = _stopped(group)
+    return group.board.get(key) if group.board.has(key) else None
+
+
+def _said(group: Group, info: Info, timeout_s: float) -> dict[int, str]:
+    keys = {rank: _key(group, info, rank) for rank in group.workers}
+    try:
+        missing = group.board.missing(list(keys.values()), deadline(timeout_s))
+        return {rank: group.board.get(key) for rank, key in keys.items() if key not in missing}
+    except NotConnectedError:
+        return {}
+
+
+def _key(group: Group, info: Info, rank: int) -> str:
+    return f"arrived/{group.generation}/{info['handoff']}/{rank}"
+
+
+def _stopped(group: Group) -> str:
+    return f"stopped/{group.generation}"

@@ -1,0 +1,420 @@
+"""`VLLMCollectiveTransport`: broadcast from the trainer to every worker, over NCCL or gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    ManifestError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+)
+from torchrl_ext.transports.acks import (
+    acknowledge,
+    await_workers,
+    receiving_failed,
+    sending_failed,
+    stop_reason,
+    tell_stopped,
+)
+from torchrl_ext.transports.base import TransferStats, Transport, deadline
+from torchrl_ext.transports.buckets import BUCKET_BYTES, Plan
+from torchrl_ext.transports.groups import Group
+from torchrl_ext.transports.pipeline import Incoming, send_pieces
+from torchrl_ext.transports.rendezvous import Board, enter, host, process_text
+from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.weights.source import WeightSource, checked
+
+__all__ = ["VLLMCollectiveTransport"]
+
+_AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
+
+
+class VLLMCollectiveTransport(Transport):
+    """Broadcasts weights from the trainer (rank 0) to the workers (ranks 1 and up).
+
+    Data layer only: who pauses an engine, and when, is the caller's business.
+
+    Args:
+        master_address: where workers reach the trainer.
+        master_port: of the trainer's store; 0 picks a free port (with a control layer, which passes it on).
+        rank: of this process; 0 (or None) is the trainer.
+        world_size: 1 + number of workers; None takes it from `open`.
+        device: where tensors travel from and to; by default the current CUDA device, or the CPU without one.
+        vllm_engine: an engine client that the caller drives; kept as an attribute.
+        backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on CPU.
+        bucket_bytes: size of a bucket for small tensors; 0 sends one tensor at a time.
+        timeout_s: deadline of every wait, in seconds.
+
+    Raises:
+        ConfigError: settings that cannot work.
+    """
+
+    name: ClassVar[str] = "collective"
+
+    def __init__(
+        self,
+        master_address: str = "127.0.0.1",
+        master_port: int = 0,
+        rank: int | None = 0,
+        world_size: int | None = None,
+        device: torch.device | str | int | None = None,
+        vllm_engine: Any | None = None,
+        *,
+        backend: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self.master_address, self.master_port = master_address, int(master_port)
+        self.rank, self.world_size = rank or 0, world_size
+        self.device = _device(device, backend)
+        self.backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        self.bucket_bytes, self.vllm_engine = bucket_bytes, vllm_engine
+        if self.backend not in ("gloo", "nccl"):
+            raise ConfigError(f"there is no collective backend {self.backend!r}", expected="'gloo' or 'nccl'")
+        if bucket_bytes < 0 or timeout_s <= 0:
+            raise ConfigError(f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}", expected="0 or more; more than 0")
+        if world_size is not None and not 0 <= self.rank < world_size:
+            raise ConfigError(f"rank {self.rank} does not exist in world_size {world_size}")
+        self._stop = threading.Event()
+        self._board: Board | None = None
+        self._group: Group | None = None
+        self._agreed: dict[str, ParamMeta] = {}
+        self._generations = self._handoffs = self._announced = 0
+        self._plan = Plan()
+        self._rows: list[Any] | None = None
+
+    @classmethod
+    def from_info(cls, info: Info) -> VLLMCollectiveTransport:
+        return cls(
+            info["master_address"],
+            info["master_port"],
+            info.get("rank", 1),
+            info["world_size"],
+            backend=info["backend"],
+            device="cpu" if info["backend"] == "gloo" else None,
+            bucket_bytes=info["bucket_bytes"],
+            timeout_s=info["timeout_s"],
+        )
+
+    # forming the group
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
+        """Form the group without a control layer; every rank calls this at the same time.
+
+        Args:
+            model_metadata: ``{name: (dtype, shape)}``, the same on every rank; empty to agree on nothing.
+
+        Raises:
+            DeadlineError: names the ranks that did not arrive within `timeout_s`.
+            ConfigError: ranks were given different world sizes.
+            ManifestError: names the parameter on which ranks disagree.
+        """
+        params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
+        self._stop.clear()
+        if self.rank == 0:
+            self._host(self._own_board(), "lobby", self._standalone_size(), params)
+        else:
+            if self.master_port == 0:
+                raise ConfigError(
+                    f"rank {self.rank} does not know the trainer's port",
+                    hint="give the trainer and every worker one port",
+                )
+            self._enter("lobby", self.world_size, params)
+
+    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+        """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
+
+        Raises:
+            ConfigError: the world size given at construction is another one.
+            TransportError: this is not rank 0, or the port is taken.
+        """
+        self._require_trainer("open")
+        self._stop.clear()
+        if workers == 0:
+            if self.check_connection():
+                return Handoff(info={"transport": self.name})
+            size, room = self._standalone_size(), "lobby"
+        else:
+            size, room = 1 + workers, f"room/{uuid.uuid4().hex}"
+            if self.world_size not in (None, size):
+                raise ConfigError(
+                    f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
+                    expected=f"world_size {size} (1 + workers), or None to take it from the engines",
+                )
+        board = self._own_board()
+        info = {
+            "transport": self.name,
+            "master_address": self.master_address,
+            "master_port": board.port,
+            "world_size": size,
+            "room": room,
+            "backend": self.backend,
+            "bucket_bytes": self.bucket_bytes,
+            "timeout_s": self.timeout_s,
+        }
+        return Handoff(info=info, transfer=lambda: self._host(board, room, size, params))
+
+    def join(self, info: Info) -> None:
+        """As `Transport.join`; ``info["rank"]`` is this worker's rank.
+
+        Raises:
+            DeadlineError: names the ranks that did not arrive.
+            ConfigError: the rank does not exist in this world size.
+        """
+        self.rank = info["rank"]
+        if not 0 < self.rank < info["world_size"]:
+            raise ConfigError(
+                f"worker rank {self.rank} does not exist in world_size {info['world_size']}",
+                hint="give each engine the rank offset 1 + workers of the engines before it",
+            )
+        self._stop.clear()
+        self._enter(info["room"], info["world_size"], ())
+
+    def _host(self, board: Board, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
+        self._leave()
+        self._generations += 1
+        generation = str(self._generations)
+        own = self._note(size, params)
+        notes = host(board, room, generation, own, deadline(self.timeout_s))
+        peers = {0: own["process"], **{rank: note["process"] for rank, note in notes.items()}}
+        self._form(board, generation, size, peers)
+        self._agreed = {meta.name: meta for meta in params}
+
+    def _enter(self, room: str, size: int | None, params: tuple[ParamMeta, ...]) -> None:
+        self._leave()
+        until = deadline(self.timeout_s)
+        self._board = board = Board(self.master_address, self.master_port, host=False, until=until, stop=self._stop)
+        answer = enter(board, room, self.rank, self._note(size, params), until)
+        self._form(board, answer["generation"], len(answer["peers"]), dict(enumerate(answer["peers"])))
+
+    def _form(self, board: Board, generation: str, size: int, peers: dict[int, str]) -> None:
+        try:
+            self._group = Group(
+                board,
+                generation,
+                self.rank,
+                size,
+                device=self.device,
+                backend=self.backend,
+                timeout_s=self.timeout_s,
+                peers=peers,
+            )
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} could not form a {self.backend} group of {size}: {error}",
+                expected=f"connections to {', '.join(f'rank {r} ({p})' for r, p in peers.items() if r != self.rank)}",
+                state="no group was formed",
+            ) from error
+        self._handoffs = self._announced = 0
+        self._rows = None
+
+    def _note(self, size: int | None, params: tuple[ParamMeta, ...]) -> dict[str, Any]:
+        return {
+            "world_size": size,
+            "timeout_s": self.timeout_s,
+            "process": process_text(),
+            "params": [meta.to_json() for meta in params],
+        }
+
+    def _own_board(self) -> Board:
+        if self._board is None:
+            until = deadline(self.timeout_s)
+            self._board = Board(self.master_address, self.master_port, host=True, until=until, stop=self._stop)
+        return self._board
+
+    def _standalone_size(self) -> int:
+        if self.world_size is None:
+            raise ConfigError(
+                "the number of workers is not known",
+                hint="give world_size (1 + workers), or connect through an engine client",
+            )
+        return self.world_size
+
+    # an update
+
+    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+        self._require_trainer("send_weights")
+        group, params = self._require_group(), source.params()
+        for meta in params if self._agreed else ():
+            if self._agreed.get(meta.name) != meta:
+                raise ManifestError(
+                    f"parameter {meta.name!r} is {meta}",
+                    expected=f"what the group agreed on: {self._agreed.get(meta.name, 'no such parameter')}",
+                    state="nothing was sent",
+                    hint="call init_all_workers_group with the metadata of what is sent",
+                )
+        self._handoffs += 1
+        info = {
+            "transport": self.name,
+            "version": version,
+            "group": group.generation,
+            "handoff": self._handoffs,
+            "bucket_bytes": self.bucket_bytes,
+            "params": self._plan.rows(params),
+        }
+        return [Handoff(info=info, transfer=lambda: self._send(group, source, info, params))]
+
+    def _send(self, group: Group, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
+        began = time.perf_counter()
+        try:
+            pieces = self._plan.pieces(params, self.bucket_bytes)
+            send_pieces(group, pieces, params, checked(source, params), bucket_bytes=self.bucket_bytes)
+            said = await_workers(group, info)
+        except BaseException as error:
+            tell_stopped(group, f"it stopped: {error}")
+            group.sever()
+            if isinstance(error, (TransportError, DeadlineError)):
+                raise sending_failed(group, info, error, self._stop) from error
+            raise
+        self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
+        refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
+        if refusals:
+            raise TransportError(
+                f"weights version {info['version']} was not taken by {refusals}",
+                state="the other workers have it, and the group is intact",
+            )
+
+    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        group = self._require_group()
+        incoming = self._incoming(group, info, into)
+        name = None
+        try:
+            for name, tensor in incoming.pairs(lambda: acknowledge(group, info)):
+                yield name, tensor
+        except GeneratorExit:
+            self._drain(group, incoming, info, f"it stopped loading after {name!r}")
+            raise
+        except BaseException as error:
+            with contextlib.suppress(NotConnectedError):
+                acknowledge(group, info, f"{type(error).__name__}: {error}")
+            group.sever()
+            if isinstance(error, WeightSyncError):
+                raise receiving_failed(group, info, error) from error
+            raise
+
+    def decline(self, info: Info, error: BaseException) -> None:
+        group = self._require_group()
+        self._drain(group, self._incoming(group, info, {}), info, str(error))
+
+    def _incoming(self, group: Group, info: Info, into: Mapping[str, Tensor]) -> Incoming:
+        if info["group"] != group.generation:
+            raise NotConnectedError(
+                f"the trainer sends through group {info['group']}, rank {self.rank} is in group {group.generation}",
+                hint="connect again",
+            )
+        params = self._plan.metas(info["params"])
+        pieces = self._plan.pieces(params, info["bucket_bytes"])
+        return Incoming(group, pieces, params, into, bucket_bytes=info["bucket_bytes"])
+
+    def _drain(self, group: Group, incoming: Incoming, info: Info, words: str) -> None:
+        """Take and drop what is on its way, so that the group stays in step, and tell the trainer why."""
+        if incoming.complete:
+            return
+        try:
+            incoming.drain()
+            acknowledge(group, info, words)
+        except WeightSyncError:
+            group.sever()
+
+    # alone
+
+    def announce(self, info: Info) -> None:
+        group = self._require_group()
+        self._announced += 1
+        rows = info["params"]
+        short = {**info, "params": None} if rows == self._rows else info  # a model's list of parameters rarely changes
+        group.board.put(f"announced/{group.generation}/{self._announced}", short)
+        group.board.drop(f"announced/{group.generation}/{self._announced - 1}")
+        self._rows = rows
+
+    def poll(self, timeout_s: float) -> Info | None:
+        """The next announcement.
+
+        Raises:
+            TransportError: this is the trainer.
+            NotConnectedError: no group, or the trainer ended it or is gone.
+        """
+        if self.rank == 0:
+            raise TransportError(
+                "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
+            )
+        group = self._require_group()
+        key = f"announced/{group.generation}/{self._announced + 1}"
+        if group.board.missing([key], deadline(timeout_s)):
+            reason = stop_reason(group)
+            if reason is not None:
+                group.sever()
+                raise NotConnectedError(f"the trainer, {group.call([0])}, ended the group: {reason}", hint=_AGAIN)
+            return None
+        self._announced += 1
+        info = group.board.get(key)
+        self._rows = info["params"] = self._rows if info["params"] is None else info["params"]
+        return info
+
+    # both ends
+
+    def abort(self) -> None:
+        self._stop.set()
+        group = self._group
+        if group is not None:
+            group.sever()
+
+    def check_connection(self) -> bool:
+        return self._group is not None and self._group.alive
+
+    def shutdown(self) -> None:
+        self._stop.set()
+        self._leave()
+        self._board = None
+
+    def _leave(self) -> None:
+        """End the group, if there is one."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self.rank == 0 and group.alive:
+            tell_stopped(group, "the trainer shut it down or forms a new one")
+        group.sever()
+        group.buried(self.timeout_s)
+
+    def _require_group(self) -> Group:
+        if self._group is None or not self._group.alive:
+            raise NotConnectedError(
+                f"rank {self.rank} of the collective transport is not connected"
+                + ("" if self._group is None else ": its group was closed after a failure"),
+                hint=_AGAIN,
+            )
+        return self._group
+
+    def _require_trainer(self, what: str) -> None:
+        if self.rank != 0:
+            raise TransportError(
+                f"{what} was called on rank {self.rank}",
+                expected="rank 0, the trainer; other ranks receive",
+                state="nothing was sent",
+            )
+
+
+def _device(device: torch.device | str | int | None, backend: str | None) -> torch.device:
+    """Where tensors travel; an index is filled in, so that devices compare."""
+    if device is None:
+        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and backend == "gloo":
+        return torch.device("cpu")  # gloo moves host memory; CUDA tensors are copied to it and from it
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen

@@ -1,0 +1,206 @@
+"""The two ends of a stream of broadcasts, with several in flight so that packing, sending and unpacking overlap."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.transports.buckets import BufferPool, Piece, as_bytes, chunks, landing, pack, plain, unpack
+from torchrl_ext.transports.groups import Group
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["Incoming", "Window", "send_pieces"]
+
+_PIECES = 8
+_BYTES = 64 << 20
+_PACKED = 2
+"""Buckets in flight; with two, a send holds at most two buckets of memory of its own."""
+
+
+class Window:
+    """Broadcasts in flight, oldest first.
+
+    Args:
+        group: what they run on.
+        one_by_one: let nothing overlap.
+    """
+
+    def __init__(self, group: Group, *, one_by_one: bool) -> None:
+        self._group = group
+        self._flying: deque[tuple[Piece, list[Any], Any]] = deque()
+        self._limit = 0 if one_by_one else _PIECES
+        self._bytes = self._packed = 0
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    @property
+    def full(self) -> bool:
+        """Whether the oldest must land before another piece may start."""
+        return len(self._flying) > self._limit or self._bytes > _BYTES
+
+    @property
+    def packed_full(self) -> bool:
+        """Whether the oldest must land before another bucket may be filled."""
+        return self._packed >= _PACKED
+
+    def start(self, piece: Piece, flat: Tensor | None, keep: Any) -> None:
+        """Begin to broadcast the bytes of ``piece``; ``keep`` lives until they landed."""
+        works = [] if flat is None else [self._group.broadcast(part) for part in chunks(flat)]
+        self._flying.append((piece, works, keep))
+        self._bytes += piece.nbytes
+        self._packed += not piece.direct
+
+    def land(self) -> tuple[Piece, Any]:
+        """Wait for the oldest piece; the piece and what was kept for it.
+
+        Raises:
+            TransportError, DeadlineError: as `Group.wait`.
+        """
+        piece, works, keep = self._flying[0]
+        for work in works:
+            self._group.wait(work)
+        self._flying.popleft()
+        self._bytes -= piece.nbytes
+        self._packed -= not piece.direct
+        return piece, keep
+
+
+def send_pieces(
+    group: Group,
+    pieces: Sequence[Piece],
+    params: Sequence[ParamMeta],
+    stream: Iterator[tuple[ParamMeta, Tensor]],
+    *,
+    bucket_bytes: int,
+) -> None:
+    """Trainer: broadcast what ``stream`` yields, which is ``params`` in order.
+
+    Raises:
+        TransportError, DeadlineError: as `Group.wait`.
+        ManifestError: the stream is not what ``params`` says.
+    """
+    window, pool = Window(group, one_by_one=bucket_bytes == 0), BufferPool(group.device)
+    capacity = min(bucket_bytes, sum(piece.nbytes for piece in pieces if not piece.direct))
+    for piece in pieces:
+        tensors = [plain(tensor, group.device) for _, tensor in islice(stream, piece.stop - piece.first)]
+        flat = None
+        if piece.direct:
+            flat = as_bytes(tensors[0])
+        elif piece.nbytes:
+            while window.packed_full:
+                window.land()
+            flat = pool.take(capacity)[: piece.nbytes]
+            pack(piece, params, tensors, flat)
+        del tensors
+        window.start(piece, flat, flat)
+        del flat
+        while window.full:
+            window.land()
+    next(stream, None)  # lets a checked stream say that it has more than it declared
+    while window:
+        window.land()
+
+
+class Incoming:
+    """Worker: the pairs of one handoff, as they arrive.
+
+    Args:
+        group: what they arrive on.
+        pieces: layout of ``params``.
+        params: what arrives.
+        into: tensors that may be filled directly.
+        bucket_bytes: of the sender.
+
+    `complete` says whether every byte is here.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        pieces: Sequence[Piece],
+        params: Sequence[ParamMeta],
+        into: Mapping[str, Tensor],
+        *,
+        bucket_bytes: int,
+    ) -> None:
+        self._group, self._params, self._into = group, params, into
+        self.complete = False
+        self._rest = iter(pieces)
+        self._window = Window(group, one_by_one=bucket_bytes == 0)
+        self._pool = BufferPool(group.device)
+        self._capacity = min(bucket_bytes, sum(piece.nbytes for piece in pieces if not piece.direct))
+
+    def pairs(self, landed: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pairs in order; ``landed`` is called when every byte is here, before the last are yielded.
+
+        Raises:
+            TransportError, DeadlineError: as `Group.wait`.
+        """
+        for piece in self._rest:
+            while self._window.packed_full and not piece.direct:
+                yield from self._land()
+            self._window.start(piece, *self._place(piece, self._into))
+            while self._window.full:
+                yield from self._land()
+        while len(self._window) > 1:
+            yield from self._land()
+        last = self._window.land() if self._window else None
+        self.complete = True
+        landed()
+        if last is not None:
+            yield from self._unpacked(*last)
+
+    def drain(self) -> None:
+        """Receive the rest and drop it, so that the group stays in step.
+
+        Raises:
+            TransportError, DeadlineError: as `Group.wait`.
+        """
+        while self._window:
+            self._window.land()
+        for piece in self._rest:
+            self._window.start(piece, *self._place(piece, {}))
+            while self._window.full:
+                self._window.land()
+        while self._window:
+            self._window.land()
+
+    def _place(self, piece: Piece, into: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        """Bytes to receive into, and the tensor or buffer that they belong to."""
+        if not piece.direct:
+            flat = self._pool.take(self._capacity)[: piece.nbytes]
+            return (flat if piece.nbytes else None), flat
+        meta = self._params[piece.first]
+        target = landing(meta, into, self._group.device)
+        if target is None:
+            flat = self._pool.take(piece.nbytes)
+            return flat, flat.view(meta.dtype).view(meta.shape)
+        return as_bytes(target), target
+
+    def _land(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._unpacked(*self._window.land())
+
+    def _unpacked(self, piece: Piece, arrived: Tensor) -> Iterator[tuple[str, Tensor]]:
+        metas = self._params[piece.first : piece.stop]
+        views = [arrived] if piece.direct else unpack(piece, self._params, arrived)
+        del arrived
+        targets = [self._into.get(meta.name) for meta in metas]
+        copies = [
+            (target, view)
+            for target, view in zip(targets, views, strict=True)
+            if target is not None and target.data_ptr() != view.data_ptr() and _alike(target, view)
+        ]
+        if copies:
+            torch._foreach_copy_([target for target, _ in copies], [view for _, view in copies])
+        for meta, target, view in zip(metas, targets, views, strict=True):
+            yield meta.name, view if target is None or not _alike(target, view) else target
+
+
+def _alike(target: Tensor, view: Tensor) -> bool:
+    return target.dtype == view.dtype and target.shape == view.shape
