@@ -107,11 +107,13 @@ def _engines(
     if args.engine == "vllm":
         from torchrl_ext.launch.vllm import VLLMServer
 
-        server: Any = VLLMServer(model_dir, dtype="float32")
+        server: Any = VLLMServer(model_dir, dtype="float32", log_path=root / "engine.log", report=progress.say)
     else:
         from torchrl_ext.launch.embedded import EmbeddedServer
 
-        server = EmbeddedServer(model_dir, dtype="float32", threads=None if args.model else 1)
+        server = EmbeddedServer(
+            model_dir, dtype="float32", threads=None if args.model else 1, log_path=root / "engine.log"
+        )
     return [stack.enter_context(server).url], model_dir
 
 

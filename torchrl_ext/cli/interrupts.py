@@ -21,6 +21,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
         self._deferring = self._pending = False
+        self._what = ""
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -38,7 +39,7 @@ class Interrupts:
         Args:
             what: what goes on, for the note on standard error.
         """
-        self._deferring, self._what = True, what
+        self._deferring, self._pending, self._what = True, False, what
         try:
             yield
         finally:

@@ -25,13 +25,8 @@ class Progress:
 
     def __init__(self, steps: int) -> None:
         self._console = Console(stderr=True)
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Bar(*columns, console=self._console)
         self._task = self._bar.add_task("starting", total=steps)
         self._table = Table("step", "reward", "loss", "version", "bytes", "pause")
         for column in self._table.columns:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
-import threading
 from collections.abc import Sequence
 
 from torchrl_ext.errors import WeightSyncError
@@ -15,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted; with ``--exit-with-parent`` also until standard input closes."""
+    """Serve until a signal ends it."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_ext.plugins.embedded", description="Host a causal LM that follows a trainer."
     )
@@ -26,14 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="torch device of the model")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
     parser.add_argument("--threads", type=int, help="threads of one operator")
-    parser.add_argument(
-        "--exit-with-parent", action="store_true", help="end when standard input closes, as when the parent dies"
-    )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    if args.exit_with_parent:
-        threading.Thread(target=_exit_at_end_of_input, name="parent", daemon=True).start()
-
     import torch
     import uvicorn
 
@@ -51,12 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_app(engine), host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=2, ws="none"
     )
     return 0
-
-
-def _exit_at_end_of_input() -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(0)  # nobody is left to be served, and a blocked receive must not keep the process
 
 
 if __name__ == "__main__":
