@@ -85,8 +85,7 @@ class VLLMLoader(WeightLoader):
                 f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
                 expected=f"{dtype_name(landing.dtype)}, in which the engine computes",
                 state=_UNCHANGED,
-                hint=f"WeightSender(..., dtype=torch.{dtype_name(landing.dtype)}), or start the engine with "
-                f"--dtype {dtype_name(meta.dtype)}",
+                hint=f"give WeightSender dtype=torch.{dtype_name(landing.dtype)}, or the engine another --dtype",
             )
         self._placement = placement
 
@@ -197,6 +196,15 @@ class VLLMLoader(WeightLoader):
             return
         for param, numel in needed.items():
             if placement.written[param] < numel:
+                names = {meta.name for meta in placement.params}
+                prefix = param.rpartition(".")[0].rpartition(".")[0]
+                absent = [name for name in self._shapes if name not in names and name.startswith(prefix)]
+                if absent:
+                    raise ManifestError(
+                        f"parameter {absent[0]!r} is missing from the update",
+                        expected="every parameter of the checkpoint that the engine was started with",
+                        state=_UNCHANGED,
+                    )
                 from_these = ", ".join(placement.sources(param)) or "no parameter of the update"
                 raise ManifestError(
                     f"the update leaves parameter {param!r} of the engine's model incomplete: "
@@ -215,8 +223,9 @@ def _stand_ins(layer: nn.Module, recorded: dict[str, Tensor], live: dict[str, An
     for name, tensor in {**{"bias": live.get("bias")}, **recorded}.items():
         if tensor is not None:
             found[name] = restore_layer_refs(to_meta_tensor(tensor), layer)
-            if "weight_loader" in found[name].__dict__:
-                found[name].weight_loader = _get_original_loader(found[name])
+            loader = _get_original_loader(found[name])  # an earlier reload may have left its wrapper
+            if loader is not getattr(found[name], "weight_loader", loader):
+                found[name].weight_loader = loader
     return found
 
 

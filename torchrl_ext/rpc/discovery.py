@@ -10,7 +10,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import HTTPSession, normalise_url
-from torchrl_ext.rpc.vllm import parse_server_info
+from torchrl_ext.rpc.server_info import parse_server_info
 from torchrl_ext.types import EngineInfo
 
 __all__ = ["connect", "discover"]

@@ -21,7 +21,8 @@ Everything that can fail happens up to ``seal``; ``finish_weight_update`` only g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -33,12 +34,21 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
-from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.server_info import parse_server_info
 from torchrl_ext.types import BACKEND, OPEN_UPDATE, EngineInfo, EngineRow, Info
 
-__all__ = ["VLLMEngine", "parse_server_info"]
+__all__ = ["VLLMEngine"]
+
+_WRAPPING = re.compile(
+    r"Call to collective_rpc method failed: "
+    r"(?:Worker failed with error '(?=.*please check the stack))?"
+    r"(?P<words>.*?)"
+    r"(?:', please check the stack trace above for the root cause)?\.?$",
+    re.DOTALL,
+)
+"""What vLLM's executors put around a worker's own words."""
 
 PAUSE_MODES = ("abort", "wait", "keep")
 
@@ -179,7 +189,10 @@ class VLLMEngine(EngineClient):
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Info:
         with self._needs_dev_mode():
-            answer = self._http.post(route, body, **how)
+            try:
+                answer = self._http.post(route, body, **how)
+            except EngineRefusedError as error:
+                raise _restated(error, _WRAPPING.sub(r"\g<words>", error.what)) from error
         return answer if isinstance(answer, dict) else {}
 
     def _abandon(self) -> None:
@@ -236,54 +249,3 @@ def _restated(
     if isinstance(error, EngineRefusedError):
         more["status"] = error.status
     return type(error)(what, **more)
-
-
-def parse_server_info(url: str, told: Any, *, world_size: int | None = None, weight_version: str = "") -> EngineInfo:
-    """`EngineInfo` from the structured form of ``/server_info``, of vLLM or of the embedded engine.
-
-    Args:
-        url: the engine's base address.
-        told: the route's answer: nested under ``vllm_config`` (vLLM), or flat with an ``engine`` field.
-        world_size: from ``/get_world_size``; tp * pp * dp where that was not asked.
-        weight_version: from ``/weight_info``.
-
-    Raises:
-        EngineRefusedError: ``told`` describes no engine.
-    """
-    if not isinstance(told, Mapping) or not (isinstance(told.get("vllm_config"), Mapping) or "engine" in told):
-        raise EngineRefusedError(
-            f"{url}/server_info describes no engine that torchrl_ext knows",
-            expected="the structured form of vLLM's (?config_format=json) or of the embedded engine's",
-            hint="give the address of the engine itself, not of a router",
-        )
-    embedded = "engine" in told
-    config = told if embedded else told["vllm_config"]
-    parallel, model = _mapping(config, "parallel_config"), _mapping(config, "model_config")
-    tp, pp, dp = (int(parallel.get(f"{axis}_parallel_size") or 1) for axis in ("tensor", "pipeline", "data"))
-    workers = world_size or tp * pp * dp
-    backend = _mapping(config, "weight_transfer_config").get("backend")
-    follows = [name for name in transports.names() if name != "memory"] if backend == BACKEND else []
-    return EngineInfo(
-        url=url,
-        kind=str(told["engine"]) if embedded else "vllm",
-        version=str(told.get("version") or _mapping(told, "system_env").get("vllm_version") or ""),
-        worker_type=str(told.get("worker_type") or _role(_mapping(config, "kv_transfer_config"))),
-        num_gpus=workers,
-        tp_size=tp,
-        pp_size=pp,
-        dp_size=dp,
-        world_size=workers,
-        model=str(told.get("model") or model.get("model") or ""),
-        weight_version=str(weight_version or told.get("weight_version") or ""),
-        transports=tuple(told.get("transports") or follows),
-    )
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _role(kv_transfer: Mapping[str, Any]) -> str:
-    """A producer of keys and values prefills; their consumer decodes."""
-    return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(str(kv_transfer.get("kv_role")), "regular")

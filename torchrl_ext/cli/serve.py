@@ -1,0 +1,106 @@
+"""`torchrl-ext serve`: an engine that can follow a trainer, in the foreground until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from typing import Any
+
+from torchrl_ext.errors import EngineError
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="install and start an engine that can follow a trainer",
+        description="Start an engine for one model and serve until Ctrl-C. vLLM comes from this environment where it "
+        "is installed, else a CPU build is installed once into a cache folder of its own ($TORCHRL_EXT_CACHE).",
+    )
+    parser.add_argument("engine", choices=["vllm", "embedded"], help="which engine")
+    parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (vllm)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 picks a free one")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="workers that share the model (vllm)")
+    parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
+    parser.add_argument("--plain-linears", action="store_true", help="keep linear weights unpacked on a CPU (vllm)")
+    parser.add_argument("--log", help="file for what the server prints (vllm)")
+    parser.add_argument("--start-timeout-s", type=float, default=300.0, help="deadline of the start, in seconds")
+    parser.add_argument("--json", action="store_true", help="print one JSON document when the engine is ready")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the engine, say where it is, and wait for Ctrl-C (or SIGTERM).
+
+    Returns:
+        0 after an interrupt.
+
+    Raises:
+        WeightSyncError: it could not be started, or ended by itself.
+    """
+    done = threading.Event()
+    server = None
+    previous = {
+        number: signal.signal(number, lambda *_: _interrupt(done)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        print(f"starting {args.engine} for {args.model}", file=sys.stderr, flush=True)
+        server = _start(args)
+        _announce(args, server)
+        while not done.wait(0.5):
+            if not server.alive():
+                raise EngineError(f"{args.engine} ended by itself; its log ends with: {server.log() or 'nothing'}")
+    except KeyboardInterrupt:
+        print("ending", file=sys.stderr, flush=True)
+    finally:
+        for number in previous:  # a second Ctrl-C must not leave a server behind
+            signal.signal(number, signal.SIG_IGN)
+        if server is not None:
+            server.stop()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _interrupt(done: threading.Event) -> None:
+    done.set()
+    raise KeyboardInterrupt
+
+
+def _start(args: argparse.Namespace) -> Any:
+    shared = {
+        "port": args.port,
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "start_timeout_s": args.start_timeout_s,
+    }
+    if args.engine == "embedded":
+        from torchrl_ext.launch.embedded import EmbeddedServer
+
+        return EmbeddedServer(args.model, **shared)
+    from torchrl_ext.launch.vllm import VLLMServer
+
+    return VLLMServer(
+        args.model,
+        host=args.host,
+        tensor_parallel_size=args.tp,
+        plain_linears=args.plain_linears,
+        log_path=args.log,
+        **shared,
+    )
+
+
+def _announce(args: argparse.Namespace, server: Any) -> None:
+    if args.json:
+        print(
+            json.dumps({"engine": args.engine, "url": server.url, "pid": server.pid, "model": args.model}), flush=True
+        )
+    else:
+        print(f"{args.engine} is ready at {server.url} (Ctrl-C ends it)", flush=True)
