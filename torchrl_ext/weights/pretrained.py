@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
-__all__ = ["model_files"]
+from torchrl_ext.types import dtype_name
+
+__all__ = ["model_files", "with_dtype"]
 
 
 def model_files(module: nn.Module) -> Mapping[str, bytes]:
@@ -26,8 +29,18 @@ def model_files(module: nn.Module) -> Mapping[str, bytes]:
         return {}
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
-    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    config["dtype"] = dtype_name(model.dtype)
     files = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
     if model.can_generate() and model.generation_config is not None:
         files["generation_config.json"] = model.generation_config.to_json_string().encode()
     return files
+
+
+def with_dtype(files: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, bytes]:
+    """``files`` with ``dtype`` in their ``config.json``, where there is one that names a dtype."""
+    if "config.json" not in files:
+        return dict(files)
+    config = json.loads(files["config.json"])
+    named = [key for key in ("dtype", "torch_dtype") if key in config]  # the latter before transformers 5
+    config |= dict.fromkeys(named, dtype_name(dtype))
+    return {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}

@@ -263,7 +263,9 @@ class CastSource(WeightSource):
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def files(self) -> Mapping[str, bytes]:
-        return self._source.files()
+        from torchrl_ext.weights.pretrained import with_dtype
+
+        return with_dtype(self._source.files(), self._dtype)
 
 
 def as_source(weights: Any) -> WeightSource:

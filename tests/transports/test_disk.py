@@ -1,0 +1,516 @@
+"""`DiskTransport` beyond the contract: the files, their lifetime, other processes, and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import torchrl_ext as tx
+from tests.models import tiny_checkpoint, tiny_config, tiny_model
+from tests.processes import python, running_python
+from tests.transports.contract import WAIT_S, any_bits, same_bits
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.source import CastSource, MappingSource, as_source
+
+IN_A_SMALL_FILESYSTEM = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "updates"
+
+
+@pytest.fixture
+def trainer(root):
+    transport = tx.DiskTransport(root, shard_bytes=4096)
+    yield transport
+    transport.shutdown()
+
+
+@pytest.fixture
+def worker(root):
+    transport = tx.DiskTransport(root)
+    yield transport
+    transport.shutdown()
+
+
+def versions(root):
+    return sorted(path.name for path in root.iterdir() if path.name != "latest")
+
+
+def everything(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def weights(value, count=20):
+    return {f"w{i:02d}": torch.full((500,), float(value)) for i in range(count)}
+
+
+class TestFiles:
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_a_version_loads_with_from_pretrained(self, tmp_path, root, tied):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        base = tiny_checkpoint(tmp_path / "base", dtype=torch.bfloat16, tie_word_embeddings=tied)
+        model = tiny_model(seed=3, dtype=torch.bfloat16, tie_word_embeddings=tied)
+        trainer = tx.DiskTransport(root, shard_bytes=200_000, files=base)
+        trainer.send_weights("policy", model)
+        folder = root / "weight_v000001"
+        assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert loaded.dtype == torch.bfloat16
+        for (name, sent), (other, found) in zip(
+            sorted(model.state_dict().items()), sorted(loaded.state_dict().items()), strict=True
+        ):
+            assert name == other
+            assert same_bits(sent, found), name
+        assert AutoTokenizer.from_pretrained(folder).decode([5]) == AutoTokenizer.from_pretrained(base).decode([5])
+        trainer.shutdown()
+
+    def test_a_model_brings_its_own_config(self, root, trainer):
+        trainer.send_weights("policy", tiny_model())
+        config = json.loads((root / "weight_v000001" / "config.json").read_bytes())
+        assert config["architectures"] == ["Qwen3ForCausalLM"]
+        assert config["dtype"] == "float32"
+        assert config["hidden_size"] == tiny_config().hidden_size
+
+    def test_a_cast_on_the_way_out_is_in_the_config_too(self, root, trainer):
+        trainer.send_weights("policy", CastSource(as_source(tiny_model()), torch.bfloat16))
+        assert json.loads((root / "weight_v000001" / "config.json").read_bytes())["dtype"] == "bfloat16"
+
+    def test_the_reference_library_reads_shards_of_mixed_dtypes(self, root, trainer):
+        sent = {
+            f"{i}": any_bits(dtype, 3 * i + 1) for i, dtype in enumerate([torch.int8, torch.bfloat16, torch.float64])
+        }
+        sent |= {"b": any_bits(torch.bool, 7), "e": any_bits(torch.float32, 0, 4), "s": any_bits(torch.int64)}
+        trainer.send_weights("policy", sent)
+        found = load_file(root / "weight_v000001" / "model.safetensors")
+        assert set(found) == set(sent)
+        for name, tensor in sent.items():
+            assert same_bits(found[name], tensor), name
+
+    def test_no_shard_is_larger_than_its_bound_but_for_one_tensor(self, root, trainer):
+        trainer.send_weights("policy", {**weights(1), "v": torch.zeros(5000)})
+        index = json.loads((root / "weight_v000001" / "model.safetensors.index.json").read_bytes())
+        assert index["metadata"]["total_size"] == 20 * 2000 + 20000
+        for name in set(index["weight_map"].values()):
+            tensors = load_file(root / "weight_v000001" / name)
+            assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 4096
+            assert {index["weight_map"][key] for key in tensors} == {name}
+
+    def test_the_manifest_says_what_the_version_holds(self, root, trainer):
+        sent = {"a": any_bits(torch.bfloat16, 4, 5)}
+        trainer.send_weights("policy", sent)
+        folder = root / "weight_v000001"
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        (row,) = manifest.pop("params")
+        assert row.pop("checksum") == tensor_digest(sent["a"])
+        assert row == {"name": "a", "dtype": "bfloat16", "shape": [4, 5], "file": "model.safetensors"}
+        assert manifest["version"] == 1
+        assert manifest["base_version"] is None
+        assert manifest["files"] == {
+            path.name: path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"
+        }
+
+    def test_given_files_win_over_those_of_the_source(self, root):
+        trainer = tx.DiskTransport(root, files={"config.json": b"{}", "notes.txt": b"hello"})
+        trainer.send_weights("policy", tiny_model())
+        assert (root / "weight_v000001" / "config.json").read_bytes() == b"{}"
+        assert (root / "weight_v000001" / "notes.txt").read_bytes() == b"hello"
+        trainer.shutdown()
+
+    @pytest.mark.parametrize("name", ["../config.json", "a/b", "", ".hidden", "manifest.json", "model.safetensors"])
+    def test_files_that_would_not_be_companions_are_refused(self, root, name):
+        with pytest.raises(ConfigError, match="a checkpoint cannot hold a file called"):
+            tx.DiskTransport(root, files={name: b""})
+
+    def test_a_model_directory_that_is_not_there_is_refused(self, root):
+        with pytest.raises(ConfigError, match="no directory"):
+            tx.DiskTransport(root, files=root / "nowhere")
+
+    def test_publishing_needs_less_memory_than_two_shards(self, root):
+        python(MEASURE_PEAK, root)
+
+
+MEASURE_PEAK = """
+import sys, torch
+from torchrl_ext import DiskTransport, ParamMeta, WeightSource
+SHARD, COUNT, SIZE = 32 << 20, 64, 4 << 20
+
+class Gathering(WeightSource):  # every tensor is made for the pass, as a gathered one is
+    def params(self):
+        return tuple(ParamMeta(f"w{i:03d}", torch.uint8, (SIZE,)) for i in range(COUNT))
+    def __iter__(self):
+        for i in range(COUNT):
+            yield f"w{i:03d}", torch.full((SIZE,), i, dtype=torch.uint8)
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
+
+transport = DiskTransport(sys.argv[1], shard_bytes=SHARD)
+transport.send_weights({"x": torch.zeros(1)})  # threads, imports
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+transport.send_weights(Gathering())
+assert peak() - before < 2 * SHARD, (peak() - before) / SHARD
+"""
+
+
+class TestLifetime:
+    def test_only_an_acknowledgement_removes_older_versions(self, root, trainer):
+        trainer.open(1, ())
+        for version in (1, 2, 3):
+            list(trainer.prepare(MappingSource(weights(version)), version))
+        assert versions(root) == ["weight_v000001", "weight_v000002", "weight_v000003"]
+        trainer.acknowledge(2)
+        assert versions(root) == ["weight_v000002", "weight_v000003"]
+        trainer.acknowledge(3)
+        assert versions(root) == ["weight_v000003"]
+
+    def test_keep_files_keeps_them(self, root):
+        trainer = tx.DiskTransport(root, keep_files=True)
+        for version in (1, 2, 3):
+            trainer.send_weights("policy", weights(version))
+            trainer.acknowledge(version)
+        assert versions(root) == ["weight_v000001", "weight_v000002", "weight_v000003"]
+        trainer.shutdown()
+
+    def test_alone_the_newest_two_stay(self, root, trainer):
+        for version in range(1, 6):
+            trainer.send_weights("policy", weights(version))
+        assert versions(root) == ["weight_v000004", "weight_v000005"]
+
+    def test_a_failed_update_keeps_what_the_engine_serves_on_disk(self, root, trainer):
+        policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
+        sender = tx.WeightSender(trainer, tx.InProcessEngine(served))
+        sender.update_weights(policy)
+        with pytest.raises(tx.WeightSyncError):
+            sender.update_weights({"weight": torch.zeros(4, 3)})
+        assert "weight_v000001" in versions(root)
+        sender.update_weights(policy)
+        assert len(versions(root)) == 1
+
+    def test_numbers_go_on_after_a_restart(self, root, trainer, worker):
+        trainer.send_weights("policy", weights(1))
+        trainer.send_weights("policy", weights(2))
+        trainer.shutdown()
+        again = tx.DiskTransport(root)
+        assert again.latest_version() == 2
+        again.send_weights("policy", weights(3))
+        assert worker.receive_weights(WAIT_S)["w00"][0] == 3
+        assert worker.received_version == 3
+        again.shutdown()
+
+    def test_a_number_is_not_used_again_when_the_pointer_did_not_move(self, root, trainer, worker):
+        trainer.send_weights("policy", weights(1))
+        shutil.copytree(root / "weight_v000001", root / "weight_v000002")  # renamed, then killed
+        assert worker.receive_weights(WAIT_S)["w00"][0] == 1
+        trainer.send_weights("policy", weights(3))
+        assert worker.receive_weights(WAIT_S)["w00"][0] == 3
+        assert worker.received_version == 3
+
+    def test_a_second_trainer_on_the_root_is_refused_until_the_first_leaves(self, root, trainer):
+        trainer.send_weights("policy", weights(1))
+        second = tx.DiskTransport(root)
+        with pytest.raises(StoreError, match="another trainer publishes into"):
+            second.send_weights("policy", weights(2))
+        with pytest.raises(AssertionError, match="another trainer publishes into"):
+            python("import sys, torchrl_ext as tx; tx.DiskTransport(sys.argv[1]).send_weights({})", root)
+        assert versions(root) == ["weight_v000001"]
+        trainer.shutdown()
+        second.send_weights("policy", weights(2))
+        second.shutdown()
+
+    def test_a_trainer_that_is_forgotten_leaves_its_root(self, root):
+        tx.DiskTransport(root).send_weights("policy", weights(1))
+        tx.DiskTransport(root).send_weights("policy", weights(2))
+
+    def test_what_a_killed_trainer_left_is_swept_and_the_old_version_stays(self, root, worker):
+        with running_python(HANGING_TRAINER, root) as child:
+            assert child.stdout.readline() == "half-way\n"
+        assert any(".tmp-" in name for name in everything(root))
+        assert worker.receive_weights(WAIT_S)["w00"][0] == 1
+        assert worker.receive_weights(0.0) is None
+        trainer = tx.DiskTransport(root)
+        trainer.send_weights("policy", weights(2))
+        assert everything(root) == ["latest", "weight_v000001", "weight_v000002"]
+        assert worker.receive_weights(WAIT_S)["w00"][0] == 2
+        trainer.shutdown()
+
+    def test_a_source_that_fails_leaves_nothing_and_the_next_version_is_fine(self, root, trainer, worker):
+        class Failing(MappingSource):
+            def __iter__(self):
+                yield from list(super().__iter__())[:10]
+                raise ValueError("out of memory, say")
+
+        trainer.send_weights("policy", weights(1))
+        with pytest.raises(ValueError, match="out of memory, say"):
+            trainer.send_weights("policy", Failing(weights(2)))
+        assert everything(root) == ["latest", "weight_v000001"]
+        trainer.send_weights("policy", weights(3))
+        assert worker.receive_weights(WAIT_S)["w00"][0] == 3
+
+    def test_the_probe_goes_with_the_next_version_and_with_the_trainer(self, root, trainer):
+        trainer.open(1, ())
+        assert len(everything(root)) == 1
+        trainer.send_weights("policy", weights(1))
+        assert everything(root) == ["latest", "weight_v000001"]
+        trainer.open(1, ())
+        trainer.shutdown()
+        assert everything(root) == ["latest", "weight_v000001"]
+
+
+HANGING_TRAINER = """
+import sys, torch, torchrl_ext as tx
+from torchrl_ext.weights.source import MappingSource
+weights = {f"w{i:02d}": torch.full((500,), 1.0) for i in range(20)}
+class Hanging(MappingSource):
+    def __iter__(self):
+        yield from list(super().__iter__())[:10]
+        print("half-way", flush=True)
+        sys.stdin.read()
+transport = tx.DiskTransport(sys.argv[1], shard_bytes=4096)
+transport.send_weights(weights)
+transport.open(1, ())
+transport.send_weights(Hanging(weights))
+"""
+
+
+class TestNoSpace:
+    def test_too_little_space_is_told_before_anything_is_written(self, tmp_path):
+        said = in_a_small_filesystem(tmp_path, "sender.send_weights({'x': torch.zeros(10 << 20, dtype=torch.uint8)})")
+        assert "No space left on device" in said
+        assert "10,4" in said  # bytes needed, of which 10,485,760 are the tensor
+        assert "older versions are still in place" in said
+
+    def test_space_that_runs_out_half_way_loses_nothing(self, tmp_path):
+        said = in_a_small_filesystem(
+            tmp_path, "sender.send_weights(Filling({'x': torch.zeros(3 << 20, dtype=torch.uint8)}))"
+        )
+        assert "No space left on device" in said
+        assert "3,1" in said
+
+    def test_a_file_size_limit_is_told_and_loses_nothing(self, root):
+        python(LIMITED, root)
+
+
+def in_a_small_filesystem(folder, send):
+    if subprocess.run([*IN_A_SMALL_FILESYSTEM, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this machine lets nobody mount a filesystem of his own")
+    return python(SMALL_FILESYSTEM.replace("SEND", send), folder, prefix=IN_A_SMALL_FILESYSTEM)
+
+
+SMALL_FILESYSTEM = """
+import pathlib, subprocess, sys, torch, torchrl_ext as tx
+from torchrl_ext.weights.source import MappingSource
+root = pathlib.Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", root], check=True)
+
+class Filling(MappingSource):  # another program takes the space while the trainer gathers
+    def __iter__(self):
+        (root / "other").write_bytes(bytes(4 << 20))
+        yield from super().__iter__()
+
+sender = tx.DiskTransport(root, shard_bytes=1 << 20)
+sender.send_weights({"x": torch.ones(100_000, dtype=torch.uint8)})
+try:
+    SEND
+except tx.errors.StoreError as error:
+    print(error)
+assert not [path for path in root.iterdir() if "tmp" in path.name]
+assert tx.DiskTransport(root).receive_weights(60)["x"].sum() == 100_000
+(root / "other").unlink(missing_ok=True)
+sender.send_weights({"x": torch.full((1 << 20,), 2, dtype=torch.uint8)})
+assert tx.DiskTransport(root).receive_weights(60)["x"].sum() == 2 << 20
+"""
+
+LIMITED = """
+import os, resource, sys, torch, torchrl_ext as tx
+sender = tx.DiskTransport(sys.argv[1])
+sender.send_weights({"x": torch.ones(1000)})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+try:
+    sender.send_weights({"x": torch.ones(1 << 20)})
+except tx.errors.StoreError as error:
+    assert "File too large" in str(error), error
+    assert "4,19" in str(error), error
+else:
+    raise AssertionError("written beyond the limit")
+assert sorted(os.listdir(sys.argv[1])) == ["latest", "weight_v000001"]
+assert tx.DiskTransport(sys.argv[1]).receive_weights(60)["x"].sum() == 1000
+"""
+
+
+class TestVisibility:
+    def test_a_worker_that_sees_the_root_joins(self, root, trainer, worker):
+        worker.join(trainer.open(1, ()).info)
+        assert worker.check_connection()
+
+    def test_a_root_that_only_the_trainer_sees_is_told_with_both_paths(self, root, trainer, tmp_path):
+        for other in (tmp_path / "nowhere", tmp_path / "empty"):
+            (tmp_path / "empty").mkdir(exist_ok=True)
+            with pytest.raises(StoreError, match="only visible to the trainer") as told:
+                tx.DiskTransport(other).join(trainer.open(1, ()).info)
+            assert str(other) in str(told.value)
+            assert str(root) in str(told.value)
+
+    def test_a_root_that_cannot_be_made_is_told(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StoreError, match="file"):
+            tx.DiskTransport(tmp_path / "file" / "root").send_weights({})
+
+
+class TestReading:
+    def test_a_fresh_receiver_gets_the_newest_version_at_once(self, root, trainer):
+        for version in (1, 2, 3):
+            trainer.send_weights("policy", weights(version))
+        assert tx.DiskTransport(root).receive_weights(0.0)["w07"][0] == 3
+
+    def test_a_receiver_may_wait_before_the_root_exists(self, root, worker):
+        assert worker.receive_weights(0.05) is None
+        trainer = tx.DiskTransport(root)
+        trainer.send_weights("policy", weights(1))
+        assert worker.receive_weights(0.0)["w00"][0] == 1
+        trainer.shutdown()
+
+    def test_a_new_run_in_an_emptied_root_is_followed(self, root, worker):
+        for value in (1, 2):
+            trainer = tx.DiskTransport(root)
+            for _ in range(3 - value):
+                trainer.send_weights("policy", weights(value))
+            assert worker.receive_weights(0.0)["w00"][0] == value
+            trainer.shutdown()
+            shutil.rmtree(root)
+
+    def test_abort_ends_a_wait(self, worker):
+        waiting = threading.Thread(target=worker.receive_weights, args=(WAIT_S,))
+        waiting.start()
+        while waiting.is_alive():
+            worker.abort()
+            waiting.join(0.01)
+
+    def test_a_version_that_was_fetched_ahead_survives_its_removal(self, root, trainer, worker):
+        (handoff,) = trainer.prepare(MappingSource(weights(1)), 1)
+        worker.prefetch(1)
+        shutil.rmtree(root / "weight_v000001")
+        assert dict(worker.receive(handoff.info, {}))["w19"][0] == 1
+
+    def test_damage_is_found_while_the_engine_serves(self, root, trainer, worker):
+        list(trainer.prepare(MappingSource(weights(1)), 1))
+        flip(root / "weight_v000001" / "model-00003-of-00010.safetensors")
+        with pytest.raises(IntegrityError, match="model-00003-of-00010"):
+            worker.prefetch(1)
+
+    def test_a_process_that_follows_a_trainer_in_a_hurry_never_sees_a_mixture(self, root, trainer):
+        with running_python(FOLLOWER, root) as child:
+            assert child.stdout.readline() == "ready\n"
+            version = 0
+            while child.poll() is None:
+                version += 1
+                list(trainer.prepare(MappingSource(weights(version, count=6)), version))
+                trainer.acknowledge(version)  # at once: whoever reads an older one must get along
+            assert child.wait() == 0, child.stdout.read()
+
+
+FOLLOWER = """
+import sys, torchrl_ext as tx
+worker, last = tx.DiskTransport(sys.argv[1]), 0
+print("ready", flush=True)
+for _ in range(40):
+    received = worker.receive_weights(60)
+    values = {float(tensor[i]) for tensor in received.values() for i in (0, -1)}
+    assert values == {float(worker.received_version)}, values
+    assert worker.received_version > last
+    last = worker.received_version
+"""
+
+
+def flip(path, at=-1):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+class TestDamage:
+    @pytest.fixture
+    def folder(self, root, trainer):
+        trainer.send_weights("policy", weights(1))
+        return root / "weight_v000001"
+
+    @pytest.mark.parametrize("into", ["weights", "model"])
+    def test_a_flipped_bit_names_tensor_and_file_and_changes_nothing(self, folder, worker, into):
+        flip(folder / "model-00010-of-00010.safetensors")
+        held = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
+        with pytest.raises(IntegrityError, match=r"'w19' in .*model-00010-of-00010\.safetensors is damaged"):
+            worker.receive_weights(0.0, **{into: held})
+        assert all(not tensor.any() for tensor in held.values())
+
+    @pytest.mark.parametrize(
+        ("damage", "said"),
+        [
+            (lambda path: os.truncate(path, path.stat().st_size - 8), "bytes instead of the"),
+            (lambda path: os.truncate(path, 3), "has only 3 bytes"),
+            (lambda path: path.write_bytes(path.read_bytes() + b"more"), "bytes instead of the"),
+            (lambda path: path.write_bytes((1 << 60).to_bytes(8, "little") + path.read_bytes()[8:]), "claims a header"),
+            (lambda path: path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"')), "cannot be read"),
+            (lambda path: path.unlink(), "is missing"),
+        ],
+        ids=["truncated", "nearly empty", "longer", "a huge header", "an unknown dtype", "missing"],
+    )
+    def test_a_shard_is_refused_before_the_first_tensor_when_it_is(self, folder, worker, damage, said):
+        damage(folder / "model-00010-of-00010.safetensors")
+        with pytest.raises(IntegrityError, match=rf"model-00010-of-00010\.safetensors.*{said}"):
+            worker.receive_weights(0.0)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ('"file": "model-00001-of', '"file": "../model-00001-of', "damaged"),
+            ('"file": "model-00001-of', '"file": "/etc/model-00001-of', "damaged"),
+            ('"shape": [500]', '"shape": [-1]', "damaged"),
+            ('"shape": [500]', '"shape": [50]', "does not hold"),
+            ('"dtype": "float32"', '"dtype": "load"', "damaged"),
+            ('"w01"', '"w00"', "listed twice"),
+            ('"format_number": 1', '"format_number": 2', "use the same torchrl_ext version"),
+            ('"version": 1', '"version": 7', "says that it is version 7"),
+            ('"base_version": null', '"base_version": 3', "delta on version 3"),
+            ("{", "[", "damaged"),
+        ],
+    )
+    def test_a_manifest_that_cannot_be_right_is_refused(self, folder, worker, old, new, said):
+        manifest = folder / "manifest.json"
+        text = manifest.read_text()
+        assert old in text
+        manifest.write_text(text.replace(old, new))
+        with pytest.raises(IntegrityError, match=said):
+            worker.receive_weights(0.0)
+
+    def test_a_pointer_that_holds_something_else_is_told(self, root, folder, worker):
+        (root / "latest").write_text("weight_v000001")
+        with pytest.raises(IntegrityError, match="the pointer 'latest'"):
+            worker.receive_weights(0.0)
+
+    def test_a_version_of_another_run_is_refused(self, root, folder, worker, trainer):
+        info = {"version": 1, "run_id": "another", "params": [m.to_json() for m in as_source(weights(1)).params()]}
+        with pytest.raises(IntegrityError, match="published by run"):
+            list(worker.receive(info, {}))
+
+    @pytest.mark.parametrize("change", ["renamed", "fewer"])
+    def test_a_version_that_is_not_what_the_trainer_announced_is_refused(self, folder, worker, change):
+        rows = [meta.to_json() for meta in as_source(weights(1)).params()]
+        rows = rows[:-1] if change == "fewer" else [["other", *rows[0][1:]], *rows[1:]]
+        with pytest.raises(ManifestError, match="nothing was read"):
+            list(worker.receive({"version": 1, "params": rows}, {}))
+
+    def test_a_version_that_is_gone_is_told_with_the_newest(self, folder, worker):
+        with pytest.raises(StoreError, match=r"weights version 5; the newest in .* is 1"):
+            worker.prefetch(5)
