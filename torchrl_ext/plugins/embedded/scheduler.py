@@ -58,6 +58,12 @@ class Scheduler:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def running(self) -> int:
+        """Sequences that have at least begun."""
+        with self._changed:
+            return sum(len(cohort.sequences) for cohort in self._cohorts)
+
     def submit(self, request: GenerateRequest) -> Job:
         """Queue a request; while paused it waits for the resume.
 

@@ -38,6 +38,7 @@ def make_app(engine: Engine) -> Starlette:
 
     table: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
         ("GET", "/health"): routes.health,
+        ("GET", "/load"): routes.load_now,
         ("GET", "/server_info"): routes.server_info,
         ("GET", "/get_world_size"): routes.world_size,
         ("GET", "/weight_info"): routes.weight_info,
@@ -68,6 +69,9 @@ class _Routes:
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self._engine.scheduler.alive else 503)
+
+    async def load_now(self, request: Request) -> Response:
+        return JSONResponse({"server_load": self._engine.scheduler.running})
 
     async def server_info(self, request: Request) -> Response:
         engine = self._engine

@@ -1,0 +1,368 @@
+"""The embedded engine as a process of its own: what it generates, and what an update does to it."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.source import as_source
+
+CONTEXT = 4096
+LONG = 1500
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server):
+    return InferenceClient(server.url, timeout_s=120)
+
+
+def model(seed):
+    return tiny_model(seed, max_position_embeddings=CONTEXT)
+
+
+@contextmanager
+def sender_to(server, transport, tmp_path, **settings):
+    made = tx.make_transport(transport, **({"root": tmp_path / "updates"} if transport == "disk" else {}))
+    sender = tx.WeightSender(made, tx.make_engine("embedded", url=server.url, **settings))
+    label = httpx.get(f"{server.url}/weight_info").json()["weight_version"]
+    sender.version = int(label) if label.isdigit() else 0  # goes on where the sender before it ended
+    try:
+        yield sender
+    finally:
+        sender.shutdown()
+
+
+@pytest.fixture
+def in_service(server, tmp_path_factory):
+    """Puts the weights of a seed in service, whatever the test before left there."""
+
+    def put(seed):
+        with sender_to(server, "disk", tmp_path_factory.mktemp("put")) as sender:
+            own = model(seed)
+            return sender.update_weights(own), own
+
+    return put
+
+
+@contextmanager
+def generating(client, http, **settings):
+    """A long generation that has begun; yields a callable that waits for its end."""
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(client.generate([PROMPT], ignore_eos=True, **settings)))
+    thread.start()
+    try:
+        until = time.monotonic() + 60
+        while http.get("/load").json()["server_load"] == 0:
+            assert time.monotonic() < until and thread.is_alive()
+
+        def result():
+            thread.join(timeout=120)
+            return found[0]
+
+        yield result
+    finally:
+        thread.join(timeout=120)
+
+
+def test_greedy_tokens_of_prompts_of_many_lengths_are_those_of_transformers(client, in_service):
+    _, own = in_service(0)
+    prompts = [PROMPT[:length] for length in (1, 8, 3, 3, 5, 2, 8)]
+    found = client.generate(prompts, max_tokens=24, temperature=0.0, ignore_eos=True)
+    assert [list(one.token_ids) for one in found] == [greedy(own, prompt, 24) for prompt in prompts]
+
+
+def test_log_probabilities_are_those_of_the_raw_distribution(client, in_service):
+    _, own = in_service(0)
+    (found,) = client.generate([PROMPT], max_tokens=16, temperature=0.7, seed=3, ignore_eos=True)
+    ids = torch.tensor([[*PROMPT, *found.token_ids]])
+    with torch.no_grad():
+        expected = own(ids).logits.log_softmax(-1)[0, len(PROMPT) - 1 : -1]
+    expected = expected.gather(-1, torch.tensor(found.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_seeded_sample_does_not_depend_on_what_else_runs(client):
+    (alone,) = client.generate([PROMPT], max_tokens=16, seed=5)
+    crowd = client.generate([PROMPT, PROMPT[:3], PROMPT[:5]], n=4, max_tokens=16, seed=5)
+    assert crowd[0].token_ids == alone.token_ids
+    assert len({one.token_ids for one in crowd[:4]}) == 4
+
+
+def test_candidates_of_a_position_come_in_vllms_shape(http):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "temperature": 0, "logprobs": 3}}
+    answer = http.post("/inference/v1/generate", json=body).json()
+    (choice,) = answer["choices"]
+    (entry,) = choice["logprobs"]["content"]
+    assert entry["token_id"] == choice["token_ids"][0] == entry["top_logprobs"][0]["token_id"]
+    assert [candidate["rank"] for candidate in entry["top_logprobs"]] == [1, 2, 3]
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 1, "total_tokens": 9}
+
+
+def test_a_stop_token_ends_a_generation_and_is_named(http, in_service):
+    _, own = in_service(0)
+    expected = greedy(own, PROMPT, 16)
+    stop = expected[5]
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 16, "temperature": 0, "stop_token_ids": [stop]}}
+    (choice,) = http.post("/inference/v1/generate", json=body).json()["choices"]
+    assert choice["token_ids"] == expected[: expected.index(stop) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"sampling_params": {}}, "token_ids"),
+        ({"token_ids": [1]}, "sampling_params is missing"),
+        ({"token_ids": [99_999], "sampling_params": {}}, "no token 99999"),
+        ({"token_ids": [1] * CONTEXT, "sampling_params": {}}, "at most 4095"),
+        ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "stop is not supported"),
+        ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "temperature cannot be -1"),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": "many"}}, "wrong type"),
+        ({"token_ids": [1], "sampling_params": {}, "stream": True}, "does not stream"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_with_the_reason(http, body, words):
+    answer = http.post("/inference/v1/generate", json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_five_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_path, transport):
+    own, pid = model(1), server.pid
+    with sender_to(server, transport, tmp_path) as sender:
+        sender.register_model(own)
+        for _ in range(5):
+            with torch.no_grad():
+                for parameter in own.parameters():
+                    parameter.mul_(1.01)
+            report = sender.update_weights()
+            told = http.get("/weights_digest").json()
+            assert told["digests"] == {name: tensor_digest(tensor) for name, tensor in as_source(own)}
+            assert told["weight_version"] == str(report.version) == http.get("/weight_info").json()["weight_version"]
+            (found,) = client.generate([PROMPT], max_tokens=32, temperature=0.0, ignore_eos=True)
+            assert list(found.token_ids) == greedy(own, PROMPT, 32)
+            assert [(span.version, span.start, span.end) for span in found.weight_versions] == [
+                (str(report.version), 0, 32)
+            ]
+    assert report.verified and server.pid == pid and server.alive()
+
+
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_pause_keep_lets_a_running_request_go_on_with_the_new_weights(
+    server, http, client, in_service, tmp_path, transport
+):
+    before, old = in_service(0)
+    new = model(1)
+    with (
+        generating(client, http, max_tokens=LONG, temperature=0.0) as result,
+        sender_to(server, transport, tmp_path, pause_mode="keep") as sender,
+    ):
+        report = sender.update_weights(new)
+        found = result()
+    first, second = found.weight_versions
+    assert (first.version, second.version) == (str(before.version), str(report.version))
+    assert (first.start, second.start, second.end) == (0, first.end, LONG)
+    seen = min(first.end, 64)
+    assert list(found.token_ids[:seen]) == greedy(old, PROMPT, seen)
+    prefix = [*PROMPT, *found.token_ids[: first.end]]
+    assert list(found.token_ids[first.end : first.end + 16]) == greedy(new, prefix, 16)
+
+
+def test_pause_wait_lets_a_running_request_end_with_the_old_weights(server, http, client, in_service, tmp_path):
+    before, _ = in_service(0)
+    with (
+        generating(client, http, max_tokens=300, temperature=0.0) as result,
+        sender_to(server, "disk", tmp_path, pause_mode="wait") as sender,
+    ):
+        sender.update_weights(model(1))
+        found = result()
+    assert [(span.version, span.end) for span in found.weight_versions] == [(str(before.version), 300)]
+    assert found.finish_reason == "length"
+
+
+def test_pause_abort_ends_a_running_request_with_what_it_has(server, http, client, in_service, tmp_path):
+    before, old = in_service(0)
+    with (
+        generating(client, http, max_tokens=CONTEXT - 100, temperature=0.0) as result,
+        sender_to(server, "disk", tmp_path, pause_mode="abort") as sender,
+    ):
+        sender.update_weights(model(1))
+        found = result()
+    assert found.finish_reason == "abort"
+    assert 0 < len(found.token_ids) < CONTEXT - 100
+    assert [span.version for span in found.weight_versions] == [str(before.version)]
+    seen = min(len(found.token_ids), 64)
+    assert list(found.token_ids[:seen]) == greedy(old, PROMPT, seen)
+
+
+def test_a_request_that_comes_during_a_pause_is_served_after_the_resume(http, client):
+    http.post("/pause", params={"mode": "keep"})
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(client.generate([PROMPT], max_tokens=4)))
+    thread.start()
+    thread.join(timeout=0.5)
+    assert not found and http.get("/is_paused").json() == {"is_paused": True}
+    http.post("/resume")
+    thread.join(timeout=60)
+    assert len(found) == 1 and http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_stream_of_requests_survives_updates_and_says_which_weights_it_saw(server, http, client, tmp_path):
+    stop, found = threading.Event(), []
+
+    def stream():
+        while not stop.is_set():
+            found.extend(client.generate([PROMPT, PROMPT[:4]], n=2, max_tokens=40, ignore_eos=True))
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    versions = set()
+    with sender_to(server, "collective", tmp_path) as sender:
+        for seed in range(4):
+            versions.add(str(sender.update_weights(model(seed)).version))
+            seen = len(found)
+            until = time.monotonic() + 60
+            while len(found) < seen + 8:  # some that ran under this version entirely
+                assert thread.is_alive() and time.monotonic() < until
+    stop.set()
+    thread.join(timeout=60)
+    assert all(len(one.token_ids) == 40 for one in found)
+    assert all(one.weight_versions[-1].end == 40 for one in found)
+    assert versions <= {span.version for one in found for span in one.weight_versions}
+
+
+def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
+    server, http, client, in_service, tmp_path
+):
+    in_service(0)
+    bad, good = model(1), model(2)
+    engine, transport = tx.make_engine("embedded", url=server.url), tx.make_transport("disk", root=tmp_path / "bad")
+    source = as_source(bad)
+    engine.connect(connect_info(transport, source))
+    (handoff, *_) = transport.prepare(source, 1)
+    weights = max((tmp_path / "bad").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(weights.read_bytes())
+    damaged[-100] ^= 0xFF
+    weights.write_bytes(damaged)
+    engine.begin(1)
+    with pytest.raises(WeightSyncError):
+        engine.load(handoff.info)
+        engine.load({"verify": {name: tensor_digest(tensor) for name, tensor in source}})
+    with pytest.raises(EngineRefusedError):
+        engine.commit(1)
+    with pytest.raises(EngineRefusedError, match="half an update"):
+        engine.resume()
+    assert http.get("/is_paused").json()["is_paused"]
+    with sender_to(server, "disk", tmp_path) as sender:
+        assert sender.update_weights(good).verified
+    (found,) = client.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
+    assert list(found.token_ids) == greedy(good, PROMPT, 16)
+
+
+def connect_info(transport, source):
+    params = source.params()
+    return {**transport.open(1, params).info, "params": [meta.to_json() for meta in params], "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weights: weights.update(extra=torch.zeros(2)), "extra"),
+        (lambda weights: weights.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), "model.norm.weight"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(128).half()}), "model.norm.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_and_the_engine_serves_on(
+    server, http, client, in_service, tmp_path, change, words
+):
+    _, own = in_service(0)
+    weights = dict(as_source(own))
+    change(weights)
+    with sender_to(server, "disk", tmp_path) as sender, pytest.raises(UpdateError, match=words):
+        sender.update_weights(weights)
+    (found,) = client.generate([PROMPT], max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert list(found.token_ids) == greedy(own, PROMPT, 8)
+
+
+def test_a_transport_that_cannot_reach_the_process_is_refused_with_those_that_can(http):
+    for name in ("memory", "pigeon"):
+        answer = http.post("/init_weight_transfer_engine", json={"init_info": {"transport": name}})
+        assert answer.status_code == 400
+        assert "collective, disk" in answer.json()["error"]["message"]
+
+
+def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another_one_takes_over(
+    server, http, in_service, tmp_path
+):
+    in_service(0)
+    absent = tx.make_transport("collective", timeout_s=120)
+    params = tuple(ParamMeta.of(name, tensor) for name, tensor in as_source(model(0)))
+    info = {**absent.open(1, params).info, "params": [meta.to_json() for meta in params], "rank_offset": 1}
+    answers = []
+
+    def join():
+        answers.append(httpx.post(f"{server.url}/init_weight_transfer_engine", json={"init_info": info}, timeout=120))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    thread.join(timeout=0.5)
+    assert thread.is_alive() and http.get("/health").status_code == 200
+    with sender_to(server, "collective", tmp_path) as sender:
+        assert sender.update_weights(model(1)).verified
+    thread.join(timeout=60)
+    assert answers[0].status_code >= 400
+    absent.shutdown()
+
+
+def test_an_update_needs_a_pause_and_a_start(http, in_service):
+    in_service(0)
+    assert http.post("/start_weight_update").status_code == 409
+    answer = http.post("/update_weights", json={"update_info": {}})
+    assert answer.status_code >= 400 and "start_weight_update" in answer.json()["error"]["message"]
+
+
+def test_what_the_engine_says_of_itself(server, checkpoint):
+    (info,) = tx.discover(server.url)
+    assert (info.kind, info.world_size, info.model) == ("embedded", 1, str(checkpoint))
+    assert {"disk", "collective"} <= set(info.transports) and "memory" not in info.transports
+
+
+def test_a_tied_head_follows_its_embedding(tmp_path):
+    path = tiny_checkpoint(tmp_path / "model", seed=0, tie_word_embeddings=True)
+    own = tiny_model(3, tie_word_embeddings=True)
+    with (
+        EmbeddedServer(path, dtype="float32", threads=1) as server,
+        sender_to(server, "disk", tmp_path) as sender,
+    ):
+        assert sender.update_weights(own).verified
+        (found,) = InferenceClient(server.url).generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
+    assert list(found.token_ids) == greedy(own, PROMPT, 16)
