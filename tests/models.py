@@ -38,8 +38,12 @@ def tiny_config(**changes):
     return Qwen3Config(**(settings | changes))
 
 
-def tiny_model(seed=0, dtype=torch.float32, **changes):
-    """A random causal LM; two seeds give models whose greedy outputs differ."""
+def tiny_model(seed=0, dtype=torch.float32, *, decided=False, **changes):
+    """A random causal LM; two seeds give models whose greedy outputs differ.
+
+    With ``decided`` the best token leads by far, so that two implementations agree on it in bfloat16 as well: a token
+    prefers the one that a permutation gives it, and the layers, which are weaker, overrule that now and then.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -51,6 +55,10 @@ def tiny_model(seed=0, dtype=torch.float32, **changes):
                     parameter.normal_(0, 0.5 if "embed" in name or "lm_head" in name else 0.12)
                 else:
                     parameter.uniform_(0.5, 1.5)
+            if decided:
+                for parameter in model.model.layers.parameters():
+                    parameter.mul_(0.54 if parameter.dim() > 1 else 1.0)
+                model.lm_head.weight.add_(model.model.embed_tokens.weight[torch.randperm(VOCAB)])
     return model.to(dtype).eval()
 
 
@@ -75,7 +83,7 @@ def tiny_tokenizer():
 
 
 def tiny_checkpoint(path, seed=0, dtype=torch.float32, **changes):
-    """Save model and tokenizer as a Hugging Face checkpoint; returns the directory."""
+    """Save model and tokenizer as a Hugging Face checkpoint; returns the directory. ``changes`` as for `tiny_model`."""
     path = Path(path)
     tiny_model(seed, dtype, **changes).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import get_inner_dp_world_group
+from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import ConfigError, EngineError
@@ -136,14 +136,21 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _agree(failure: str) -> list[str]:
-    """What went wrong on each worker of this engine, in order of rank; empty strings where nothing did."""
-    group = get_inner_dp_world_group()
+    """What went wrong on each worker of this engine, in order of rank; empty strings where nothing did.
+
+    Ranks are laid out pipeline x prefill context x tensor (`initialize_model_parallel`), so gathering from the
+    innermost group outwards keeps their order.
+    """
+    rows = torch.zeros(1, _WORDS_BYTES, dtype=torch.uint8)
     words = failure.encode()[:_WORDS_BYTES]
-    mine = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
-    mine[: len(words)] = torch.frombuffer(bytearray(words or b"\0"), dtype=torch.uint8)[: len(words)]
-    every = [torch.empty_like(mine) for _ in range(group.world_size)]
-    dist.all_gather(every, mine, group=group.cpu_group)
-    return [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "replace") for row in every]
+    if words:
+        rows[0, : len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    for group in (get_tp_group(), get_pcp_group(), get_pp_group()):
+        if group.world_size > 1:
+            every = [torch.empty_like(rows) for _ in range(group.world_size)]
+            dist.all_gather(every, rows, group=group.cpu_group)
+            rows = torch.cat(every)
+    return [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "replace") for row in rows]
 
 
 def _joined(failures: list[str]) -> str:
