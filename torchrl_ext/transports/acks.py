@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.groups import Group
 from torchrl_ext.types import Info
 
-__all__ = ["acknowledge", "await_workers", "receiving_failed", "sending_failed", "stop_reason", "tell_stopped"]
+__all__ = ["acknowledge", "await_workers", "receiving_failed", "sending_failed", "stop_reason", "tell_stopped", "why"]
 
 _LAST_WORDS_S = 1.0
 """How long one side waits, after a failure, for those that are alive to say so."""
@@ -39,10 +38,10 @@ def await_workers(group: Group, info: Info) -> dict[int, str]:
     return said
 
 
-def sending_failed(group: Group, info: Info, error: WeightSyncError, stop: threading.Event) -> WeightSyncError:
+def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
     """The trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
     said, silent = {}, []
-    if not stop.is_set():
+    if not group.board.stop.is_set():
         said = _said(group, info, _LAST_WORDS_S)
         silent = [rank for rank in group.workers if rank not in said]
     lost = f"; no sign of life from {group.call(silent)}" if silent else ""
@@ -69,6 +68,11 @@ def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> Weight
         state=f"of the trainer: {trainer}. This rank may hold a part of the version, and its group is closed",
         hint="connect again when the trainer does",
     )
+
+
+def why(error: BaseException) -> str:
+    """An error in the few words that fit into another one's."""
+    return error.what.rstrip(".") if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
 
 
 def tell_stopped(group: Group, reason: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,18 +26,17 @@ from torchrl_ext.transports.acks import (
     sending_failed,
     stop_reason,
     tell_stopped,
+    why,
 )
 from torchrl_ext.transports.base import TransferStats, Transport, deadline
 from torchrl_ext.transports.buckets import BUCKET_BYTES, Plan
 from torchrl_ext.transports.groups import Group
+from torchrl_ext.transports.membership import AGAIN, Membership, choose_device
 from torchrl_ext.transports.pipeline import Incoming, send_pieces
-from torchrl_ext.transports.rendezvous import Board, enter, host, process_text
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["VLLMCollectiveTransport"]
-
-_AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
 
 
 class VLLMCollectiveTransport(Transport):
@@ -79,7 +77,7 @@ class VLLMCollectiveTransport(Transport):
         super().__init__(timeout_s=timeout_s)
         self.master_address, self.master_port = master_address, int(master_port)
         self.rank, self.world_size = rank or 0, world_size
-        self.device = _device(device, backend)
+        self.device = choose_device(device, backend)
         self.backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         self.bucket_bytes, self.vllm_engine = bucket_bytes, vllm_engine
         if self.backend not in ("gloo", "nccl"):
@@ -88,11 +86,11 @@ class VLLMCollectiveTransport(Transport):
             raise ConfigError(f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}", expected="0 or more; more than 0")
         if world_size is not None and not 0 <= self.rank < world_size:
             raise ConfigError(f"rank {self.rank} does not exist in world_size {world_size}")
-        self._stop = threading.Event()
-        self._board: Board | None = None
-        self._group: Group | None = None
+        self._member = Membership(
+            self.master_address, self.master_port, device=self.device, backend=self.backend, timeout_s=timeout_s
+        )
         self._agreed: dict[str, ParamMeta] = {}
-        self._generations = self._handoffs = self._announced = 0
+        self._handoffs = self._announced = 0
         self._plan = Plan()
         self._rows: list[Any] | None = None
 
@@ -123,9 +121,9 @@ class VLLMCollectiveTransport(Transport):
             ManifestError: names the parameter on which ranks disagree.
         """
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-        self._stop.clear()
+        self._member.stop.clear()
         if self.rank == 0:
-            self._host(self._own_board(), "lobby", self._standalone_size(), params)
+            self._host("lobby", self._standalone_size(), params)
         else:
             if self.master_port == 0:
                 raise ConfigError(
@@ -142,7 +140,7 @@ class VLLMCollectiveTransport(Transport):
             TransportError: this is not rank 0, or the port is taken.
         """
         self._require_trainer("open")
-        self._stop.clear()
+        self._member.stop.clear()
         if workers == 0:
             if self.check_connection():
                 return Handoff(info={"transport": self.name})
@@ -154,7 +152,7 @@ class VLLMCollectiveTransport(Transport):
                     f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
                     expected=f"world_size {size} (1 + workers), or None to take it from the engines",
                 )
-        board = self._own_board()
+        board = self._member.board()
         info = {
             "transport": self.name,
             "master_address": self.master_address,
@@ -165,7 +163,7 @@ class VLLMCollectiveTransport(Transport):
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
         }
-        return Handoff(info=info, transfer=lambda: self._host(board, room, size, params))
+        return Handoff(info=info, transfer=lambda: self._host(room, size, params))
 
     def join(self, info: Info) -> None:
         """As `Transport.join`; ``info["rank"]`` is this worker's rank.
@@ -180,60 +178,21 @@ class VLLMCollectiveTransport(Transport):
                 f"worker rank {self.rank} does not exist in world_size {info['world_size']}",
                 hint="give each engine the rank offset 1 + workers of the engines before it",
             )
-        self._stop.clear()
+        self._member.stop.clear()
         self._enter(info["room"], info["world_size"], ())
 
-    def _host(self, board: Board, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
-        self._leave()
-        self._generations += 1
-        generation = str(self._generations)
-        own = self._note(size, params)
-        notes = host(board, room, generation, own, deadline(self.timeout_s))
-        peers = {0: own["process"], **{rank: note["process"] for rank, note in notes.items()}}
-        self._form(board, generation, size, peers)
+    def _host(self, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
+        self._member.host(room, size, params)
         self._agreed = {meta.name: meta for meta in params}
+        self._count_anew()
 
     def _enter(self, room: str, size: int | None, params: tuple[ParamMeta, ...]) -> None:
-        self._leave()
-        until = deadline(self.timeout_s)
-        self._board = board = Board(self.master_address, self.master_port, host=False, until=until, stop=self._stop)
-        answer = enter(board, room, self.rank, self._note(size, params), until)
-        self._form(board, answer["generation"], len(answer["peers"]), dict(enumerate(answer["peers"])))
+        self._member.enter(room, self.rank, size, params)
+        self._count_anew()
 
-    def _form(self, board: Board, generation: str, size: int, peers: dict[int, str]) -> None:
-        try:
-            self._group = Group(
-                board,
-                generation,
-                self.rank,
-                size,
-                device=self.device,
-                backend=self.backend,
-                timeout_s=self.timeout_s,
-                peers=peers,
-            )
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.rank} could not form a {self.backend} group of {size}: {error}",
-                expected=f"connections to {', '.join(f'rank {r} ({p})' for r, p in peers.items() if r != self.rank)}",
-                state="no group was formed",
-            ) from error
+    def _count_anew(self) -> None:
         self._handoffs = self._announced = 0
         self._rows = None
-
-    def _note(self, size: int | None, params: tuple[ParamMeta, ...]) -> dict[str, Any]:
-        return {
-            "world_size": size,
-            "timeout_s": self.timeout_s,
-            "process": process_text(),
-            "params": [meta.to_json() for meta in params],
-        }
-
-    def _own_board(self) -> Board:
-        if self._board is None:
-            until = deadline(self.timeout_s)
-            self._board = Board(self.master_address, self.master_port, host=True, until=until, stop=self._stop)
-        return self._board
 
     def _standalone_size(self) -> int:
         if self.world_size is None:
@@ -247,7 +206,7 @@ class VLLMCollectiveTransport(Transport):
 
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
         self._require_trainer("send_weights")
-        group, params = self._require_group(), source.params()
+        group, params = self._member.group(), source.params()
         for meta in params if self._agreed else ():
             if self._agreed.get(meta.name) != meta:
                 raise ManifestError(
@@ -274,10 +233,10 @@ class VLLMCollectiveTransport(Transport):
             send_pieces(group, pieces, params, checked(source, params), bucket_bytes=self.bucket_bytes)
             said = await_workers(group, info)
         except BaseException as error:
-            tell_stopped(group, f"it stopped: {error}")
+            tell_stopped(group, why(error))
             group.sever()
             if isinstance(error, (TransportError, DeadlineError)):
-                raise sending_failed(group, info, error, self._stop) from error
+                raise sending_failed(group, info, error) from error
             raise
         self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
         refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
@@ -288,7 +247,7 @@ class VLLMCollectiveTransport(Transport):
             )
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        group = self._require_group()
+        group = self._member.group()
         incoming = self._incoming(group, info, into)
         name = None
         try:
@@ -299,15 +258,15 @@ class VLLMCollectiveTransport(Transport):
             raise
         except BaseException as error:
             with contextlib.suppress(NotConnectedError):
-                acknowledge(group, info, f"{type(error).__name__}: {error}")
+                acknowledge(group, info, why(error))
             group.sever()
             if isinstance(error, WeightSyncError):
                 raise receiving_failed(group, info, error) from error
             raise
 
     def decline(self, info: Info, error: BaseException) -> None:
-        group = self._require_group()
-        self._drain(group, self._incoming(group, info, {}), info, str(error))
+        group = self._member.group()
+        self._drain(group, self._incoming(group, info, {}), info, why(error))
 
     def _incoming(self, group: Group, info: Info, into: Mapping[str, Tensor]) -> Incoming:
         if info["group"] != group.generation:
@@ -332,7 +291,7 @@ class VLLMCollectiveTransport(Transport):
     # alone
 
     def announce(self, info: Info) -> None:
-        group = self._require_group()
+        group = self._member.group()
         self._announced += 1
         rows = info["params"]
         short = {**info, "params": None} if rows == self._rows else info  # a model's list of parameters rarely changes
@@ -351,13 +310,13 @@ class VLLMCollectiveTransport(Transport):
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
-        group = self._require_group()
+        group = self._member.group()
         key = f"announced/{group.generation}/{self._announced + 1}"
         if group.board.missing([key], deadline(timeout_s)):
             reason = stop_reason(group)
             if reason is not None:
                 group.sever()
-                raise NotConnectedError(f"the trainer, {group.call([0])}, ended the group: {reason}", hint=_AGAIN)
+                raise NotConnectedError(f"the trainer, {group.call([0])}, ended the group: {reason}", hint=AGAIN)
             return None
         self._announced += 1
         info = group.board.get(key)
@@ -367,37 +326,13 @@ class VLLMCollectiveTransport(Transport):
     # both ends
 
     def abort(self) -> None:
-        self._stop.set()
-        group = self._group
-        if group is not None:
-            group.sever()
+        self._member.abort()
 
     def check_connection(self) -> bool:
-        return self._group is not None and self._group.alive
+        return self._member.connected
 
     def shutdown(self) -> None:
-        self._stop.set()
-        self._leave()
-        self._board = None
-
-    def _leave(self) -> None:
-        """End the group, if there is one."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        if self.rank == 0 and group.alive:
-            tell_stopped(group, "the trainer shut it down or forms a new one")
-        group.sever()
-        group.buried(self.timeout_s)
-
-    def _require_group(self) -> Group:
-        if self._group is None or not self._group.alive:
-            raise NotConnectedError(
-                f"rank {self.rank} of the collective transport is not connected"
-                + ("" if self._group is None else ": its group was closed after a failure"),
-                hint=_AGAIN,
-            )
-        return self._group
+        self._member.close(self.rank)
 
     def _require_trainer(self, what: str) -> None:
         if self.rank != 0:
@@ -406,15 +341,3 @@ class VLLMCollectiveTransport(Transport):
                 expected="rank 0, the trainer; other ranks receive",
                 state="nothing was sent",
             )
-
-
-def _device(device: torch.device | str | int | None, backend: str | None) -> torch.device:
-    """Where tensors travel; an index is filled in, so that devices compare."""
-    if device is None:
-        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and backend == "gloo":
-        return torch.device("cpu")  # gloo moves host memory; CUDA tensors are copied to it and from it
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen

@@ -5,11 +5,12 @@ Every `Group` is a generation of its own, so that a failed one leaves nothing be
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +20,15 @@ from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.transports.rendezvous import Board, brief, pauses
+from torchrl_ext.transports.sockets import connected, listening, shut_down
 
 __all__ = ["Group"]
 
-_SLICE = timedelta(seconds=0.25)
+_SLICE = timedelta(seconds=0.1)
 _GLOO_DEVICES = 2
 """Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
 _GLOO_THREADS = 4
+_LAST_RITES_S = 2.0
 _CREATING = threading.Lock()
 """Devices are created one group at a time, so that a group knows its own listening sockets."""
 
@@ -36,11 +39,11 @@ class Group:
     Args:
         board: where the ranks meet.
         generation: names the group; a new one each time.
-        rank, world_size: this rank and their number.
+        rank: this process's.
+        peers: how to call the process of each rank, this one included, in a message.
         device: where tensors must be.
         backend: ``"gloo"`` or ``"nccl"``.
         timeout_s: deadline of every wait, in seconds.
-        peers: rank -> how to call its process in a message.
     """
 
     def __init__(
@@ -48,21 +51,21 @@ class Group:
         board: Board,
         generation: str,
         rank: int,
-        world_size: int,
+        peers: dict[int, str],
         *,
         device: torch.device,
         backend: str,
         timeout_s: float,
-        peers: dict[int, str],
     ) -> None:
-        self.board, self.generation, self.rank, self.world_size = board, generation, rank, world_size
+        self.board, self.generation, self.rank = board, generation, rank
+        self.world_size = world_size = len(peers)
         self.device, self.backend, self.timeout_s, self.peers = device, backend, timeout_s, peers
         self._severed = False
-        self._burial: threading.Thread | None = None
         store = dist.PrefixStore(f"group/{generation}", board.store)
         # Ours is the deadline that speaks: the backend's comes later and only frees its threads.
         patience = timedelta(seconds=timeout_s + 5)
         self._listeners: set[tuple[Any, ...]] = set()
+        self._connections = 0
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = patience
@@ -70,14 +73,15 @@ class Group:
         else:
             options = dist.ProcessGroupGloo._Options()
             with _CREATING:
-                before = set(_listening())
+                before = set(listening())
                 options._devices = _gloo_devices(board)
-                self._listeners = set(_listening()) - before
+                self._listeners = set(listening()) - before
             options._threads, options._timeout = _GLOO_THREADS, patience
             board.put(f"listeners/{generation}/{rank}", sorted(self._listeners))
             self._pg = dist.ProcessGroupGloo(store, rank, world_size, options)
             for peer in range(world_size):
                 self._listeners |= {tuple(name) for name in board.get(f"listeners/{generation}/{peer}")}
+            self._connections = self._count_connections()
 
     @property
     def alive(self) -> bool:
@@ -114,14 +118,19 @@ class Group:
             try:
                 work.wait() if finished else work.wait(_SLICE)
             except RuntimeError as error:
-                if finished:
+                if finished and not self.board.stop.is_set():
                     raise TransportError(f"a connection of the group broke: {brief(error)}") from error
             else:
                 return
             if self.board.stop.is_set():
                 raise TransportError("the transfer was aborted")
+            if self._count_connections() < self._connections:  # gloo itself forgets sends that were half-way
+                raise TransportError("a peer closed its connection")
             if time.monotonic() >= until:
                 raise DeadlineError(f"nothing moved for {self.timeout_s:g} s")
+
+    def _count_connections(self) -> int:
+        return sum(1 for _ in connected(self._listeners))
 
     def sever(self) -> None:
         """End the group at once, here and (their connections close) at its peers. May be called twice.
@@ -134,27 +143,29 @@ class Group:
         self._severed = True
         pg, self._pg = self._pg, None
         if self.backend == "nccl":
-            self._bury(pg.abort)
+            _bury(pg.abort)
             return
-        for one in _sockets():
-            with one:
-                try:
-                    if {_name(one.getsockname()), _name(one.getpeername())} & self._listeners:
-                        one.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue  # not connected, or closed meanwhile
+        shut_down(self._listeners)
         last = [pg]
         del pg
-        self._bury(last.clear)  # its destructor waits for its threads, which end now that their sockets did
+        _bury(last.clear)  # its destructor waits for its threads, which end now that their sockets did
 
-    def buried(self, timeout_s: float) -> None:
-        """Wait until the backend of a severed group has ended its threads."""
-        if self._burial is not None:
-            self._burial.join(timeout_s)
 
-    def _bury(self, last_rites: Callable[[], None]) -> None:
-        self._burial = threading.Thread(target=last_rites, name="torchrl-ext-bury", daemon=True)
-        self._burial.start()
+_BURIALS: list[threading.Thread] = []
+
+
+def _bury(last_rites: Callable[[], None]) -> None:
+    thread = threading.Thread(target=last_rites, name="torchrl-ext-bury", daemon=True)
+    _BURIALS[:] = [other for other in _BURIALS if other.is_alive()] + [thread]
+    thread.start()
+
+
+@atexit.register
+def _await_burials() -> None:
+    """A thread that comes back from a destructor while the interpreter ends would take the process down with it."""
+    until = time.monotonic() + _LAST_RITES_S
+    for thread in _BURIALS:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _gloo_devices(board: Board) -> list[Any]:
@@ -169,36 +180,3 @@ def _gloo_devices(board: Board) -> list[Any]:
         probe.connect(target)  # sends nothing; the kernel picks the interface
         own = probe.getsockname()[0]
     return [make(hostname=own) for _ in range(_GLOO_DEVICES)]
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's internet sockets, to be closed by the caller."""
-    try:
-        entries = os.listdir("/dev/fd")
-    except OSError:
-        return
-    for entry in entries:
-        try:
-            copy = os.dup(int(entry))
-        except OSError:
-            continue
-        try:
-            one = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            continue
-        if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-            yield one
-        else:
-            one.close()
-
-
-def _listening() -> Iterator[tuple[Any, ...]]:
-    for one in _sockets():
-        with one:
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield _name(one.getsockname())
-
-
-def _name(address: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (str(address[0]).removeprefix("::ffff:"), address[1])

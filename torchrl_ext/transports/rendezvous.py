@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torchrl_ext import errors
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.transports.sockets import endpoint, limit_waits
 
 __all__ = ["Board", "brief", "enter", "host", "pauses", "process_text", "ranks_text"]
 
@@ -64,15 +65,27 @@ class Board:
         if not host:
             _await_listener(address, port, until, stop)
         patience = timedelta(seconds=max(1.0, until - time.monotonic()))
+        self._server: Any = None
         try:
-            self.store = dist.TCPStore(address, port, None, host, patience, False)
+            if host:  # groups keep clients of the store, so closing the server frees the port whatever they still do
+                self._server = dist.TCPStore(address, port, None, True, patience, False)
+                port = self._server.port
+            self.store = dist.TCPStore(address, port, None, False, patience, False)
         except RuntimeError as error:
             raise TransportError(
                 f"the trainer's store at {address}:{port} cannot be {'opened' if host else 'joined'}: {brief(error)}",
                 hint="pick another master_port, or 0 for a free one" if host else None,
             ) from error
-        self.port = self.store.port
+        self.port = port
+        self._gone = ""
+        if not host:
+            found = socket.getaddrinfo(address, self.port, type=socket.SOCK_STREAM)
+            limit_waits({endpoint(entry[4]) for entry in found}, patience.total_seconds())
         self.address = f"{address}:{self.port}"
+
+    def close(self) -> None:
+        """Trainer: end the store. May be called twice."""
+        self._server = None
 
     def put(self, key: str, value: Any) -> None:
         """Write a note."""
@@ -120,13 +133,16 @@ class Board:
     @contextmanager
     def _trainer_alive(self) -> Iterator[None]:
         try:
-            yield
+            if not self._gone:
+                yield
+                return
         except RuntimeError as error:
-            raise NotConnectedError(
-                f"the trainer (rank 0) at {self.address} is gone: {brief(error)}",
-                state="what was received completely is intact",
-                hint="connect again when a trainer is back",
-            ) from error
+            self._gone = brief(error)  # a late answer would be taken for that to the next question
+        raise NotConnectedError(
+            f"the trainer (rank 0) at {self.address} is dead, frozen or shut down: {self._gone}",
+            state="what was received completely is intact",
+            hint="connect again when a trainer is back",
+        )
 
 
 def host(board: Board, room: str, generation: str, own: dict[str, Any], until: float) -> dict[int, dict[str, Any]]:

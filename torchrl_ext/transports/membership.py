@@ -1,0 +1,148 @@
+"""A process's place in the collective: where it meets the others, and the group it is in now."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from torchrl_ext.errors import NotConnectedError, TransportError
+from torchrl_ext.transports.acks import tell_stopped
+from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.groups import Group
+from torchrl_ext.transports.rendezvous import Board, brief, enter, host, process_text
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["AGAIN", "Membership", "choose_device"]
+
+AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
+
+
+class Membership:
+    """Forms groups, one after the other, and ends them.
+
+    Args:
+        address, port: where workers reach the trainer's store.
+        device, backend: of the groups.
+        timeout_s: deadline of every wait, in seconds.
+    """
+
+    def __init__(self, address: str, port: int, *, device: torch.device, backend: str, timeout_s: float) -> None:
+        self.address, self.port, self.device, self.backend = address, port, device, backend
+        self.timeout_s = timeout_s
+        self.stop = threading.Event()
+        self._board: Board | None = None
+        self._group: Group | None = None
+        self._generations = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a group that can be used."""
+        return self._group is not None and self._group.alive
+
+    def group(self) -> Group:
+        """The group of now.
+
+        Raises:
+            NotConnectedError: there is none, or it was closed.
+        """
+        if self._group is None or not self._group.alive:
+            closed = "" if self._group is None else ": its group was closed after a failure"
+            raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=AGAIN)
+        return self._group
+
+    def board(self) -> Board:
+        """Trainer: the board that it hosts.
+
+        Raises:
+            TransportError: the port is taken.
+        """
+        if self._board is None:
+            until = deadline(self.timeout_s)
+            self._board = Board(self.address, self.port, host=True, until=until, stop=self.stop)
+        return self._board
+
+    def host(self, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
+        """Trainer: form the next group with the workers that stand in ``room``.
+
+        Raises:
+            DeadlineError, ConfigError, ManifestError: as `rendezvous.host`.
+            TransportError: connections could not be made.
+        """
+        self.leave(0)
+        board = self.board()
+        self._generations += 1
+        generation, own = str(self._generations), self._note(size, params)
+        notes = host(board, room, generation, own, deadline(self.timeout_s))
+        peers = {0: own["process"], **{rank: note["process"] for rank, note in notes.items()}}
+        self._form(board, generation, 0, peers)
+
+    def enter(self, room: str, rank: int, size: int | None, params: tuple[ParamMeta, ...]) -> None:
+        """Worker: join the group that the trainer forms with those in ``room``.
+
+        Raises:
+            DeadlineError, ConfigError, ManifestError: as `rendezvous.enter`.
+            TransportError: connections could not be made.
+        """
+        self.leave(rank)
+        until = deadline(self.timeout_s)
+        self._board = board = Board(self.address, self.port, host=False, until=until, stop=self.stop)
+        answer = enter(board, room, rank, self._note(size, params), until)
+        self._form(board, answer["generation"], rank, dict(enumerate(answer["peers"])))
+
+    def leave(self, rank: int) -> None:
+        """End the group, if there is one."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if rank == 0 and group.alive:
+            tell_stopped(group, "the trainer shut it down or forms a new one")
+        group.sever()
+
+    def abort(self) -> None:
+        """End every wait, from another thread; the group is lost."""
+        self.stop.set()
+        group = self._group
+        if group is not None:
+            group.sever()
+
+    def close(self, rank: int) -> None:
+        """Leave, and close the board. May be called twice."""
+        self.stop.set()
+        self.leave(rank)
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def _form(self, board: Board, generation: str, rank: int, peers: dict[int, str]) -> None:
+        try:
+            self._group = Group(
+                board, generation, rank, peers, device=self.device, backend=self.backend, timeout_s=self.timeout_s
+            )
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {rank} could not form a {self.backend} group of {len(peers)}: {brief(error)}",
+                expected=f"connections to {', '.join(f'rank {r} ({p})' for r, p in peers.items() if r != rank)}",
+                state="no group was formed",
+            ) from error
+
+    def _note(self, size: int | None, params: tuple[ParamMeta, ...]) -> dict[str, Any]:
+        return {
+            "world_size": size,
+            "timeout_s": self.timeout_s,
+            "process": process_text(),
+            "params": [meta.to_json() for meta in params],
+        }
+
+
+def choose_device(device: torch.device | str | int | None, backend: str | None) -> torch.device:
+    """Where tensors travel; an index is filled in, so that devices compare."""
+    if device is None:
+        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and backend == "gloo":
+        return torch.device("cpu")  # gloo moves host memory; CUDA tensors are copied to it and from it
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
