@@ -1,0 +1,1 @@
+"""Arrays to bytes and back: what changed in a tensor, coded near its entropy."""

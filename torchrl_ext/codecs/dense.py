@@ -1,0 +1,98 @@
+"""The whole new tensor, in byte planes: sign and exponent bytes of trained weights compress, mantissa bytes do not.
+
+A payload is framed as in `torchrl_ext.codecs.blocks`. A body: byte 3, then per plane (lowest byte of every unit first)
+a byte 0 (stored) or 1 (one zstd frame), a uint32 length, and its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+import numpy as np
+import zstandard
+from torch import Tensor
+
+from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
+from torchrl_ext.codecs.blocks import frame, unframe
+from torchrl_ext.codecs.container import decompress
+from torchrl_ext.codecs.layout import Layout, layout_of
+from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["DenseCodec"]
+
+_PLANES: Final = b"\x03"
+_WORTH: Final = 0.97  # a plane that compresses less is stored
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DenseCodec(Codec):
+    """Every bit of the new tensor; the old one only decides whether there is anything to send.
+
+    Attributes:
+        block_log2: a block is 2^block_log2 units.
+        level: zstd level; 0 stores.
+
+    Raises:
+        ConfigError: a block size outside 2^12 to 2^28, or a level outside 0 to 19.
+    """
+
+    name: ClassVar[str] = "dense"
+    needs: ClassVar[Needs] = "nothing"
+    block_log2: int = 22
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block_log2, int) or not 12 <= self.block_log2 <= 28:
+            raise ConfigError(f"block_log2={self.block_log2!r}", expected="an integer from 12 to 28")
+        if not isinstance(self.level, int) or not 0 <= self.level <= 19:
+            raise ConfigError(f"level={self.level!r}", expected="an integer from 0 to 19")
+
+    def piece_units(self, layout: Layout, count: int) -> int:
+        return 1 << self.block_log2
+
+    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
+        from torchrl_ext.codecs.scan import count_changed
+
+        parts = [_PLANES]
+        for plane in np.ascontiguousarray(new.view(np.uint8).reshape(-1, layout.width).T):
+            packed = zstandard.ZstdCompressor(level=self.level).compress(plane) if self.level else plane
+            small = len(packed) < _WORTH * plane.size
+            data = packed if small else plane
+            parts += [bytes((small,)), len(data).to_bytes(4, "little"), bytes(data)]
+        return Piece(data=b"".join(parts), changed=int(count_changed(old, new)))
+
+    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
+        return frame(count, self.block_log2, [piece.data for piece in pieces])
+
+    def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
+        layout = layout_of(meta.dtype)
+        count = layout.count(meta)
+        if not len(payload):
+            return SparsePatch(meta, np.empty(0, index_dtype(count)), np.empty(0, layout.dtype))
+        size, bodies = unframe(payload, meta, count)
+        values = np.empty((count, layout.width), np.uint8)
+        for number, body in enumerate(bodies):
+            self._block(body, meta, values[number * size : (number + 1) * size])
+        return DensePatch(meta, values.reshape(-1).view(layout.dtype))
+
+    def _block(self, body: memoryview, meta: ParamMeta, out: np.ndarray) -> None:
+        units, at = out.shape[0], 1
+        for plane in range(out.shape[1]):
+            length = int.from_bytes(body[at + 1 : at + 5], "little")
+            data = body[at + 5 : at + 5 + length]
+            if body[:1] != _PLANES or len(data) != length or not length or body[at] > 1:
+                raise IntegrityError(f"the dense payload of {meta.name!r} is damaged in plane {plane}")
+            if body[at]:
+                data = decompress(data, units, f"plane {plane} of the dense payload of {meta.name!r}")
+            if len(data) != units:
+                raise IntegrityError(
+                    f"plane {plane} of the dense payload of {meta.name!r} has {len(data)} bytes", expected=f"{units}"
+                )
+            out[:, plane] = np.frombuffer(data, np.uint8)
+            at += 5 + length
+        if at != len(body):
+            raise IntegrityError(f"the dense payload of {meta.name!r} goes on after its last plane")

@@ -1,0 +1,259 @@
+"""slime's first delta files: many parameters' changes in one safetensors file, byte for byte as it wrote them.
+
+Source: THUDM/slime at 987b3149e. A file holds `__positions__` (U8) and `__values__` (the parameters' dtype), and as
+metadata the strings `encoding`, `params` (a JSON list, one row per parameter with its byte range of positions and
+element range of values), `current_version` and `checksum`. Positions are flat element indices:
+
+    indices       int32
+    deltas        index - previous index - 1, uint16 where the parameter's largest fits, else uint32
+    deltas_zstd   deltas, the whole file as one zstd frame of level 1
+
+The checksum is ``h(positions) ^ (h(values) << 1)`` with h = `torch.hash_tensor`, 0 when empty; a Python integer.
+A file never mixes dtypes here: the format would widen all values to a common one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+import zstandard
+
+from torchrl_ext.codecs.container import DTYPES, Buffer, Entry, build_safetensors, decompress, parse_safetensors
+from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.codecs.patch import SparsePatch, index_dtype
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.types import ParamMeta, dtype_from_name, dtype_name
+
+__all__ = ["FLUSH_BYTES", "FlushFile", "build_flush", "check_dtype", "flush_buckets", "flush_name", "parse_flush"]
+
+FLUSH_BYTES: Final = 512 * 1024**2
+ENCODINGS: Final = ("indices", "deltas", "deltas_zstd")
+_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_MOST: Final = 1 << 36  # bytes that a compressed file may hold where no parameters are expected
+_HASHED: Final = frozenset(  # what torch.hash_tensor takes
+    ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+)
+_SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlushFile:
+    """A file, read back: its patches in the file's order."""
+
+    encoding: str
+    current_version: str
+    patches: tuple[SparsePatch, ...]
+
+
+def flush_name(rank: int, flush: int) -> str:
+    """File name of the ``flush``-th file of trainer rank ``rank``, both from 0."""
+    return f"rank{rank:04d}_flush{flush:06d}.safetensors"
+
+
+def check_dtype(meta: ParamMeta) -> None:
+    """Whether the format can name the dtype.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if dtype_name(meta.dtype) not in DTYPES or layout_of(meta.dtype).parts != 1:
+        raise ConfigError(f"{meta} has a dtype that safetensors cannot name", hint="use 'ulp', 'context' or 'xor'")
+
+
+def flush_buckets(patches: Iterable[SparsePatch], encoding: str, *, buffer_bytes: int = FLUSH_BYTES) -> Iterator[list]:
+    """Group a stream of patches into files, one dtype each; empty patches vanish.
+
+    A group is let go before an addition once it holds more than ``buffer_bytes`` of positions and values; a single
+    patch larger than that goes alone.
+    """
+    open_buckets: dict[torch.dtype, tuple[list[SparsePatch], int]] = {}
+    for patch in patches:
+        if not patch.changed:
+            continue
+        bucket, held = open_buckets.get(patch.meta.dtype, ([], 0))
+        size = _positions(patch, encoding)[0].nbytes + patch.values.nbytes
+        if bucket and held + size > buffer_bytes:
+            yield bucket
+            bucket, held = [], 0
+        open_buckets[patch.meta.dtype] = ([*bucket, patch], held + size)
+    yield from (bucket for bucket, _ in open_buckets.values())
+
+
+def _positions(patch: SparsePatch, encoding: str) -> tuple[np.ndarray, int]:
+    where = patch.indices.astype(np.int64)
+    if encoding == "indices":
+        if layout_of(patch.meta.dtype).count(patch.meta) > 2**31:
+            raise ConfigError(
+                f"{patch.meta} has more elements than encoding 'indices' can number", hint="use 'deltas' or 'ulp'"
+            )
+        return where.astype("<i4"), 4
+    gaps = np.diff(where, prepend=-1) - 1
+    largest = int(gaps.max(initial=0))
+    if largest >= 2**32:
+        raise ConfigError(f"{patch.meta} has a gap of {largest}, too long for encoding {encoding!r}", hint="use 'ulp'")
+    return (gaps.astype("<u2"), 2) if largest <= 65535 else (gaps.astype("<u4"), 4)
+
+
+def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_version: str) -> bytes:
+    """The bytes of one file.
+
+    Raises:
+        ConfigError: unknown encoding, mixed dtypes, or a tensor that the format cannot carry.
+    """
+    if encoding not in ENCODINGS:
+        raise ConfigError(f"a flush file cannot be encoded as {encoding!r}", expected=f"one of {', '.join(ENCODINGS)}")
+    patches = list(patches)
+    if len({patch.meta.dtype for patch in patches}) != 1:
+        raise ConfigError("a flush file holds parameters of exactly one dtype", hint="group them by `flush_buckets`")
+    rows, positions, values, at, element = [], [], [], 0, 0
+    for patch in patches:
+        check_dtype(patch.meta)
+        packed, width = _positions(patch, encoding)
+        rows.append(
+            {
+                "name": patch.meta.name,
+                "dtype": dtype_name(patch.meta.dtype),
+                "shape": list(patch.meta.shape),
+                "pos_start": at,
+                "pos_end": at + packed.nbytes,
+                "pos_width": width,
+                "val_start": element,
+                "val_end": element + patch.changed,
+            }
+        )
+        positions.append(packed.view(np.uint8))
+        values.append(patch.values)
+        at, element = at + packed.nbytes, element + patch.changed
+    where, what = np.concatenate(positions), np.concatenate(values)
+    dtype = patches[0].meta.dtype
+    metadata = {
+        "encoding": encoding,
+        "params": json.dumps(rows),
+        "current_version": current_version,
+        "checksum": str(checksum(where, what, dtype)),
+    }
+    entries = {
+        "__positions__": Entry("U8", where.shape, where.data),
+        "__values__": Entry(DTYPES[dtype_name(dtype)], what.shape, what.view(np.uint8).data),
+    }
+    data = build_safetensors(entries, metadata)
+    return zstandard.ZstdCompressor(level=1, threads=-1).compress(data) if encoding == "deltas_zstd" else data
+
+
+def checksum(positions: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> int:
+    """The format's checksum; dtypes that `torch.hash_tensor` does not take are hashed as integers of their width."""
+    view = dtype if dtype_name(dtype) in _HASHED else _SIGNED[dtype.itemsize]
+    return _hash(torch.from_numpy(positions)) ^ (_hash(torch.from_numpy(values).view(view)) << 1)
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    try:
+        return int(torch.hash_tensor(tensor))
+    except AttributeError:
+        raise ConfigError(
+            f"torch {torch.__version__} has no hash_tensor, which these files are checked with", hint="update torch"
+        ) from None
+
+
+def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta] | None = None) -> FlushFile:
+    """Read a file, trusting nothing in it.
+
+    Args:
+        data: untrusted bytes; zstd is recognised by its magic number.
+        where: name of the file, for messages.
+        params: the parameters that may occur; bounds what a compressed file can make this allocate.
+
+    Raises:
+        IntegrityError: the file is damaged, or writes what ``params`` does not have; names file and tensor.
+    """
+    if bytes(memoryview(data)[:4]) == _MAGIC:
+        most = _MOST
+        if params is not None:
+            most = 2**20 + sum(1024 + 5 * len(name) + (4 + m.dtype.itemsize) * m.numel for name, m in params.items())
+        data = decompress(data, most, where)
+    metadata, entries = parse_safetensors(data, where)
+    if set(entries) != {"__positions__", "__values__"} or entries["__positions__"].dtype != "U8":
+        raise _bad(where, f"it holds {sorted(entries)}", "__positions__ (U8) and __values__")
+    encoding = metadata.get("encoding")
+    if encoding not in ENCODINGS:
+        raise _bad(where, f"its encoding is {encoding!r}", f"one of {', '.join(ENCODINGS)}")
+    try:
+        rows = json.loads(metadata.get("params", ""))
+        stated = int(metadata.get("checksum", ""))
+        if not isinstance(rows, list):
+            raise ValueError("params is no list")
+    except (ValueError, RecursionError) as error:
+        raise _bad(where, f"its metadata cannot be read: {error}") from None
+    code = entries["__values__"].dtype
+    dtype = dtype_from_name(next(name for name, known in DTYPES.items() if known == code))
+    positions = np.frombuffer(entries["__positions__"].data, np.uint8)
+    values = np.frombuffer(entries["__values__"].data, layout_of(dtype).dtype)
+    found = checksum(positions.copy(), values.copy(), dtype)
+    if found != stated:
+        raise _bad(where, f"its checksum is {found}", f"{stated}")
+    patches, seen, at, element = [], set(), 0, 0
+    for row in rows:
+        patch = _patch(row, where, encoding, dtype, positions, values, params)
+        if patch.meta.name in seen:
+            raise _bad(where, f"tensor {patch.meta.name!r} occurs twice")
+        if row["pos_start"] != at or row["val_start"] != element:
+            raise _bad(where, f"tensor {patch.meta.name!r} does not start where the one before it ends")
+        seen.add(patch.meta.name)
+        patches.append(patch)
+        at, element = row["pos_end"], row["val_end"]
+    if at != positions.size or element != values.size:
+        raise _bad(where, f"its parameters end at {at} and {element}", f"{positions.size} and {values.size}")
+    return FlushFile(encoding=encoding, current_version=metadata.get("current_version", ""), patches=tuple(patches))
+
+
+def _patch(
+    row: Any,
+    where: str,
+    encoding: str,
+    dtype: torch.dtype,
+    positions: np.ndarray,
+    values: np.ndarray,
+    params: Mapping[str, ParamMeta] | None,
+) -> SparsePatch:
+    try:
+        meta = ParamMeta.from_json([row["name"], row["dtype"], row["shape"]])
+        begin, end, width = row["pos_start"], row["pos_end"], row["pos_width"]
+        first, last = row["val_start"], row["val_end"]
+        numbers = (begin, end, width, first, last)
+        if any(type(number) is not int for number in numbers):
+            raise ValueError
+    except (TypeError, KeyError, ValueError, ManifestError) as error:
+        raise _bad(where, f"a parameter is described by {row!r}: {error}") from None
+    if params is not None and params.get(meta.name) != meta:
+        raise _bad(where, f"it writes {meta}", str(params.get(meta.name, "a tensor of this model")))
+    if not 0 <= begin <= end <= positions.size or not 0 <= first <= last <= values.size:
+        raise _bad(where, f"the ranges of tensor {meta.name!r} leave the file")
+    if width not in ((4,) if encoding == "indices" else (2, 4)) or end - begin != width * (last - first):
+        raise _bad(where, f"tensor {meta.name!r} has {end - begin} bytes of positions for {last - first} values")
+    kind = "<i4" if encoding == "indices" else f"<u{width}"
+    packed = np.frombuffer(positions[begin:end].tobytes(), kind).astype(np.int64)
+    indices = packed if encoding == "indices" else np.cumsum(packed + 1) - 1
+    layout = layout_of(meta.dtype)
+    if indices.size and not 0 <= int(indices[-1]) < layout.count(meta):  # before a cast could hide it
+        raise _bad(where, f"tensor {meta.name!r} has indices up to {int(indices[-1])}", f"below {meta.numel}")
+    what = values[first:last]
+    if dtype != meta.dtype:  # a writer that mixed dtypes widened all values to a common one
+        what = torch.from_numpy(what.copy()).view(dtype).to(meta.dtype).view(_SIGNED[meta.dtype.itemsize]).numpy()
+        what = what.view(layout.dtype)
+    try:
+        return SparsePatch(meta, indices.astype(index_dtype(layout.count(meta))), what)
+    except IntegrityError as error:
+        raise _bad(where, error.what) from None
+
+
+def _bad(where: str, why: str, expected: str | None = None) -> IntegrityError:
+    return IntegrityError(
+        f"{where} is damaged: {why}", expected=expected, state="nothing of it was used", hint="publish it again"
+    )

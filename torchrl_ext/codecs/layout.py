@@ -1,0 +1,113 @@
+"""How a dtype looks as integers: every codec works on unsigned views, so that any bit pattern survives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.types import ParamMeta, dtype_name
+
+__all__ = ["Layout", "from_units", "layout_of", "units", "writable_units"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A dtype as units of 1, 2, 4 or 8 bytes.
+
+    Attributes:
+        width: bytes of one unit.
+        parts: units per element: 1, or 2 for complex128 (real part first).
+        ordered: sign-magnitude, as IEEE formats are; False for integers, bool and packed bytes.
+        shift, select: ``(bits >> shift) & select`` is the exponent (of float64, its low eight bits); 0 for integers.
+    """
+
+    width: int
+    parts: int = 1
+    ordered: bool = False
+    shift: int = 0
+    select: int = 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The unsigned numpy dtype of a unit, little-endian."""
+        return np.dtype(f"<u{self.width}")
+
+    @property
+    def top(self) -> np.uint64:
+        """Highest bit of a unit."""
+        return np.uint64(1 << (8 * self.width - 1))
+
+    @property
+    def mask(self) -> np.uint64:
+        """All bits of a unit."""
+        return np.uint64((1 << (8 * self.width)) - 1)
+
+    def count(self, meta: ParamMeta) -> int:
+        """Units in a parameter."""
+        return meta.numel * self.parts
+
+
+_FLOATS = {
+    "float16": Layout(width=2, ordered=True, shift=10, select=31),
+    "bfloat16": Layout(width=2, ordered=True, shift=7, select=255),
+    "float32": Layout(width=4, ordered=True, shift=23, select=255),
+    "float64": Layout(width=8, ordered=True, shift=52, select=255),
+    "complex128": Layout(width=8, parts=2, ordered=True, shift=52, select=255),
+    "float8_e4m3fn": Layout(width=1, ordered=True, shift=3, select=15),
+    "float8_e4m3fnuz": Layout(width=1, ordered=True, shift=3, select=15),
+    "float8_e5m2": Layout(width=1, ordered=True, shift=2, select=31),
+    "float8_e5m2fnuz": Layout(width=1, ordered=True, shift=2, select=31),
+}
+_VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def layout_of(dtype: torch.dtype) -> Layout:
+    """The layout of ``dtype``.
+
+    Raises:
+        ConfigError: its elements are not 1, 2, 4, 8 (or, complex, 16) plain bytes.
+    """
+    name = dtype_name(dtype)
+    if name in _FLOATS:
+        return _FLOATS[name]
+    if dtype.itemsize not in _VIEWS or name.startswith(("qint", "quint")):
+        raise ConfigError(
+            f"tensors of dtype {name} cannot be coded as a delta",
+            expected="a dtype of 1, 2, 4 or 8 bytes, or complex128",
+            hint="send the integer storage of a quantised tensor",
+        )
+    return Layout(width=dtype.itemsize)
+
+
+def units(tensor: Tensor) -> np.ndarray:
+    """The bits of ``tensor`` in C order: unsigned, 1-D; shares memory where the tensor is contiguous on the host."""
+    return _view(tensor.detach().cpu().contiguous())
+
+
+def writable_units(tensor: Tensor) -> np.ndarray:
+    """As `units`, and always the memory of ``tensor`` itself.
+
+    Raises:
+        ConfigError: the tensor is not contiguous, or not on the host.
+    """
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ConfigError("a patch can be applied in place to contiguous host tensors only")
+    return _view(tensor.detach())
+
+
+def _view(tensor: Tensor) -> np.ndarray:
+    layout = layout_of(tensor.dtype)
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    if layout.parts == 2:
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(_VIEWS[layout.width]).numpy()
+
+
+def from_units(values: np.ndarray, meta: ParamMeta) -> Tensor:
+    """A tensor of ``meta``'s dtype and shape over the memory of ``values`` (unsigned, 1-D)."""
+    return torch.from_numpy(values).view(meta.dtype).reshape(meta.shape)

@@ -1,0 +1,253 @@
+"""What a decoded delta is: changed places and what stands there, ready to land or to be folded with the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_ext.codecs.layout import from_units, layout_of, units, writable_units
+from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["DensePatch", "Patch", "SparsePatch", "StepPatch", "apply_patch", "diff", "fold", "index_dtype"]
+
+_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def index_dtype(count: int) -> np.dtype[Any]:
+    """int32 where it reaches ``count`` units, else int64."""
+    return np.dtype(np.int32 if count <= 2**31 - 1 else np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Shared half: where.
+
+    Attributes:
+        meta: the parameter.
+        indices: int32 or int64, shape (k,), strictly increasing: flat C-order unit indices (element indices, but for
+            complex128, where an element is two units).
+    """
+
+    meta: ParamMeta
+    indices: np.ndarray
+
+    @property
+    def changed(self) -> int:
+        """Number of units that change."""
+        return self.indices.size
+
+    def places(self) -> Tensor:
+        """The indices as an int64 tensor."""
+        return torch.from_numpy(self.indices.astype(np.int64, copy=False))
+
+    def _check(self, other: np.ndarray) -> None:
+        layout, where = layout_of(self.meta.dtype), self.indices
+        count = layout.count(self.meta)
+        if where.ndim != 1 or where.shape != other.shape or other.dtype != layout.dtype:
+            raise IntegrityError(
+                f"the patch of {self.meta.name!r} has {where.shape} indices and {other.shape} {other.dtype} values",
+                expected=f"as many {layout.dtype} values as indices",
+            )
+        if where.size and (where[0] < 0 or where[-1] >= count or not (where[1:] > where[:-1]).all()):
+            raise IntegrityError(
+                f"the patch of {self.meta.name!r} has indices that do not increase from 0 to {count - 1}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePatch(_Places):
+    """New bits at some places.
+
+    Attributes:
+        values: unsigned, of the width of the dtype's unit, shape (k,): raw bits after the change.
+
+    Raises:
+        IntegrityError: places or values that cannot be those of the parameter; names it.
+    """
+
+    values: np.ndarray
+
+    def __post_init__(self) -> None:
+        self._check(self.values)
+
+    def bits(self) -> Tensor:
+        """The values as a tensor of a signed integer dtype (uint8 for bytes), for a scatter into any view."""
+        return torch.from_numpy(self.values).view(_VIEWS[self.values.itemsize])
+
+
+@dataclass(frozen=True, eq=False)
+class StepPatch(_Places):
+    """Steps in units in the last place at some places; whoever holds the old bits there can resolve them.
+
+    Attributes:
+        steps: unsigned, of the width of the dtype's unit, shape (k,): step on the ordered line modulo 2^width, not 0.
+
+    Raises:
+        IntegrityError: places or steps that cannot be those of the parameter; names it.
+    """
+
+    steps: np.ndarray
+
+    def __post_init__(self) -> None:
+        self._check(self.steps)
+
+    def resolve(self, old: np.ndarray) -> SparsePatch:
+        """The new bits, from the old ones at these places.
+
+        Args:
+            old: unsigned, of the unit's width, shape (k,).
+        """
+        from torchrl_ext.codecs.scan import move
+
+        layout, values = layout_of(self.meta.dtype), np.empty_like(self.steps)
+        move(np.ascontiguousarray(old), self.steps, layout.top, layout.mask, layout.ordered, values)
+        return SparsePatch(self.meta, self.indices, values)
+
+
+@dataclass(frozen=True, eq=False)
+class DensePatch:
+    """New bits everywhere.
+
+    Attributes:
+        meta: the parameter.
+        values: unsigned, of the width of the dtype's unit, shape (units,).
+    """
+
+    meta: ParamMeta
+    values: np.ndarray
+
+    def __post_init__(self) -> None:
+        layout = layout_of(self.meta.dtype)
+        if self.values.shape != (layout.count(self.meta),) or self.values.dtype != layout.dtype:
+            raise IntegrityError(
+                f"{self.meta.name!r} came as {self.values.shape} units of {self.values.dtype}",
+                expected=f"{layout.count(self.meta)} of {layout.dtype}",
+            )
+
+    @property
+    def changed(self) -> int:
+        """Number of units that are written."""
+        return self.values.size
+
+    def tensor(self) -> Tensor:
+        """The parameter, sharing memory with ``values``."""
+        return from_units(self.values, self.meta)
+
+
+Patch = SparsePatch | StepPatch | DensePatch
+
+
+def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> SparsePatch:
+    """What changed between two tensors of one dtype and shape, byte for byte.
+
+    Raises:
+        ManifestError: they do not have ``meta``'s dtype and shape.
+    """
+    before, after = same(meta, old, new)
+    where = np.flatnonzero(before != after)
+    return SparsePatch(meta, where.astype(index_dtype(after.size)), after[where])
+
+
+def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:
+    """The units of tensors that all must have ``meta``'s dtype and shape.
+
+    Raises:
+        ManifestError: one of them has not.
+    """
+    for tensor in tensors:
+        if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
+            raise ManifestError(
+                f"{meta.name!r} is given as {ParamMeta.of(meta.name, tensor)}",
+                expected=str(meta),
+                hint="a delta is taken between tensors of one dtype and shape",
+            )
+    return [units(tensor) for tensor in tensors]
+
+
+def apply_patch(patch: Patch, tensor: Tensor) -> None:
+    """Write a patch into a contiguous host tensor, in place, in time proportional to what changed.
+
+    Raises:
+        ManifestError: the tensor has another dtype or shape.
+        ConfigError: the tensor is not contiguous on the host.
+    """
+    same(patch.meta, tensor)
+    target = writable_units(tensor)
+    if isinstance(patch, DensePatch):
+        target[:] = patch.values
+    else:
+        resolved = patch.resolve(target[patch.indices]) if isinstance(patch, StepPatch) else patch
+        target[resolved.indices] = resolved.values
+
+
+def fold(patches: Iterable[Patch]) -> Patch:
+    """One patch that does what ``patches``, applied in this order, do; each place is written once.
+
+    New bits replace, steps add up (steps that cancel vanish), steps after known bits are resolved.
+
+    Raises:
+        ManifestError: no patches, or patches of different parameters.
+    """
+    queue = list(patches)
+    if not queue:
+        raise ManifestError("there is no patch to fold")
+    result = queue[0]
+    for patch in queue[1:]:
+        if patch.meta != result.meta:
+            raise ManifestError(f"a patch of {patch.meta} follows one of {result.meta}", expected="one parameter")
+        result = _then(result, patch)
+    return result
+
+
+def _then(first: Patch, second: Patch) -> Patch:
+    if isinstance(second, DensePatch):
+        return second
+    if isinstance(first, DensePatch):
+        values = first.values.copy()
+        if isinstance(second, StepPatch):
+            second = second.resolve(values[second.indices])
+        values[second.indices] = second.values
+        return DensePatch(first.meta, values)
+    if isinstance(first, StepPatch) and isinstance(second, StepPatch):
+        return _sum(first, second)
+    if isinstance(first, StepPatch) or isinstance(second, StepPatch):
+        return _mixed(first, second)
+    keep = ~np.isin(first.indices, second.indices, assume_unique=True)
+    return SparsePatch(first.meta, *_sorted((first.indices[keep], second.indices), (first.values[keep], second.values)))
+
+
+def _sorted(indices: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+    where, what = np.concatenate(indices), np.concatenate(values)
+    order = np.argsort(where, kind="stable")
+    return where[order], what[order]
+
+
+def _sum(first: StepPatch, second: StepPatch) -> StepPatch:
+    where, what = _sorted((first.indices, second.indices), (first.steps, second.steps))
+    repeated = np.flatnonzero(where[1:] == where[:-1])
+    what[repeated] += what[repeated + 1]  # modulo 2^width, as unsigned numpy addition is
+    keep = what != 0
+    keep[repeated + 1] = False
+    return StepPatch(first.meta, where[keep], what[keep])
+
+
+def _mixed(first: Patch, second: Patch) -> Patch:
+    """Known bits on one side and steps on the other: representable where every step meets known bits."""
+    if isinstance(first, SparsePatch) and isinstance(second, StepPatch):
+        at = np.searchsorted(first.indices, second.indices)
+        known = at < first.indices.size
+        known[known] = first.indices[at[known]] == second.indices[known]
+        if known.all():
+            return _then(first, second.resolve(first.values[at]))
+    elif np.isin(first.indices, second.indices, assume_unique=True).all():
+        return second
+    raise ManifestError(
+        f"known bits and steps of {first.meta.name!r} cannot be folded without the base",
+        hint="decode with `base=`, so that both are known bits",
+    )

@@ -1,0 +1,203 @@
+"""slime's current delta files, as bytes: one safetensors entry (U8) of payload per changed tensor, and an index.
+
+Source: THUDM/slime at 474861aaf. ``weight_v{N:06d}/model-{i:05d}-of-{total:05d}.safetensors`` with i from 0; a file's
+metadata maps each tensor to the checksum of its *new full* bytes. ``model.safetensors.index.json`` is written last and
+names version, base version, encoding, compression and checksum format; without changes it is the only file. Our own
+encodings travel in the same files, with payloads of their own and no further compression.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from torchrl_ext.codecs.container import Buffer, Entry, build_safetensors, parse_safetensors
+from torchrl_ext.errors import ConfigError, IntegrityError
+
+__all__ = [
+    "CHECKSUMS",
+    "INDEX_NAME",
+    "DeltaIndex",
+    "Shard",
+    "build_shard",
+    "checksum",
+    "parse_shard",
+    "shard_name",
+    "split_shards",
+    "version_name",
+]
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+CHECKSUMS: Final = ("xxh3-128", "blake3", "adler32")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+_VERSION = re.compile(r"[0-9]{1,18}")
+
+
+def version_name(version: int) -> str:
+    """``weight_v000007``."""
+    return f"weight_v{version:06d}"
+
+
+def shard_name(index: int, total: int) -> str:
+    """``model-00000-of-00002.safetensors``; ``index`` counts from 0."""
+    return f"model-{index:05d}-of-{total:05d}.safetensors"
+
+
+def checksum(algorithm: str, data: Buffer | np.ndarray) -> str:
+    """Hex digest of the bytes of a tensor.
+
+    Raises:
+        ConfigError: unknown algorithm, or its package is not installed.
+    """
+    algorithms: dict[str, Callable[[Any], str]] = {
+        "xxh3-128": xxhash.xxh3_128_hexdigest,
+        "adler32": lambda raw: f"{zlib.adler32(raw):08x}",
+        "blake3": _blake3,
+    }
+    if algorithm not in algorithms:
+        raise ConfigError(f"there is no checksum called {algorithm!r}", expected=f"one of {', '.join(CHECKSUMS)}")
+    return algorithms[algorithm](memoryview(data).cast("B") if len(data) else b"")
+
+
+def _blake3(raw: Any) -> str:
+    try:
+        import blake3
+    except ImportError:
+        raise ConfigError("checksum 'blake3' needs a package of that name", hint="pip install blake3") from None
+    return blake3.blake3(raw).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file, read back.
+
+    Attributes:
+        payloads: tensor name -> payload, sharing memory with the file.
+        checksums: tensor name -> hex checksum of the new full tensor.
+    """
+
+    payloads: Mapping[str, memoryview]
+    checksums: Mapping[str, str]
+
+
+def build_shard(payloads: Mapping[str, Buffer], checksums: Mapping[str, str]) -> bytes:
+    """The bytes of one file.
+
+    Raises:
+        ConfigError: names of payloads and checksums differ.
+    """
+    if set(payloads) != set(checksums):
+        raise ConfigError(f"payloads without checksum, or the reverse: {sorted(set(payloads) ^ set(checksums))}")
+    entries = {name: Entry("U8", (memoryview(data).nbytes,), data) for name, data in payloads.items()}
+    return build_safetensors(entries, checksums)
+
+
+def parse_shard(data: Buffer, where: str) -> Shard:
+    """Read one file.
+
+    Raises:
+        IntegrityError: it is damaged; names file and tensor.
+    """
+    metadata, entries = parse_safetensors(data, where)
+    for name, entry in entries.items():
+        if entry.dtype != "U8" or len(entry.shape) != 1:
+            raise IntegrityError(f"{where}: payload of {name!r} is {entry.dtype}{list(entry.shape)}", expected="U8[n]")
+        if name not in metadata:
+            raise IntegrityError(f"{where}: tensor {name!r} has no checksum")
+    return Shard(
+        payloads={name: memoryview(entry.data) for name, entry in entries.items()},
+        checksums={name: metadata[name] for name in entries},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaIndex:
+    """``model.safetensors.index.json`` of a delta version.
+
+    Attributes:
+        version, base_version: as integers; written with six digits.
+        delta_encoding: name of an encoding.
+        compression_format: ``"zstd"`` for `xor` and `overwrite`, ``"none"`` for encodings that compress by themselves.
+        checksum_format: one of `CHECKSUMS`.
+        weight_map: tensor name -> file name.
+        extra: further metadata, JSON-safe; other readers pass over it.
+    """
+
+    version: int
+    base_version: int
+    delta_encoding: str
+    compression_format: str = "zstd"
+    checksum_format: str = "xxh3-128"
+    weight_map: Mapping[str, str]
+    extra: Mapping[str, Any] | None = None
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        metadata = {
+            **(self.extra or {}),
+            "version": f"{self.version:06d}",
+            "base_version": f"{self.base_version:06d}",
+            "delta_encoding": self.delta_encoding,
+            "compression_format": self.compression_format,
+            "checksum_format": self.checksum_format,
+        }
+        return json.dumps({"metadata": metadata, "weight_map": dict(self.weight_map)}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, where: str) -> DeltaIndex:
+        """Inverse of `to_bytes`, trusting nothing.
+
+        Raises:
+            IntegrityError: no index of a delta version, or file names that lead elsewhere; names the file.
+        """
+        try:
+            document = json.loads(bytes(data))
+            metadata, weight_map = document["metadata"], document["weight_map"]
+            words = [metadata[key] for key in _KEYS]
+        except (ValueError, RecursionError, TypeError, KeyError) as error:
+            raise IntegrityError(f"{where} is no index of a delta version: {error!r}") from None
+        if not all(isinstance(word, str) for word in words) or not isinstance(weight_map, dict):
+            raise IntegrityError(f"{where} is no index of a delta version: {metadata!r}")
+        if not all(_VERSION.fullmatch(word) for word in words[:2]):
+            raise IntegrityError(f"{where} gives versions {words[:2]}", expected="whole numbers")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not _FILE.fullmatch(file):
+                raise IntegrityError(f"{where} keeps tensor {name!r} in {file!r}", expected="a plain file name")
+        extra = {key: value for key, value in metadata.items() if key not in _KEYS}
+        version, base_version, encoding, compression, algorithm = words
+        return cls(
+            version=int(version),
+            base_version=int(base_version),
+            delta_encoding=encoding,
+            compression_format=compression,
+            checksum_format=algorithm,
+            weight_map=weight_map,
+            extra=extra,
+        )
+
+    def files(self) -> list[str]:
+        """File names, each once, in order."""
+        return sorted(set(self.weight_map.values()))
+
+
+_KEYS: Final = ("version", "base_version", "delta_encoding", "compression_format", "checksum_format")
+
+
+def split_shards(sizes: Iterable[tuple[str, int]], shard_bytes: int) -> list[list[str]]:
+    """Names grouped in order into files of at most ``shard_bytes`` each; a larger tensor gets one of its own."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes:
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards

@@ -1,0 +1,128 @@
+"""Many tensors, several threads: payloads come out in order while later tensors are still scanned."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from torchrl_ext.codecs.base import Buffer, Codec, Encoded
+from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.codecs.patch import Patch, same
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["decode_tensors", "encode_tensors", "worker_threads"]
+
+_SMALL = 1 << 20  # units: smaller tensors share a task, so that handing them over costs less than coding them
+_Result = TypeVar("_Result")
+
+
+def worker_threads() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        return os.cpu_count() or 1
+
+
+def encode_tensors(
+    pairs: Iterable[tuple[str, Tensor, Tensor]], codec: Codec, *, threads: int | None = None
+) -> Iterator[Encoded]:
+    """Code the change of many tensors.
+
+    Large tensors are cut into the codec's pieces, small ones share a task. ``pairs`` is consumed by the caller's
+    thread, a few tasks ahead of what is yielded, so that neither tensors nor payloads pile up.
+
+    Args:
+        pairs: ``(name, old, new)``; both tensors stay as they are until their result was yielded.
+        codec: how.
+        threads: worker threads; by default one per core.
+
+    Yields:
+        One result per pair, in order; an empty payload where nothing changed.
+
+    Raises:
+        ManifestError: old and new do not agree; names the tensor.
+    """
+    threads = worker_threads() if threads is None else threads
+
+    def tasks(submit: Callable[..., Future[Any]]) -> Iterator[list[Callable[[], Encoded]]]:
+        small: list[tuple[ParamMeta, Tensor, Tensor]] = []
+        held = 0
+        for name, old, new in pairs:
+            meta = ParamMeta.of(name, new)
+            if meta.numel < _SMALL:
+                small.append((meta, old, new))
+                held += meta.numel
+                if held >= _SMALL:
+                    yield _batch(submit, codec, small)
+                    small, held = [], 0
+                continue
+            if small:
+                yield _batch(submit, codec, small)
+                small, held = [], 0
+            yield [_large(submit, codec, meta, old, new)]
+        if small:
+            yield _batch(submit, codec, small)
+
+    yield from _ordered(tasks, threads)
+
+
+def _batch(submit, codec, small):
+    future = submit(lambda: [codec.encode(*row) for row in small])
+    return [lambda row=row: future.result()[row] for row in range(len(small))]
+
+
+def _large(submit, codec, meta, old, new):
+    layout = layout_of(meta.dtype)
+    before, after = same(meta, old, new)
+    chosen = codec.choose(layout, before, after)
+    size = chosen.piece_units(layout, after.size)
+    futures = [
+        submit(chosen.encode_piece, layout, before[at : at + size], after[at : at + size], at)
+        for at in range(0, after.size, size)
+    ]
+    return lambda: chosen.finish(meta, [future.result() for future in futures])
+
+
+def decode_tensors(
+    items: Iterable[tuple[Codec, Buffer, ParamMeta, Tensor | None]], *, threads: int | None = None
+) -> Iterator[Patch]:
+    """Decode many payloads, in order.
+
+    Args:
+        items: ``(codec, payload, meta, base)``; ``base`` as in `Codec.decode`.
+        threads: worker threads; by default one per core.
+
+    Raises:
+        IntegrityError: a payload is damaged; names the tensor.
+    """
+
+    def tasks(submit: Callable[..., Future[Patch]]) -> Iterator[list[Callable[[], Patch]]]:
+        for codec, payload, meta, base in items:
+            yield [submit(codec.decode, payload, meta, base).result]
+
+    yield from _ordered(tasks, worker_threads() if threads is None else threads)
+
+
+def _ordered(
+    tasks: Callable[[Callable[..., Future[Any]]], Iterator[list[Callable[[], _Result]]]], threads: int
+) -> Iterator[_Result]:
+    """Results of tasks in order, at most a few tasks per thread ahead."""
+    pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="codec")
+    waiting: deque[list[Callable[[], _Result]]] = deque()
+    try:
+        for results in tasks(pool.submit):
+            waiting.append(results)
+            if len(waiting) > 2 * threads + 1:
+                for result in waiting.popleft():
+                    yield result()
+        while waiting:
+            for result in waiting.popleft():
+                yield result()
+    finally:  # also when the caller stops early, or a task failed
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,119 @@
+"""What the compiled loops share: a decorator, and the few operations that Python has no word for.
+
+Importing this module imports numba (about half a second); whoever needs a compiled loop imports it when the loop is
+first called. Compiled code is kept beside the source where that is writable, else in the user's cache directory, else
+compiled once per process.
+
+numba asks only the file of the *outermost* function whether kept code is stale, so the name that it keeps a loop under
+carries a checksum of the other files whose helpers the loop may call (directly: helpers call only their own file's and
+this one's).
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.dispatcher import Dispatcher
+from numba.extending import intrinsic
+
+__all__ = ["bit_length", "changed64", "count_ones", "count_trailing_zeros", "fingerprint", "njit"]
+
+
+def njit(function: Callable[..., Any]) -> Any:
+    """Compile ``function`` without the interpreter lock; kept on disk wherever some directory is writable."""
+    known = [value for value in function.__globals__.values() if isinstance(value, Dispatcher)]
+    files = sorted({__file__, *(value.py_func.__code__.co_filename for value in known)})
+    function.__qualname__ += "_" + "_".join(f"{_checksum(file):08x}" for file in files)
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # numba found no writable directory
+        return numba.njit(nogil=True)(function)
+
+
+@functools.cache
+def _checksum(file: str) -> int:
+    return zlib.crc32(Path(file).read_bytes())
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile ``function`` for use inside other compiled loops only."""
+    return numba.njit(nogil=True, inline="never")(function)
+
+
+@intrinsic
+def changed64(typingctx: Any, old: Any, new: Any, start: Any) -> Any:
+    """``changed64(old, new, start)``: bit ``t`` of the result says whether ``old[start+t] != new[start+t]``, t < 64.
+
+    Both are contiguous 1-D arrays of one unsigned dtype. Plain vector IR: one or a few compares on AVX-512, and
+    correct on any other machine.
+    """
+    signature = types.uint64(old, new, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors = []
+        for kind, value in zip(signature.args[:2], args[:2], strict=True):
+            data = context.make_array(kind)(context, builder, value).data
+            vector = ir.VectorType(ir.IntType(kind.dtype.bitwidth), 64)
+            pointer = builder.bitcast(builder.gep(data, [args[2]]), vector.as_pointer())
+            vectors.append(builder.load(pointer, align=1))
+        return builder.bitcast(builder.icmp_unsigned("!=", *vectors), ir.IntType(64))
+
+    return signature, codegen
+
+
+@intrinsic
+def count_trailing_zeros(typingctx: Any, value: Any) -> Any:
+    """Index of the lowest set bit of a uint64; 64 for zero."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def count_ones(typingctx: Any, value: Any) -> Any:
+    """Number of set bits of a uint64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def bit_length(typingctx: Any, value: Any) -> Any:
+    """Bits needed to write a uint64 that is not zero."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zeros = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
+        return builder.sub(ir.Constant(ir.IntType(64), 64), zeros)
+
+    return types.int64(types.uint64), codegen
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it keep the largest distance from each other
+_M1, _M2, _M3 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0xD6E8FEB86659FD93)
+_30, _27, _31, _32, _29 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32), np.uint64(29)
+
+
+@numba.njit(nogil=True, inline="always")
+def fingerprint(position: Any, bits: Any) -> Any:
+    """Two 64-bit words for one element: a bijective mix (splitmix64's) of ``position * GOLDEN + bits``, and a second.
+
+    See `torchrl_ext.weights.position_digest` for why sums of these are a digest.
+    """
+    z = position * GOLDEN + bits
+    z = (z ^ (z >> _30)) * _M1
+    z = (z ^ (z >> _27)) * _M2
+    z = z ^ (z >> _31)
+    y = (z ^ (z >> _32)) * _M3
+    return z, y ^ (y >> _29)
