@@ -19,22 +19,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask every address; a table, or with ``--json`` ``{"engines": [...]}`` in the order given."""
+    """Ask every address; a list of facts, or with ``--json`` ``{"engines": [...]}`` in the order given."""
     from torchrl_ext.rpc.discovery import discover
 
     found = discover(*args.addresses, timeout_s=args.timeout_s)
     if args.json:
         print(json.dumps({"engines": [dataclasses.asdict(info) for info in found]}))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("engine", "kind", "version", "type", "tp x pp x dp", "model", "weights", "transports")
     for info in found:
-        sizes = f"{info.tp_size} x {info.pp_size} x {info.dp_size}"
-        names = ", ".join(info.transports) or "none"
-        table.add_row(
-            info.url, info.kind, info.version, info.worker_type, sizes, info.model, info.weight_version, names
-        )
-    Console().print(table)
+        print(info.url)
+        facts = dataclasses.asdict(info) | {"transports": ", ".join(info.transports) or "none"}
+        for name, value in facts.items():
+            if name != "url":
+                print(f"    {name.replace('_', ' '):<16}{value}")
     return 0

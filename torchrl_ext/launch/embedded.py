@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class EmbeddedServer:
         start_timeout_s: deadline of the start, in seconds.
 
     Raises:
-        ConfigError: ``model_dir`` is no directory.
+        ConfigError: ``model_dir`` is no directory, or the port is taken.
         EngineError: the process ended while starting; the message has the end of its log.
         DeadlineError: it was not healthy in time, and was ended.
     """
@@ -47,7 +48,7 @@ class EmbeddedServer:
     ) -> None:
         if not Path(model_dir).is_dir():
             raise ConfigError(f"{model_dir} is no directory", expected="a Hugging Face checkpoint directory")
-        port = port or free_port()
+        port = _checked(port) if port else free_port()
         arguments = {
             "model": Path(model_dir).absolute(),
             "port": port,
@@ -89,3 +90,14 @@ class EmbeddedServer:
 
     def __exit__(self, *_: Any) -> None:
         self.stop()
+
+
+def _checked(port: int) -> int:
+    """The port, if nobody listens on it: another server there would answer the health check in the child's place."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(f"port {port} cannot be used: {error}", hint="pick another one, or 0 for any") from None
+    return port

@@ -1,0 +1,159 @@
+"""The command line as a person or a script meets it: real processes, real signals."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import psutil
+import pytest
+
+from tests.processes import ROOT, WAIT_S, python
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.launch.tiny import make_tiny_lm
+
+COMMAND = [sys.executable, "-m", "torchrl_ext.cli.main"]
+
+
+def run(*args):
+    return subprocess.run([*COMMAND, *args], cwd=ROOT, capture_output=True, text=True, timeout=2 * WAIT_S)
+
+
+def document(done):
+    """Standard output, which has to be one JSON document and nothing else."""
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with EmbeddedServer(make_tiny_lm(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as running:
+        yield running
+
+
+def test_the_demo_learns_and_proves_that_the_engine_followed():
+    done = run("demo", "--json", "--steps", "8")
+    told = document(done)
+    assert done.returncode == 0, done.stderr
+    assert told["verified"] and told["weights_equal"] and told["greedy_equal"]
+    assert (told["transport"], told["engine"]) == ("collective", "embedded")
+    assert [report["version"] for report in told["syncs"]] == list(range(1, 10))
+    assert all(report["verified"] and report["engines"][0]["state"] == "serving" for report in told["syncs"])
+    assert told["rewards"][-1] > 2 * told["rewards"][0]
+    assert "bit-equal" in done.stderr
+
+
+def test_the_demo_follows_by_disk_with_engines_that_run_already(server):
+    done = run("demo", "--transport", "disk", "--engines", server.url, "--steps", "2", "--json")
+    told = document(done)
+    assert done.returncode == 0 and told["verified"], done.stderr
+    assert told["transport"] == "disk" and told["engines"] == [server.url]
+    assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "3", "paused": False}
+
+
+def test_without_json_the_demo_prints_nothing_on_standard_output(server):
+    done = run("demo", "--engines", server.url, "--steps", "1")
+    assert done.returncode == 0 and done.stdout == ""
+    assert "step 1" in done.stderr and "verified" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--transport", "pigeon"], "collective, disk, memory"),
+        (["--transport", "memory"], "within one process"),
+        (["--engine", "steam"], "embedded, vllm"),
+        (["--steps", "0"], "at least 1"),
+        (["--engines", "127.0.0.1:9"], "http://127.0.0.1:9"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_one_document(args, words):
+    done = run("demo", *args, "--json")
+    assert done.returncode == 1
+    assert words in document(done)["error"]
+    assert words in done.stderr and len(done.stderr.strip().splitlines()) <= 2 and "Traceback" not in done.stderr
+
+
+class Demo:
+    """A demo that would run for long, and the lines of its progress."""
+
+    def __init__(self, *args):
+        self.process = subprocess.Popen(
+            [*COMMAND, "demo", "--json", "--steps", "5000", *args],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._watchdog = threading.Timer(WAIT_S, self.process.kill)
+        self._watchdog.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._watchdog.cancel()
+        self.process.kill()
+        self.process.communicate()
+
+    def read_until(self, words):
+        for line in self.process.stderr:
+            if words in line:
+                return
+        pytest.fail(f"the demo ended before it said {words!r}")
+
+    def children(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def interrupt(self, number=signal.SIGINT):
+        self.process.send_signal(number)
+        out, _ = self.process.communicate(timeout=WAIT_S)
+        return json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"), [("starting the embedded engine", signal.SIGINT), ("step 2", signal.SIGTERM)]
+)
+def test_an_interrupt_leaves_no_process_behind(moment, number):
+    with Demo() as demo:
+        demo.read_until(moment)
+        children = demo.children()
+        assert demo.interrupt(number)["error"] == "interrupted"
+        assert demo.process.returncode == 130
+        assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
+
+
+@pytest.mark.parametrize("moment", ["bringing the engine", "step 3"])
+def test_ctrl_c_leaves_no_pause_behind_on_engines_that_run_already(server, moment):
+    with Demo("--engines", server.url) as demo:
+        demo.read_until(moment)
+        demo.interrupt()
+    assert server.alive()
+    assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}
+
+
+def test_discover_says_what_runs_where(server):
+    (told,) = document(run("discover", server.url, "--json"))["engines"]
+    assert told["kind"] == "embedded" and told["url"] == server.url and "disk" in told["transports"]
+    assert server.url in run("discover", server.url).stdout
+
+
+def test_help_lists_every_command_and_imports_none_of_them():
+    listed = python(
+        "import sys, contextlib\n"
+        "from torchrl_ext.cli.main import COMMANDS, main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "print('commands:', *COMMANDS)"
+    )
+    shown, _, names = listed.partition("commands:")
+    assert {"demo", "discover"} <= set(names.split())
+    for name in names.split():
+        (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name]]
+        assert len(line.split()) > 2
+
+
+def test_a_command_that_does_not_exist_is_answered_with_those_that_do():
+    done = run("dance")
+    assert done.returncode == 2 and "demo" in done.stderr
