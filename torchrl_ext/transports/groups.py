@@ -10,6 +10,8 @@ import os
 import socket
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -61,6 +63,7 @@ class Group:
         self.world_size = world_size = len(peers)
         self.device, self.backend, self.timeout_s, self.peers = device, backend, timeout_s, peers
         self._severed = False
+        self._begun: deque[Any] = deque()
         store = dist.PrefixStore(f"group/{generation}", board.store)
         # Ours is the deadline that speaks: the backend's comes later and only frees its threads.
         patience = timedelta(seconds=timeout_s + 5)
@@ -82,6 +85,7 @@ class Group:
             for peer in range(world_size):
                 self._listeners |= {tuple(name) for name in board.get(f"listeners/{generation}/{peer}")}
             self._connections = self._count_connections()
+        _GROUPS.add(self)
 
     @property
     def alive(self) -> bool:
@@ -99,7 +103,13 @@ class Group:
 
     def broadcast(self, flat: Tensor) -> Any:
         """Begin a broadcast from rank 0; `wait` for what is returned."""
-        return self._pg.broadcast(flat, 0)
+        if self._severed:
+            raise TransportError("the transfer was aborted")
+        while self._begun and self._begun[0].is_completed():
+            self._begun.popleft()
+        work = self._pg.broadcast(flat, 0)
+        self._begun.append(work)
+        return work
 
     def wait(self, work: Any) -> None:
         """Until a broadcast is done.
@@ -146,11 +156,12 @@ class Group:
             _bury(pg.abort)
             return
         shut_down(self._listeners)
-        last = [pg]
+        remains = [self._begun, pg]
         del pg
-        _bury(last.clear)  # its destructor waits for its threads, which end now that their sockets did
+        _bury(lambda: _put_to_rest(remains))
 
 
+_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 _BURIALS: list[threading.Thread] = []
 
 
@@ -160,9 +171,24 @@ def _bury(last_rites: Callable[[], None]) -> None:
     thread.start()
 
 
+def _put_to_rest(remains: list[Any]) -> None:
+    """Let go of a backend once nothing runs on it.
+
+    gloo leaves a send that was half-way when its connection broke to its timeout. Destroying the backend earlier
+    would block in a destructor, which takes the process down when the interpreter ends meanwhile.
+    """
+    begun, pause = remains[0], threading.Event()
+    while begun:
+        while not begun[0].is_completed():
+            pause.wait(0.01)
+        begun.popleft()
+    remains.clear()
+
+
 @atexit.register
-def _await_burials() -> None:
-    """A thread that comes back from a destructor while the interpreter ends would take the process down with it."""
+def _end_groups() -> None:
+    for group in list(_GROUPS):
+        group.sever()
     until = time.monotonic() + _LAST_RITES_S
     for thread in _BURIALS:
         thread.join(max(0.0, until - time.monotonic()))
