@@ -144,7 +144,7 @@ class TestFiles:
 MEASURE_PEAK = """
 import sys, torch
 from torchrl_ext import DiskTransport, ParamMeta, WeightSource
-SHARD, COUNT, SIZE = 32 << 20, 64, 4 << 20
+SHARD, COUNT, SIZE = 96 << 20, 96, 4 << 20
 
 class Gathering(WeightSource):  # every tensor is made for the pass, as a gathered one is
     def params(self):

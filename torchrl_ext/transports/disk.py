@@ -32,7 +32,7 @@ __all__ = ["DiskTransport"]
 log = logging.getLogger("torchrl_ext")
 
 _INDEX = "model.safetensors.index.json"
-_IN_FLIGHT_BYTES = 256 << 20
+_IN_FLIGHT_BYTES = 64 << 20
 _VISIBLE_S = 2.0  # what a shared filesystem may take to show a new name
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
@@ -122,7 +122,7 @@ class DiskTransport(Transport):
         where = {meta.name: shard.name for shard in shards for meta in shard.params}
         with self._store.draft(version_name(version), needed_bytes=sum(sizes.values())) as draft:
             checksums = write_shards(
-                draft.path, shards, checked(source, params), in_flight_bytes=min(self._shard_bytes, _IN_FLIGHT_BYTES)
+                draft.path, shards, checked(source, params), in_flight_bytes=min(self._shard_bytes // 2, _IN_FLIGHT_BYTES)
             )
             for name, data in files.items():
                 draft.write(name, data)

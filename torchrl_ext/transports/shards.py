@@ -17,9 +17,8 @@ from torchrl_ext.weights.tensorfile import CHUNK_BYTES, Layout
 
 __all__ = ["write_shards"]
 
-_WRITERS = 2  # a write to the page cache is a copy: one thread does not fill the memory's bandwidth
 _BATCH_BYTES = 8 << 20
-_SYNC_BYTES = 128 << 20
+_SYNC_BYTES = 64 << 20
 _MAX_BUFFERS = 512  # below IOV_MAX
 
 
@@ -46,7 +45,7 @@ def write_shards(
     checksums: dict[str, str] = {}
     flow = _Flow(in_flight_bytes)
     files = [_ShardFile(folder / shard.name, shard, flow, checksums) for shard in shards]
-    writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="torchrl-ext-write")
+    writer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-write")  # two would wait for one inode's lock
     syncer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-fsync")
     finished: list[Future[None]] = []
     try:
@@ -60,7 +59,7 @@ def write_shards(
                 waiting += meta.nbytes
                 if waiting >= _BATCH_BYTES or len(batch) >= _MAX_BUFFERS or last == 0:
                     flow.take(waiting)
-                    written.append(writers.submit(file.write, batch, waiting))
+                    written.append(writer.submit(file.write, batch, waiting))
                     unsynced += waiting
                     batch, waiting = [], 0
                 if unsynced >= _SYNC_BYTES:  # the device starts while later tensors are still copied
@@ -71,7 +70,7 @@ def write_shards(
         for future in finished:
             future.result()
     finally:
-        writers.shutdown(cancel_futures=True)
+        writer.shutdown(cancel_futures=True)
         syncer.shutdown(cancel_futures=True)
         for file in files:
             file.close()
@@ -103,7 +102,7 @@ class _Flow:
 
 
 class _ShardFile:
-    """One file being written by several threads, each at offsets of its own."""
+    """One file that one thread writes while another one syncs it."""
 
     def __init__(self, path: Path, layout: Layout, flow: _Flow, checksums: dict[str, str]) -> None:
         self.layout = layout

@@ -40,7 +40,7 @@ class PeftSource(WeightSource):
         module: a ``PeftModel``, or a module that contains one.
 
     Raises:
-        ConfigError: names the first layer with an adapter that is no plain LoRA of a linear, embedding or convolution
+        ConfigError: names the first layer whose adapter is no plain LoRA of a linear, embedding, 2-d or 3-d convolution
             (DoRA, prompt tuning, ...).
     """
 
@@ -55,7 +55,7 @@ class PeftSource(WeightSource):
     def _merged(self, tensor: Tensor, layer: Any) -> Tensor:
         merged = tensor.detach().clone()
         for adapter in _active(layer):
-            merged += layer.get_delta_weight(adapter).to(merged.dtype)
+            merged += layer.get_delta_weight(adapter)  # a wider adapter is rounded once, after the addition
         return merged
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -89,7 +89,7 @@ class PeftSource(WeightSource):
     def _wrappers(self) -> tuple[dict[str, Any], dict[str, str]]:
         """LoRA layers by path; and for each ``modules_to_save`` wrapper the child in use, by path."""
         from peft import PeftModel
-        from peft.tuners.lora import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoraModel
+        from peft.tuners.lora import Conv2d, Conv3d, Embedding, Linear, LoraModel
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
@@ -103,7 +103,7 @@ class PeftSource(WeightSource):
             elif isinstance(part, AuxiliaryTrainingWrapper):
                 raise _refused(path, type(part).__name__)
             elif isinstance(part, BaseTunerLayer):
-                if not isinstance(part, (Linear, Embedding, Conv1d, Conv2d, Conv3d)):
+                if not isinstance(part, (Linear, Embedding, Conv2d, Conv3d)):
                     raise _refused(path, type(part).__name__)
                 for adapter in _active(part):
                     if adapter in part.lora_variant or part.lora_bias.get(adapter):
@@ -141,6 +141,6 @@ def _kept(name: str, layers: Mapping[str, Any], saved: Mapping[str, str]) -> str
 def _refused(path: str, kind: str) -> ConfigError:
     return ConfigError(
         f"the adapter {kind} at {path or 'the root'!r} cannot be merged on the way out",
-        expected="plain LoRA of linear, embedding and convolution layers, and modules_to_save",
+        expected="plain LoRA of linear, embedding and (2-d, 3-d) convolution layers, and modules_to_save",
         hint="call merge_and_unload() on a copy and send that, or give a WeightSource of your own",
     )

@@ -1,0 +1,176 @@
+"""FSDP2 trainers: real gloo ranks, each in a process of its own, gather in lockstep; rank 0 alone talks to engines."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.processes import ROOT, WAIT_S
+
+PRELUDE = """
+import datetime, sys, torch, torch.distributed as dist, torchrl_ext as tx
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.source import as_source, checked
+
+rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+)
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 6))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.one = nn.Parameter(torch.randn(1, 3))  # rank 1 holds nothing of it
+        self.other = nn.Parameter(torch.randn(1, 3))
+        self.register_buffer("steps", torch.tensor(3))
+    def forward(self, x):
+        return self.head(self.body(self.embed(x))) + self.one.sum() + self.other.sum()
+
+def plain():
+    torch.manual_seed(0)
+    return Policy()
+
+def sharded():
+    policy = plain()
+    fully_shard(policy.body)
+    fully_shard(policy)
+    return policy
+
+def trained(policy):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    policy(torch.arange(7)).square().sum().backward()
+    optimizer.step()
+    return policy
+"""
+
+TWO_RANKS = {
+    "every rank replays one order and the gathered values are the plain model's": """
+policy, reference = sharded(), plain()
+source = as_source(policy)
+assert source.params() == as_source(reference).params(), (source.params(), as_source(reference).params())
+for _ in range(2):
+    found = {meta.name: tensor for meta, tensor in checked(source)}
+    for name, tensor in as_source(reference):
+        assert torch.equal(found[name], tensor), name
+assert "head.weight" not in found and "embed.weight" in found
+orders = [None] * world
+dist.all_gather_object(orders, [meta.name for meta in source.params()])
+assert orders[0] == orders[1]
+""",
+    "rank 0 keeps an engine at the trained weights": """
+policy, served = sharded(), plain()
+sender = tx.WeightSender(tx.MemoryTransport(), tx.InProcessEngine(served) if rank == 0 else None, rank=rank)
+sender.register_model(policy)
+for step in (1, 2):
+    trained(policy)
+    report = sender.update_weights()
+    assert report.version == step == sender.version
+reference = dict(as_source(policy))
+for name, tensor in as_source(served):
+    assert torch.equal(tensor, reference[name]) == (rank == 0 or name == "steps"), (rank, name)
+assert report.verified == (rank == 0)
+""",
+    "rank 0 publishes the whole checkpoint on disk in another dtype": """
+policy = trained(sharded())
+sender = tx.WeightSender(tx.DiskTransport(folder, shard_bytes=128), rank=rank, dtype=torch.bfloat16)
+sender.register_model(policy)
+sender.update_weights()
+reference = dict(as_source(policy))
+dist.barrier()
+received = tx.DiskTransport(folder).receive_weights(30)
+assert set(received.keys()) == set(reference)
+for name, tensor in reference.items():
+    assert torch.equal(received[name], tensor.bfloat16() if tensor.is_floating_point() else tensor), name
+""",
+    "a failure on rank 0 at any moment leaves no rank waiting": """
+from torchrl_ext.transports.base import Transport
+from torchrl_ext.errors import TransportError
+
+class Broken(tx.MemoryTransport):
+    def __init__(self):
+        super().__init__()
+        self.stop_after = 0
+    def open(self, workers, params):
+        if self.stop_after is None:
+            raise TransportError("cannot open")
+        return super().open(workers, params)
+    def prepare(self, source, version):
+        stream = iter(source)
+        for _ in range(self.stop_after):
+            next(stream)
+        raise TransportError("cannot prepare")
+
+policy, served = sharded(), plain()
+transport = Broken()
+sender = tx.WeightSender(transport, tx.InProcessEngine(served) if rank == 0 else None, rank=rank)
+sender.register_model(policy)
+for moment in (None, 0, 1, 4, len(as_source(policy).params())):
+    transport.stop_after = moment
+    try:
+        sender.update_weights()
+    except tx.WeightSyncError as error:
+        assert rank == 0 and "cannot" in str(error)
+    else:
+        assert rank == 1
+    dist.barrier()
+""",
+    "a parameter that diverges from the manifest is named and leaves no rank waiting": """
+class Wrong(tx.WeightSource):
+    def __init__(self, source):
+        self.source = source
+    def params(self):
+        params = self.source.params()
+        return (params[1], params[0], *params[2:]) if rank == 0 else params
+    def __iter__(self):
+        return iter(self.source)
+source = Wrong(as_source(sharded()))
+sender = tx.WeightSender(tx.DiskTransport(folder), rank=rank)
+try:
+    sender.update_weights(source)
+except tx.WeightSyncError as error:
+    assert rank == 0 and "parameter 0 of the source is" in str(error), error
+else:
+    assert rank == 1
+dist.barrier()
+""",
+}
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("scenario", TWO_RANKS)
+def test_with_two_ranks(scenario, tmp_path):
+    run_ranks(TWO_RANKS[scenario], tmp_path)
+
+
+def run_ranks(scenario, folder, world=2):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = PRELUDE + scenario + "\ndist.barrier()\ndist.destroy_process_group()\n"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(world), str(port), str(folder)],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=WAIT_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n\n".join(text[-3000:] for text in said)
