@@ -101,7 +101,8 @@ class InferenceClient:
             EngineUnreachableError, EngineRefusedError: what the engine said to the first request that failed.
             DeadlineError: not every generation came in time.
         """
-        params = {"n": n, "max_tokens": max_tokens, "temperature": temperature, **sampling}
+        asked = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
+        params = {"n": asked, "max_tokens": max_tokens, "temperature": temperature, **sampling}
         params |= {"logprobs": 0} if logprobs else {}
         params |= {"stop_token_ids": list(stop_token_ids)} if stop_token_ids else {}
         bodies = []
@@ -111,7 +112,8 @@ class InferenceClient:
             seeded = params if seed is None else {**params, "seed": seed + i * n}
             bodies.append({"token_ids": [int(token) for token in prompt], "sampling_params": seeded})
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        return [generation for group in self._all(bodies, until) for generation in group]
+        groups = self._all(bodies, until)
+        return [generation for group in groups for generation in (group if asked == n else group * n)]
 
     def close(self) -> None:
         """Drop the connections. May be called twice."""
