@@ -39,7 +39,7 @@ setup(
         "xxhash>=3.4",
         "httpx>=0.27",
         "rich>=13",
-        "transformers>=4.51",
+        "transformers>=4.56",
         "starlette>=0.37",
         "uvicorn>=0.29",
         "filelock>=3.12",
