@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CheckpointSource": "weights.checkpoint",
+    "DeltaTransport": "transports.delta",
     "DiskTransport": "transports.disk",
     "EmbeddedEngine": "rpc.embedded",
     "EngineClient": "rpc.client",

@@ -94,6 +94,7 @@ transports.register(
 transports.register(
     "disk", "torchrl_ext.transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"
 )
+transports.register("delta", "torchrl_ext.transports.delta:DeltaTransport", "only what changed, as a chain of versions")
 transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
 
 engines = Registry("engine")

@@ -81,6 +81,11 @@ class SparsePatch(_Places):
         return torch.from_numpy(self.values).view(_VIEWS[self.values.itemsize])
 
 
+    def only(self, chosen: slice | np.ndarray) -> SparsePatch:
+        """The part at some of the places: a slice, or increasing numbers of places."""
+        return SparsePatch(self.meta, self.indices[chosen], self.values[chosen])
+
+
 @dataclass(frozen=True, eq=False)
 class StepPatch(_Places):
     """Steps in units in the last place at some places; whoever holds the old bits there can resolve them.
@@ -96,6 +101,10 @@ class StepPatch(_Places):
 
     def __post_init__(self) -> None:
         self._check(self.steps)
+
+    def only(self, chosen: slice | np.ndarray) -> StepPatch:
+        """The part at some of the places: a slice, or increasing numbers of places."""
+        return StepPatch(self.meta, self.indices[chosen], self.steps[chosen])
 
     def resolve(self, old: np.ndarray) -> SparsePatch:
         """The new bits, from the old ones at these places.

@@ -41,8 +41,12 @@ class Draft:
         self.path = path
 
     def write(self, name: str, data: bytes) -> None:
-        """Write one small file durably."""
-        _write_durably(self.path / checked_key(name), data)
+        """Write one file durably; a ``/`` in its name makes a folder."""
+        path = self.path / checked_key(name)
+        path.parent.mkdir(exist_ok=True)
+        _write_durably(path, data)
+        if path.parent != self.path:
+            _sync_folder(path.parent)
 
 
 class LocalStore(Store):

@@ -9,7 +9,7 @@ import torch
 
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.registry import transports
-from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.base import Changes, Transport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.loader import WeightLoader, as_loader
 
@@ -31,6 +31,8 @@ class WeightReceiver:
         self._transport = transport
         self._rank = rank
         self._sealed = False
+        self._intact = True  # the model holds one version, and not parts of several
+        self._staged: Changes | None = None
         self.version = 0
 
     # driven by an engine
@@ -48,16 +50,30 @@ class WeightReceiver:
             self._transport.shutdown()
         self._transport = transports.load(info["transport"]).from_info(info)
         self._transport.join({**info, "rank": info.get("rank_offset", 1) + self._rank})
+        self._transport.retain(lambda name: not loader.patchable(name))
+        self._staged = None
 
     def prefetch(self, version: int) -> None:
-        """Do for ``version`` whatever can be done while the engine serves."""
-        self._require_transport().prefetch(version)
+        """Do for ``version`` whatever can be done while the engine serves: fetch, check, decode, translate.
+
+        Raises:
+            WeightSyncError: the version cannot be had; the engine goes on with what it serves.
+        """
+        transport, loader, self._staged = self._require_transport(), self._require_loader(), None
+        changes = transport.changes(version, loader.position_digests) if self._intact else None
+        if changes is None:
+            transport.prefetch(version)
+        else:
+            loader.stage(changes)
+            self._staged = changes
 
     def start(self) -> None:
         """The engine is idle: make ready to load."""
         self._require_transport()
         self._sealed = False
-        self._require_loader().start()
+        if self._staged is None:
+            self._intact = False
+            self._require_loader().start()
 
     def load(self, info: Info) -> None:
         """Receive one handoff; or compare digests when ``info`` has ``verify``; or, with ``seal``, end the load.
@@ -73,13 +89,23 @@ class WeightReceiver:
             loader.finish()
             self._sealed = True
             return
-        loader.load(self._require_transport().receive(info, loader.targets()))
+        transport, staged, self._staged = self._require_transport(), self._staged, None
+        if staged is not None and staged.reached[1] == info["version"]:
+            self._intact = False
+            loader.commit()
+            transport.landed(staged)
+            return
+        if self._intact:  # what was staged is another version
+            self._intact = False
+            loader.start()
+        loader.load(transport.receive(info, loader.targets()))
 
     def finish(self, version: int) -> None:
         """Everything arrived."""
         if not self._sealed:
             self._require_loader().finish()
         self._sealed = False
+        self._intact = True
         self.version = version
 
     def abort(self) -> None:

@@ -154,7 +154,7 @@ class WeightSender:
                 with in_background(self._engine.load, handoff.info, self._transport.abort):
                     handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
                 handoff.release()
-            if self._verify:
+            if self._verify and not self._transport.proves:
                 self._engine.load({"verify": source.digests()})
 
     # its helpers
@@ -165,7 +165,8 @@ class WeightSender:
             raise NotConnectedError(
                 "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
             )
-        return Outgoing(as_source(model), mapper=self._mapper, dtype=self._dtype, digests=self._verify)
+        digests = self._verify and not self._transport.proves
+        return Outgoing(as_source(model), mapper=self._mapper, dtype=self._dtype, digests=digests)
 
     def _connect(self, params: tuple[ParamMeta, ...]) -> None:
         if self._connected_to == params:

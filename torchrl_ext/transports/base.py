@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.loader import TensorsLoader, as_loader
 from torchrl_ext.weights.source import WeightSource, as_source, is_mapping
 
-__all__ = ["TransferStats", "Transport"]
+__all__ = ["Changes", "TransferStats", "Transport"]
 
 
 @dataclass
@@ -37,6 +37,27 @@ class TransferStats:
     bytes: int | None = None
     density: float = 1.0
     spans: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What leads from the version that a worker holds to another one, folded: no element twice.
+
+    Attributes:
+        held: run id and number of the version that it starts from.
+        reached: run id and number of the version that it leads to.
+        params: every parameter of the model, in order.
+        patches: makes one pass over the changed ones (`torchrl_ext.codecs.patch.Patch`).
+        digests: position digest of every tensor at the end, 32 hex digits, by name.
+        whole: the tensors of some names at the end, from the host copies that `Transport.retain` asked for.
+    """
+
+    held: tuple[str, int]
+    reached: tuple[str, int]
+    params: tuple[ParamMeta, ...]
+    patches: Callable[[], Iterator[Any]]
+    digests: Mapping[str, str]
+    whole: Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
 
 
 class Transport(ABC):
@@ -55,6 +76,8 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
+    proves: ClassVar[bool] = False
+    """Workers hold every tensor against digests that travel with the weights; a sender needs no proof of its own."""
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -118,6 +141,21 @@ class Transport(ABC):
 
     def decline(self, info: Info, error: BaseException) -> None:  # noqa: B027 - only a collective must stay in step
         """Worker end: a handoff that `poll` gave cannot land here, for the reason in ``error``; do not wait for it."""
+
+    def retain(self, names: Callable[[str], bool]) -> None:  # noqa: B027 - transports of full versions keep nothing
+        """Worker end: keep host copies of the tensors that ``names`` accepts; the loader needs them whole."""
+
+    def changes(self, version: int, held: Callable[[], Mapping[str, str]]) -> Changes | None:
+        """Worker end: fetch and check what leads to ``version`` while the engine serves; None where it comes in full.
+
+        Args:
+            version: where to.
+            held: position digests of what the model holds now, should it be needed.
+        """
+        return None
+
+    def landed(self, changes: Changes) -> None:  # noqa: B027 - without changes there is nothing to follow
+        """Worker end: what `changes` gave is in the model."""
 
     def prefetch(self, version: int) -> None:  # noqa: B027 - nothing to fetch ahead is a fine default
         """Fetch, check and stage ``version`` while the engine still serves."""

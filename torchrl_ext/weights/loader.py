@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,26 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.source import MappingSource, ModuleSource, is_mapping, is_tensordict_module
 
-__all__ = ["TensorsLoader", "WeightLoader", "as_loader"]
+if TYPE_CHECKING:
+    from torchrl_ext.weights.landing import Patcher
+
+__all__ = ["Staging", "TensorsLoader", "WeightLoader", "as_loader"]
+
+
+class Staging(Protocol):
+    """What `WeightLoader.stage` uses of a transport's changes."""
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Position digest of every tensor at the end, 32 hex digits, by name."""
+
+    @property
+    def patches(self) -> Callable[[], Iterator[Any]]:
+        """Makes one pass over the changed tensors (`torchrl_ext.codecs.patch.Patch`)."""
+
+    @property
+    def whole(self) -> Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]:
+        """Tensors at the end, of names that are not patchable."""
 
 
 class WeightLoader(ABC):
@@ -42,6 +61,26 @@ class WeightLoader(ABC):
         """Tensors that a transport may fill directly, by checkpoint name; may be empty."""
         return {}
 
+    def patchable(self, name: str) -> bool:
+        """Whether changes of this checkpoint tensor can be written into the model element by element."""
+        return False
+
+    def position_digests(self) -> dict[str, str]:
+        """Position digest of every checkpoint tensor that the model holds, 32 hex digits; recomputed from its bytes."""
+        raise ConfigError(f"a {type(self).__name__} cannot read back what its model holds")
+
+    def stage(self, changes: Staging) -> None:
+        """Translate changes while the model is in use, and hold the result against ``changes.digests``.
+
+        Raises:
+            IntegrityError: what would come out is not what the trainer has (a wrong base, mostly); names the tensor.
+        """
+        raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
+
+    def commit(self) -> None:
+        """Write what was staged. The model is idle."""
+        raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
+
     def resident(self) -> Iterator[tuple[str, Tensor]]:
         """What the model holds now, in checkpoint coordinates, as far as it can be read back."""
         return iter(())
@@ -67,6 +106,7 @@ class TensorsLoader(WeightLoader):
         is_module = isinstance(target, nn.Module) and not is_tensordict_module(target)
         self._target = ModuleSource(target) if is_module else MappingSource(target)
         self._partial = partial
+        self._patcher: Patcher | None = None
 
     def targets(self) -> Mapping[str, Tensor]:
         return {name: tensor.detach() for name, tensor in self._target._tensors()}
@@ -102,6 +142,36 @@ class TensorsLoader(WeightLoader):
                 )
             if tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
                 target.copy_(tensor)
+        self._patcher = None
+
+    def patchable(self, name: str) -> bool:
+        return True
+
+    def position_digests(self) -> dict[str, str]:
+        return {name: digest.hex() for name, (digest, _) in self._patches().recomputed().items()}
+
+    def stage(self, changes: Staging) -> None:
+        self._patches().stage(changes)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        self._patches().commit()
+
+    def _patches(self) -> Patcher:
+        """The parameters are looked up anew: training code may have put others in their place."""
+        from torchrl_ext.weights.landing import Patcher, identity
+
+        targets = self.targets()
+        known = self._patcher
+        same = known is not None and all(
+            (piece.destination.data_ptr(), piece.destination.numel()) == (targets[name].data_ptr(), targets[name].numel())
+            for name, (piece,) in known.pieces.items()
+            if not targets[name].is_complex()
+        )
+        if known is None or not same:
+            once = {meta.name for meta in self._target.params()}
+            known = self._patcher = Patcher(identity({name: targets[name] for name in once}))
+        return known
 
     def resident(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._target)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
 
-__all__ = ["PositionDigest", "position_digest"]
+__all__ = ["PositionDigest", "digest_at", "position_digest"]
 
 _VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _PIECE = 1 << 20  # elements per task
@@ -59,6 +59,18 @@ class PositionDigest:
         total = np.zeros(2, np.uint64)
         digest_change(np.ascontiguousarray(indices), np.ascontiguousarray(old), np.ascontiguousarray(new), total)
         return self.plus((int(total[0]), int(total[1])))
+
+    def joined(self, indices: np.ndarray, bits: np.ndarray) -> PositionDigest:
+        """The digest after elements joined.
+
+        Args:
+            indices: flat positions in the full tensor, int64, shape (k,).
+            bits: raw bits, unsigned, shape (k,).
+        """
+        from torchrl_ext.weights.position_kernel import digest_runs
+
+        one, two = digest_runs(bits, 1, np.ascontiguousarray(indices))
+        return self.plus((int(one), int(two)))
 
     def hex(self) -> str:
         """32 hex digits."""
@@ -105,6 +117,20 @@ def position_digest(
     bits = local.reshape(-1).view(_VIEWS[local.element_size()]).numpy()
     run, first = _runs(sizes, full, begin)
     return _total(bits, run, first, threads)
+
+
+def digest_at(bits: Tensor, *, start: int = 0, positions: Tensor | None = None, threads: int = 1) -> PositionDigest:
+    """Digest of raw elements at given places of a full tensor.
+
+    Args:
+        bits: integers of the element's width, 1-D.
+        start: position of the first one, when they follow each other.
+        positions: int64, shape of ``bits``: the position of each, when they do not.
+    """
+    units = bits.detach().cpu().contiguous().view(_VIEWS[bits.element_size()]).numpy()
+    if positions is None:
+        return _total(units, units.size, np.full(1, start, np.int64), threads)
+    return PositionDigest().joined(positions.numpy(), units)
 
 
 def _runs(sizes: tuple[int, ...], full: tuple[int, ...], begin: tuple[int, ...]) -> tuple[int, np.ndarray]:

@@ -1,0 +1,174 @@
+"""`DeltaManifest`: the last file of a delta. What changed against which version, where its bytes lie, what must come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
+from torchrl_ext.stores.base import checked_key
+from torchrl_ext.types import Info, ParamMeta
+
+__all__ = ["DELTA_FORMAT", "DELTA_FORMAT_NUMBER", "DeltaManifest", "DeltaParam"]
+
+DELTA_FORMAT, DELTA_FORMAT_NUMBER = "torchrl_ext.delta", 1
+_DIGEST = "position-2x64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaParam:
+    """One parameter of a delta.
+
+    Attributes:
+        meta: what it is.
+        digest: position digest of the whole tensor *after* this delta (`torchrl_ext.weights.position_digest`).
+        changed: units that changed; 0 means that nothing of the rest is set.
+        codec: index into the manifest's ``codecs``.
+        file: where the payload lies; "" where the container knows by itself.
+        offset, nbytes: which bytes of the file.
+    """
+
+    meta: ParamMeta
+    digest: str
+    changed: int = 0
+    codec: int = 0
+    file: str = ""
+    offset: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaManifest:
+    """What a delta holds.
+
+    Attributes:
+        version: the version that it leads to.
+        base_version: the version that it starts from.
+        run_id: the trainer process that published it.
+        base_run_id: the one that published the base.
+        container: how payloads are laid out in files (`torchrl_ext.transports.containers`).
+        codecs: JSON of every codec used.
+        params: every parameter, changed or not, in the order of the source.
+        files: size in bytes of every file beside the manifest.
+    """
+
+    version: int
+    base_version: int
+    run_id: str
+    base_run_id: str
+    container: str
+    codecs: tuple[Info, ...]
+    params: tuple[DeltaParam, ...]
+    files: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payload files."""
+        return sum(self.files.values())
+
+    @property
+    def changed(self) -> int:
+        """Units that changed in all parameters."""
+        return sum(param.changed for param in self.params)
+
+    def to_bytes(self) -> bytes:
+        """JSON, UTF-8. A parameter is ``[name, dtype, shape, digest]``, or that and where its change lies."""
+        rows = []
+        for param in self.params:
+            row = [*param.meta.to_json(), param.digest]
+            if param.changed:
+                row += [param.changed, param.codec, param.file, param.offset, param.nbytes]
+            rows.append(json.dumps(row, separators=(",", ":")))
+        head = {
+            "format": DELTA_FORMAT,
+            "format_number": DELTA_FORMAT_NUMBER,
+            "version": self.version,
+            "base_version": self.base_version,
+            "run_id": self.run_id,
+            "base_run_id": self.base_run_id,
+            "digest": _DIGEST,
+            "container": self.container,
+            "codecs": list(self.codecs),
+            "files": dict(self.files),
+        }
+        lines = ",\n".join(rows)
+        return f'{json.dumps(head, indent=2)[:-2]},\n  "params": [\n{lines}\n  ]\n}}\n'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> DeltaManifest:
+        """Inverse of `to_bytes`.
+
+        Args:
+            data: the file's content; untrusted.
+            where: its path, for messages.
+
+        Raises:
+            IntegrityError: no manifest of a format that this version of the library reads, or a hostile one.
+        """
+        try:
+            found = json.loads(data)
+            if (found["format"], found["format_number"], found["digest"]) != (
+                DELTA_FORMAT,
+                DELTA_FORMAT_NUMBER,
+                _DIGEST,
+            ):
+                raise IntegrityError(
+                    f"{where} is format {found['format']!r} number {found['format_number']!r}",
+                    expected=f"{DELTA_FORMAT!r} number {DELTA_FORMAT_NUMBER} with {_DIGEST} digests",
+                    hint="use the same torchrl_ext version on both sides",
+                )
+            files = {_plain(name): _count(size) for name, size in found["files"].items()}
+            codecs = tuple(found["codecs"])
+            params = tuple(_param(row, files, len(codecs)) for row in found["params"])
+            if len({param.meta.name for param in params}) != len(params):
+                raise ValueError("a parameter is listed twice")
+            manifest = cls(
+                version=_count(found["version"]),
+                base_version=_count(found["base_version"]),
+                run_id=str(found["run_id"]),
+                base_run_id=str(found["base_run_id"]),
+                container=str(found["container"]),
+                codecs=codecs,
+                params=params,
+                files=files,
+            )
+            if not manifest.base_version < manifest.version:
+                raise ValueError(f"its base is version {manifest.base_version}")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError, StoreError) as error:
+            raise IntegrityError(f"{where} is damaged: {error}", state="nothing was read from this version") from None
+        return manifest
+
+
+def _param(row: list[Any], files: Mapping[str, int], codecs: int) -> DeltaParam:
+    meta, digest, rest = ParamMeta.from_json(row[:3]), row[3], row[4:]
+    if not isinstance(digest, str) or len(digest) != 32:
+        raise ValueError(f"digest of {meta.name!r} is {digest!r}")
+    if not rest:
+        return DeltaParam(meta=meta, digest=digest)
+    changed, codec, file, offset, nbytes = rest
+    param = DeltaParam(
+        meta=meta,
+        digest=digest,
+        changed=_count(changed),
+        codec=_count(codec),
+        file=str(file),
+        offset=_count(offset),
+        nbytes=_count(nbytes),
+    )
+    if param.codec >= codecs or (file and param.offset + param.nbytes > files.get(param.file, -1)):
+        raise ValueError(f"the payload of {meta.name!r} lies outside of the files")
+    return param
+
+
+def _plain(name: Any) -> str:
+    if not isinstance(name, str) or "/" in checked_key(name):
+        raise ValueError(f"{name!r} is not a file name")
+    return name
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value

@@ -1,0 +1,101 @@
+"""The trainer's copy of what the newest version holds: deltas are taken against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.codecs.base import Codec, Encoded
+from torchrl_ext.codecs.stream import encode_tensors
+from torchrl_ext.stores.chain import Held
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.position_digest import PositionDigest, position_digest
+from torchrl_ext.weights.source import WeightSource, checked
+
+__all__ = ["Baseline"]
+
+
+class Baseline(WeightSource):
+    """Host copies of every tensor, their digests, and the version that they are.
+
+    While a version is being made the copies are neither the old one nor the new one: `version` is None then, and stays
+    so when the attempt fails. The next version is a full one in that case, which seeds the copies again.
+    """
+
+    def __init__(self) -> None:
+        self._params: tuple[ParamMeta, ...] = ()
+        self._tensors: dict[str, Tensor] = {}
+        self._digests: dict[str, PositionDigest] = {}
+        self._files: Mapping[str, bytes] = {}
+        self.version: Held | None = None
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._params
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._files
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((meta.name, self._tensors[meta.name]) for meta in self._params)
+
+    def fits(self, params: tuple[ParamMeta, ...]) -> bool:
+        """Whether a delta of these parameters can be taken."""
+        return self.version is not None and params == self._params
+
+    def digests(self) -> dict[str, str]:
+        """Position digest of every tensor, 32 hex digits."""
+        return {name: digest.hex() for name, digest in self._digests.items()}
+
+    def seeding(self, source: WeightSource) -> WeightSource:
+        """``source``, of which each tensor that is iterated is kept; iterate to the end, then set `version`."""
+        return _Seeding(self, source)
+
+    def seed(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
+        """One pass of `seeding`."""
+        self.version, self._params, self._files = None, source.params(), source.files()
+        known, self._tensors, self._digests = self._tensors, {}, {}
+        for meta, tensor in checked(source, self._params):
+            copy = known.pop(meta.name, None)
+            if copy is None or ParamMeta.of(meta.name, copy) != meta:
+                copy = torch.empty(meta.shape, dtype=meta.dtype, pin_memory=tensor.is_cuda)
+            copy.copy_(tensor)
+            self._tensors[meta.name] = copy
+            self._digests[meta.name] = position_digest(copy)
+            yield meta.name, copy
+
+    def encode(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
+        """What changed in each tensor since `version`; the copies follow behind. Iterate to the end, then set `version`."""
+        self.version = None
+        waiting: dict[str, Tensor] = {}
+
+        def triples() -> Iterator[tuple[str, Tensor, Tensor]]:
+            for meta, tensor in checked(source, self._params):
+                waiting[meta.name] = tensor = tensor.cpu().contiguous()
+                yield meta.name, self._tensors[meta.name], tensor
+
+        for change in encode_tensors(triples(), codec):
+            name = change.meta.name
+            tensor = waiting.pop(name)
+            if change.changed:
+                self._tensors[name].copy_(tensor)
+                if change.digest is None:
+                    self._digests[name] = position_digest(tensor)
+                else:
+                    self._digests[name] = self._digests[name].plus(change.digest)
+            yield change
+
+
+class _Seeding(WeightSource):
+    def __init__(self, baseline: Baseline, source: WeightSource) -> None:
+        self._baseline, self._source = baseline, source
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._source.params()
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._baseline.seed(self._source)

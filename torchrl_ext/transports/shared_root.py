@@ -1,0 +1,76 @@
+"""A directory that trainer and workers must both see: the probe that tells whether they do."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+
+from torchrl_ext.errors import StoreError
+from torchrl_ext.stores import LocalStore
+from torchrl_ext.stores.local import TEMPORARY
+from torchrl_ext.transports.base import deadline
+from torchrl_ext.types import Info
+
+__all__ = ["VISIBLE_S", "SharedRoot"]
+
+VISIBLE_S = 2.0  # what a shared filesystem may take to show a new name
+_LOOK_S = 0.1
+
+
+class SharedRoot:
+    """Both ends of the probe.
+
+    Args:
+        store: the directory, as this process sees it.
+        token: what the probe holds; names the trainer's run.
+    """
+
+    def __init__(self, store: LocalStore, token: str) -> None:
+        self._store, self._token = store, token
+        self._probe: str | None = None
+
+    def invite(self) -> Info:
+        """Trainer end: write a probe; what workers need to look for it."""
+        self.clear()
+        self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
+        self._store.put(self._probe, self._token.encode())
+        return {
+            "root": str(self._store.root),
+            "probe": self._probe,
+            "run_id": self._token,
+            "host": socket.gethostname(),
+        }
+
+    def clear(self) -> None:
+        """Trainer end: remove the probe."""
+        if self._probe is not None:
+            with suppress(StoreError):
+                self._store.delete(self._probe)
+            self._probe = None
+
+    def find(self, info: Info, timeout_s: float, aborted: threading.Event) -> None:
+        """Worker end: look for the trainer's probe.
+
+        Raises:
+            StoreError: it is not here, so the root is only visible to the trainer, or another directory.
+        """
+        here, trainer = f"{self._store.root} on {socket.gethostname()}", f"{info['root']} on {info['host']}"
+        until = deadline(min(VISIBLE_S, timeout_s))
+        while True:
+            with suppress(FileNotFoundError):
+                found = self._store.get(info["probe"])
+                break
+            if not self._store.root.is_dir() or time.monotonic() > until:
+                raise StoreError(
+                    f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the "
+                    "trainer",
+                    expected=f"the file {info['probe']}",
+                    state="no weights were sent; this engine serves what it has",
+                    hint="pick a root on a filesystem that is mounted on both hosts under the same path",
+                )
+            aborted.wait(_LOOK_S)
+        if found != info["run_id"].encode():
+            raise StoreError(f"{here} and {trainer} are different directories")
