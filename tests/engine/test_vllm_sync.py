@@ -122,7 +122,7 @@ def test_a_tensor_parallel_engine_refuses_and_goes_on(tensor_parallel_vllm, tmp_
             {"model.layers.0.self_attn.o_proj.weight": torch.zeros(128, 130)},
             {"model.layers.0.extra.weight": torch.zeros(3)},
         ):
-            with pytest.raises(tx.WeightSyncError, match="worker 0, 1: ManifestError"):
+            with pytest.raises(tx.WeightSyncError, match=r"worker 0, 1: ManifestError"):
                 sender.update_weights({**state, **change})
             assert tensor_parallel_vllm.tokens() == greedy(good)
         last = tiny_model(44)

@@ -90,9 +90,14 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._together(lambda: self._receiver.load(update_info.info), on_failure=self._receiver.abort)
 
     def finish_weight_update(self) -> None:
-        """End the update. What can fail was done when the update was sealed, or the update failed and is abandoned."""
+        """End the update. It was sealed before, so nothing is left that could fail; or it is abandoned."""
         self._open = False
-        self._receiver.finish(self._receiver.version)
+        missing = self._loader.missing()
+        if missing:
+            log.error("a weight update was ended with %d parameters missing, and is dropped", len(missing))
+            self._loader.roll_back()
+        else:
+            self._receiver.finish(self._receiver.version)
 
     def shutdown(self) -> None:
         self._receiver.close()

@@ -75,7 +75,7 @@ class VLLMLoader(WeightLoader):
                     expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
                     state=_UNCHANGED,
                 )
-        self._roll_back()
+        self.roll_back()
         with self._on_meta() as (targets, needed):
             placement = record(self._model.load_weights, params, targets)
         self._refuse_strangers(placement)
@@ -90,7 +90,7 @@ class VLLMLoader(WeightLoader):
         self._placement = placement
 
     def start(self) -> None:
-        self._roll_back()
+        self.roll_back()
         self._digests = {}
         initialize_layerwise_reload(self._model)
         self._loading = True
@@ -112,11 +112,10 @@ class VLLMLoader(WeightLoader):
         """
         if not self._loading:
             return
-        announced = self._placement.params if self._placement is not None else ()
-        missing = [meta.name for meta in announced if meta.name not in self._digests]
+        missing = self.missing()
         if missing:
             raise IntegrityError(
-                f"{len(missing)} of {len(announced)} parameters did not come, first {missing[0]!r}",
+                f"{len(missing)} of the parameters that were announced did not come, first {missing[0]!r}",
                 state="the model holds part of an update",
                 hint="send the version again",
             )
@@ -126,7 +125,13 @@ class VLLMLoader(WeightLoader):
     def digests(self) -> dict[str, str]:
         return dict(self._digests)
 
-    def _roll_back(self) -> None:
+    def missing(self) -> list[str]:
+        """Parameters of an unfinished reload that did not come yet."""
+        if not self._loading or self._placement is None:
+            return []
+        return [meta.name for meta in self._placement.params if meta.name not in self._digests]
+
+    def roll_back(self) -> None:
         """Put live tensors back into layers that an abandoned update left in checkpoint form.
 
         Their values are the old ones, or the new ones where a layer was complete; either way the next update covers

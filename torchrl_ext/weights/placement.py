@@ -232,5 +232,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _brief(error: Exception, limit: int = 300) -> str:
-    text = " ".join(str(error).split())
+    """Its first sentence: what follows is often a list of all that there is."""
+    text = " ".join(str(error).split()).split(". ")[0]
     return text if len(text) <= limit else text[:limit] + "..."
