@@ -226,3 +226,9 @@ def test_the_first_parameter_that_differs_from_the_manifest_is_named(yielded, sa
 def test_an_honest_source_passes():
     assert [meta.name for meta, _ in checked(Claims([A, B, C], [A, B, C]))] == ["a", "b", "c"]
     assert list(checked(ModuleSource(nn.Identity()))) == []
+
+
+def test_a_tensordict_of_a_module_sends_tied_tensors_under_the_modules_name():
+    model = nn.ModuleDict({"z_embed": nn.Embedding(5, 3), "a_head": nn.Linear(3, 5, bias=False)})
+    model["a_head"].weight = model["z_embed"].weight
+    assert names(TensorDict.from_module(model)) == names(model) == ["z_embed.weight"]

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.source import MappingSource, ModuleSource, is_mapping, is_tensordict_module
+from torchrl_ext.weights.source import (
+    MappingSource,
+    ModuleSource,
+    full,
+    is_mapping,
+    is_tensordict_module,
+    named_tensors,
+    same_memory,
+)
 
 if TYPE_CHECKING:
     from torchrl_ext.weights.landing import Patcher
@@ -104,16 +112,18 @@ class TensorsLoader(WeightLoader):
 
     def __init__(self, target: Any, *, partial: bool = False) -> None:
         is_module = isinstance(target, nn.Module) and not is_tensordict_module(target)
+        self._module = target if is_module else None
         self._target = ModuleSource(target) if is_module else MappingSource(target)
         self._partial = partial
         self._patcher: Patcher | None = None
 
     def targets(self) -> Mapping[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self._target._tensors()}
+        return {name: tensor.detach() for name, tensor in self._live()}
 
     def check(self, params: Iterable[ParamMeta]) -> None:
-        own = {name: ParamMeta.of(name, tensor) for name, tensor in self._target._tensors()}
-        needed = {meta.name for meta in self._target.params()}
+        live = dict(self._live())
+        own = {name: ParamMeta.of(name, tensor) for name, tensor in live.items()}
+        needed = {same_memory(tensor): name for name, tensor in reversed([*self._target._tensors()])}
         for meta in params:
             if meta.name not in own:
                 raise ManifestError(f"the model has no parameter {meta.name!r}", state="nothing was changed")
@@ -121,10 +131,10 @@ class TensorsLoader(WeightLoader):
                 raise ManifestError(
                     f"parameter {meta.name!r} arrives as {meta}", expected=str(own[meta.name]), state="nothing was changed"
                 )
-            needed.discard(meta.name)
+            needed.pop(same_memory(live[meta.name]), None)  # tied tensors may come under any of their names
         if needed and not self._partial:
             raise ManifestError(
-                f"{len(needed)} parameters of the model are missing from the update, first {min(needed)!r}",
+                f"{len(needed)} parameters of the model are missing from the update, first {min(needed.values())!r}",
                 state="nothing was changed",
             )
 
@@ -174,7 +184,17 @@ class TensorsLoader(WeightLoader):
         return known
 
     def resident(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._target)
+        return ((name, full(tensor)) for name, tensor in self._live())
+
+    def digests(self) -> dict[str, str]:
+        live = [(name, tensor, same_memory(tensor)) for name, tensor in self._live()]
+        once = {key: tensor for _, tensor, key in live}
+        found = {key: tensor_digest(full(tensor)) for key, tensor in once.items()}
+        return {name: found[key] for name, _, key in live}
+
+    def _live(self) -> Iterable[tuple[str, Tensor]]:
+        """Every tensor under each of its names; a module's non-persistent buffers may be sent, and need not be."""
+        return self._target._tensors() if self._module is None else named_tensors(self._module, scratch=True)
 
 
 def as_loader(target: Any) -> WeightLoader:

@@ -111,17 +111,15 @@ class _TensorsSource(WeightSource):
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Every name with its live tensor, tied ones under each of their names."""
 
-    def _once(self) -> Iterator[tuple[str, Tensor]]:
-        seen: set[Any] = set()
-        names: set[str] = set()
+    def _once(self) -> Iterable[tuple[str, Tensor]]:
+        tensors: dict[str, Tensor] = {}
+        firsts: dict[Any, str] = {}
         for name, tensor in self._tensors():
-            if name in names:
+            if name in tensors:
                 raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
-            names.add(name)
-            key = same_memory(tensor)
-            if key not in seen:
-                seen.add(key)
-                yield name, tensor
+            tensors[name] = tensor
+            firsts.setdefault(same_memory(tensor), name)
+        return [(name, tensors[name]) for name in firsts.values()]
 
     def params(self) -> tuple[ParamMeta, ...]:
         return tuple(ParamMeta.of(name, tensor) for name, tensor in self._once())
@@ -145,7 +143,11 @@ class MappingSource(_TensorsSource):
         self._weights = weights
 
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return sorted(_flatten(self._weights), key=lambda pair: pair[0])
+        return _flatten(self._weights)
+
+    def _once(self) -> Iterable[tuple[str, Tensor]]:
+        """Sorted last: a TensorDict made from a module keeps the name under which the module's tied tensors travel."""
+        return sorted(super()._once(), key=lambda pair: pair[0])
 
 
 def _flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -190,13 +192,18 @@ class ModuleSource(_TensorsSource):
         return model_files(self._module)
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Live parameters, then persistent buffers, under unwrapped names; tied ones under each of their names."""
+def named_tensors(module: nn.Module, *, scratch: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Live parameters, then persistent buffers, under unwrapped names; tied ones under each of their names.
+
+    Args:
+        module: the live module.
+        scratch: non-persistent buffers too.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield _unwrapped(name), parameter
     for path, part in module.named_modules(remove_duplicate=False):
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in part._non_persistent_buffers_set:
+            if scratch or name not in part._non_persistent_buffers_set:
                 yield _unwrapped(f"{path}.{name}" if path else name), buffer
 
 
