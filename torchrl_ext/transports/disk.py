@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -15,25 +12,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, StoreError
-from torchrl_ext.stores import LocalStore, Manifest, Placed, Versions, version_name
-from torchrl_ext.stores.local import TEMPORARY
-from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.errors import StoreError
+from torchrl_ext.stores import LocalStore, Manifest, Versions, version_name
 from torchrl_ext.transports.base import Transport, deadline
+from torchrl_ext.transports.full import FullWriter
 from torchrl_ext.transports.published import PublishedVersion
-from torchrl_ext.transports.shards import write_shards
+from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.weights.checkpoint import companion_files
-from torchrl_ext.weights.source import WeightSource, checked
-from torchrl_ext.weights.tensorfile import plan_shards
+from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DiskTransport"]
 
-log = logging.getLogger("torchrl_ext")
-
-_INDEX = "model.safetensors.index.json"
-_IN_FLIGHT_BYTES = 64 << 20
-_VISIBLE_S = 2.0  # what a shared filesystem may take to show a new name
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
 
@@ -68,15 +57,12 @@ class DiskTransport(Transport):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
-        if shard_bytes < 1:
-            raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
         self._store = LocalStore(root)
         self._versions = Versions(self._store)
         self._keep_files = keep_files
-        self._shard_bytes = shard_bytes
-        self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
+        self._full = FullWriter(shard_bytes, files)
         self._run_id = uuid.uuid4().hex
-        self._probe: str | None = None
+        self._shared = SharedRoot(self._store, self._run_id)
         self._acknowledged = True
         self._connected = False
         self._received = 0
@@ -96,39 +82,16 @@ class DiskTransport(Transport):
 
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         self._store.own()
-        self._remove_probe()
         self._acknowledged = True
-        self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
-        self._store.put(self._probe, self._run_id.encode())
         self._connected = True
-        return Handoff(
-            info={
-                "transport": self.name,
-                "root": self.root,
-                "probe": self._probe,
-                "run_id": self._run_id,
-                "host": socket.gethostname(),
-            }
-        )
+        return Handoff(info={"transport": self.name, **self._shared.invite()})
 
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
         began = time.perf_counter()
         self._store.own()
-        self._remove_probe()
-        params = source.params()
-        shards = plan_shards(params, self._shard_bytes)
-        files = {**_checked_files(source.files()), **self._files, _INDEX: _index(shards)}
-        sizes = {shard.name: shard.nbytes for shard in shards} | {name: len(data) for name, data in files.items()}
-        where = {meta.name: shard.name for shard in shards for meta in shard.params}
-        with self._store.draft(version_name(version), needed_bytes=sum(sizes.values())) as draft:
-            checksums = write_shards(
-                draft.path, shards, checked(source, params), in_flight_bytes=min(self._shard_bytes // 2, _IN_FLIGHT_BYTES)
-            )
-            for name, data in files.items():
-                draft.write(name, data)
-            placed = tuple(Placed(meta=meta, file=where[meta.name], checksum=checksums[meta.name]) for meta in params)
-            manifest = Manifest(version=version, run_id=self._run_id, params=placed, files=sizes)
-            draft.write(MANIFEST, manifest.to_bytes())
+        self._shared.clear()
+        with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
+            manifest = self._full.write(draft, source, version, self._run_id)
         self._versions.advance(version)
         self._connected = True
         self.stats.spans = {"publish": time.perf_counter() - began}
@@ -144,23 +107,7 @@ class DiskTransport(Transport):
     # worker end
 
     def join(self, info: Info) -> None:
-        trainer = f"{info['root']} on {info['host']}"
-        until = deadline(min(_VISIBLE_S, self.timeout_s))
-        while True:
-            with suppress(FileNotFoundError):
-                found = self._store.get(info["probe"])
-                break
-            if not self._store.root.is_dir() or time.monotonic() > until:
-                raise StoreError(
-                    f"{self.root} on {socket.gethostname()} does not hold what the trainer wrote into {trainer}: "
-                    "this root is only visible to the trainer",
-                    expected=f"the file {info['probe']}",
-                    state="no weights were sent; this engine serves what it has",
-                    hint="pick a root on a filesystem that is mounted on both hosts under the same path",
-                )
-            self._aborted.wait(_LONGEST_S)
-        if found != info["run_id"].encode():
-            raise StoreError(f"{self.root} on {socket.gethostname()} and {trainer} are different directories")
+        self._shared.find(info, self.timeout_s, self._aborted)
         self._connected = True
 
     def prefetch(self, version: int) -> None:
@@ -193,7 +140,7 @@ class DiskTransport(Transport):
         self.abort()
         self._pin(None)
         if self._store.owned:
-            self._remove_probe()
+            self._shared.clear()
             self._store.disown()
 
     # alone, without a control layer
@@ -230,7 +177,7 @@ class DiskTransport(Transport):
         }
 
     def _open_version(self, version: int) -> PublishedVersion:
-        until = deadline(min(_VISIBLE_S, self.timeout_s))
+        until = deadline(min(VISIBLE_S, self.timeout_s))
         while True:
             try:
                 return PublishedVersion(self._store, version)
@@ -250,27 +197,3 @@ class DiskTransport(Transport):
         if self._opened is not None:
             self._opened.close()
         self._opened = opened
-
-    def _remove_probe(self) -> None:
-        if self._probe is not None:
-            with suppress(StoreError):
-                self._store.delete(self._probe)
-            self._probe = None
-
-
-def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    for name in files:
-        taken = name in (MANIFEST, _INDEX) or name.endswith(".safetensors")
-        if taken or not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
-            raise ConfigError(
-                f"a checkpoint cannot hold a file called {name!r} beside its weights",
-                expected="plain names such as config.json",
-            )
-    return dict(files)
-
-
-def _index(shards: Iterable) -> bytes:
-    """The index file of Hugging Face checkpoints: which file holds which tensor."""
-    where = {meta.name: shard.name for shard in shards for meta in shard.params}
-    total = sum(meta.nbytes for shard in shards for meta in shard.params)
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n").encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,11 +38,14 @@ class FullWriter:
         if shard_bytes < 1:
             raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
         self._shard_bytes = shard_bytes
-        self._files = _checked_files((files or {}) if isinstance(files, (Mapping, type(None))) else companion_files(files))
+        self._files = _checked_files(
+            (files or {}) if isinstance(files, (Mapping, type(None))) else companion_files(files)
+        )
 
     def needed_bytes(self, source: WeightSource) -> int:
-        """About how many bytes a version of ``source`` takes."""
-        return sum(meta.nbytes for meta in source.params())
+        """About how many bytes a version of ``source`` takes: the tensors, and a little for headers and small files."""
+        params = source.params()
+        return sum(meta.nbytes for meta in params) + 256 * len(params) + sum(map(len, self._files.values()))
 
     def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
         """Write every file of a version into ``draft``, the manifest last.

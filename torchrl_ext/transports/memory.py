@@ -1,4 +1,4 @@
-"""`MemoryTransport`: within one process. The public fake of the family, and the fastest road to an in-process engine."""
+"""`MemoryTransport`: within one process. Fastest road to an in-process engine."""
 
 from __future__ import annotations
 
