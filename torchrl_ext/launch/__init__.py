@@ -1,0 +1,1 @@
+"""Engines and servers as child processes."""

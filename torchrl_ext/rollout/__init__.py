@@ -1,0 +1,1 @@
+"""Requests to engines: generations with the versions that made them."""

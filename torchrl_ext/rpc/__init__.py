@@ -1,0 +1,1 @@
+"""Control layer: tell engines what to do and when."""

@@ -1,0 +1,1 @@
+"""Where the data layer and the control layer meet."""

@@ -61,7 +61,7 @@ class WeightSender:
     # TorchRL's surface
 
     def register_model(self, model: Any) -> None:
-        """Remember what to send: an nn.Module, TensorDict, mapping, checkpoint directory or WeightSource; held weakly."""
+        """Remember what to send: a module, TensorDict, mapping, checkpoint directory or WeightSource; held weakly."""
         try:
             self._model = weakref.ref(model)
         except TypeError:  # plain dicts and strings take no weak reference
@@ -72,7 +72,9 @@ class WeightSender:
         self._collectors.append(weakref.ref(collector))
 
     def init_all_workers_group(
-        self, model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None, vllm_engine: EngineClient | None = None
+        self,
+        model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None,
+        vllm_engine: EngineClient | None = None,
     ) -> None:
         """Connect the engines' workers to the transport. `update_weights` does it by itself when it was not called.
 

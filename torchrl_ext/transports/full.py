@@ -38,9 +38,7 @@ class FullWriter:
         if shard_bytes < 1:
             raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
         self._shard_bytes = shard_bytes
-        self._files = _checked_files(
-            (files or {}) if isinstance(files, (Mapping, type(None))) else companion_files(files)
-        )
+        self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
 
     def needed_bytes(self, source: WeightSource) -> int:
         """About how many bytes a version of ``source`` takes: the tensors, and a little for headers and small files."""

@@ -1,0 +1,1 @@
+"""Where tensors come from, and how they land."""

@@ -159,7 +159,7 @@ class Patcher:
         return self._combine({name: self._coverage(name) for name in self.pieces})
 
     def stage(self, changes: Staging) -> None:
-        """Translate the changes of the tensors that can be patched, and hold what comes out against the trainer's digests.
+        """Translate changes of the tensors that can be patched, and hold what comes out against the trainer's digests.
 
         Raises:
             IntegrityError: a tensor would not be what the trainer has; names it.

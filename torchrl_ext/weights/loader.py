@@ -74,7 +74,7 @@ class WeightLoader(ABC):
         return False
 
     def position_digests(self) -> dict[str, str]:
-        """Position digest of every checkpoint tensor that the model holds, 32 hex digits; recomputed from its bytes."""
+        """Position digest of every checkpoint tensor in the model, 32 hex digits; recomputed from its bytes."""
         raise ConfigError(f"a {type(self).__name__} cannot read back what its model holds")
 
     def stage(self, changes: Staging) -> None:
@@ -129,7 +129,9 @@ class TensorsLoader(WeightLoader):
                 raise ManifestError(f"the model has no parameter {meta.name!r}", state="nothing was changed")
             if own[meta.name] != meta:
                 raise ManifestError(
-                    f"parameter {meta.name!r} arrives as {meta}", expected=str(own[meta.name]), state="nothing was changed"
+                    f"parameter {meta.name!r} arrives as {meta}",
+                    expected=str(own[meta.name]),
+                    state="nothing was changed",
                 )
             needed.pop(same_memory(live[meta.name]), None)  # tied tensors may come under any of their names
         if needed and not self._partial:
@@ -174,9 +176,7 @@ class TensorsLoader(WeightLoader):
         targets = self.targets()
         known = self._patcher
         same = known is not None and all(
-            (piece.destination.data_ptr(), piece.destination.numel()) == (targets[name].data_ptr(), targets[name].numel())
-            for name, (piece,) in known.pieces.items()
-            if not targets[name].is_complex()
+            piece.destination.data_ptr() == targets[name].data_ptr() for name, (piece,) in known.pieces.items()
         )
         if known is None or not same:
             once = {meta.name for meta in self._target.params()}
