@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, UpdateError, WeightSyncError
+from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, UpdateError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.background import in_background
 from torchrl_ext.sync.sources import Outgoing
@@ -116,7 +116,9 @@ class WeightSender:
                 self._transport.acknowledge(version)
         except ConcurrentUpdateError:
             raise
-        except WeightSyncError as error:
+        except (
+            Exception
+        ) as error:  # whatever a source, a transport or an engine raises, the caller learns who serves what
             source.drain()
             self._connected_to = None  # what is left of a group or a half-made update is not built upon
             report = self._report(version, source, started, failed=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import IntegrityError, TransportError
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked
@@ -25,7 +27,8 @@ class _Channel:
         self.newest = 0
 
 
-_CHANNELS: dict[str, _Channel] = {}
+_CHANNELS: weakref.WeakValueDictionary[str, _Channel] = weakref.WeakValueDictionary()
+"""Channels by name, each as long as one of its ends exists."""
 
 
 class MemoryTransport(Transport):
@@ -40,7 +43,7 @@ class MemoryTransport(Transport):
 
     def __init__(self, channel: str | None = None, *, timeout_s: float = 60.0) -> None:
         super().__init__(timeout_s=timeout_s)
-        self._name = channel or f"instance-{id(self)}"
+        self._name = channel or f"instance-{uuid.uuid4().hex}"
         self._channel = _CHANNELS.setdefault(self._name, _Channel())
         self._connected = False
 
@@ -62,8 +65,14 @@ class MemoryTransport(Transport):
         return self._channel.newest
 
     def join(self, info: Info) -> None:
-        self._name = info["channel"]
-        self._channel = _CHANNELS.setdefault(self._name, _Channel())
+        channel = _CHANNELS.get(info["channel"])
+        if channel is None:
+            raise TransportError(
+                f"memory channel {info['channel']!r} does not exist in this process",
+                expected="trainer and engine in one process",
+                hint="use another transport, disk for example",
+            )
+        self._name, self._channel = info["channel"], channel
         self._connected = True
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -97,4 +106,3 @@ class MemoryTransport(Transport):
 
     def shutdown(self) -> None:
         self._connected = False
-        _CHANNELS.pop(self._name, None)

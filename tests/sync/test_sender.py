@@ -1,0 +1,337 @@
+"""`WeightSender` over in-process engines: reports, versions, registration, failures."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from tests.transports.contract import WAIT_S, same_bits
+from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
+from torchrl_ext.weights.loader import TensorsLoader
+from torchrl_ext.weights.source import as_source
+
+
+@pytest.fixture(params=["memory", "disk"])
+def transport(request, tmp_path):
+    settings = {"root": tmp_path / "updates"} if request.param == "disk" else {}
+    transport = tx.make_transport(request.param, **settings)
+    yield transport
+    transport.shutdown()
+
+
+def equal(left, right):
+    pairs = zip(as_source(left), as_source(right), strict=True)
+    return all(name == other and same_bits(a, b) for (name, a), (other, b) in pairs)
+
+
+class Collector:
+    def __init__(self):
+        self.version = 0
+
+    def increment_version(self):
+        self.version += 1
+
+
+class Stubborn(TensorsLoader):
+    """A loader that refuses in the middle of loading as long as it is told to."""
+
+    def __init__(self, target):
+        super().__init__(target)
+        self.refusing = False
+
+    def load(self, pairs):
+        if self.refusing:
+            super().load([next(iter(pairs))])
+            raise RuntimeError("the engine ran out of memory")
+        super().load(pairs)
+
+
+def stubborn_engine(model, url="stubborn"):
+    loader = Stubborn(model)
+    return loader, tx.InProcessEngine(tx.WeightReceiver(loader), url=url)
+
+
+class TestReport:
+    def test_it_says_what_was_done(self, transport):
+        policy, served = nn.Linear(30, 20), nn.Linear(30, 20)
+        sender = tx.WeightSender(transport, tx.InProcessEngine(served, url="engine one"))
+        report = sender.update_weights(policy)
+        assert equal(policy, served)
+        assert (report.version, report.transport, report.tensors) == (1, transport.name, 2)
+        assert report.bytes == report.model_bytes == 4 * (30 * 20 + 20)
+        assert report.density == 1.0
+        assert report.verified
+        assert {"connect", "prepare", "prefetch", "pause", "total"} <= set(report.spans)
+        (row,) = report.engines
+        assert (row.engine, row.kind, row.state, row.version, row.error) == (
+            "engine one",
+            "inprocess",
+            "serving",
+            1,
+            None,
+        )
+        assert 0 < row.pause_s <= report.spans["total"]
+
+    def test_it_survives_json(self, transport):
+        import json
+
+        report = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
+        assert json.loads(json.dumps(report.to_json()))["engines"][0]["state"] == "serving"
+
+    def test_without_an_engine_nothing_was_verified_and_a_receiver_gets_it(self, transport):
+        policy, held = nn.Linear(3, 2), nn.Linear(3, 2)
+        report = tx.WeightSender(transport).update_weights(policy)
+        assert not report.verified
+        assert report.engines == ()
+        receiver = tx.WeightReceiver(held, transport)
+        assert receiver.poll_and_apply(WAIT_S)
+        assert receiver.version == 1
+        assert equal(policy, held)
+        assert not receiver.poll_and_apply()
+
+
+class TestVersions:
+    def test_they_count_accepted_updates(self, transport):
+        sender = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2)))
+        assert [sender.update_weights(nn.Linear(2, 2)).version for _ in range(3)] == [1, 2, 3]
+        assert sender.version == 3
+
+    def test_they_go_on_in_a_root_that_has_some(self, tmp_path):
+        first = tx.DiskTransport(tmp_path)
+        tx.WeightSender(first, tx.InProcessEngine(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
+        first.shutdown()
+        second = tx.WeightSender(tx.DiskTransport(tmp_path), tx.InProcessEngine(nn.Linear(2, 2)))
+        assert second.update_weights(nn.Linear(2, 2)).version == 2
+        second.shutdown()
+
+    def test_success_is_logged_after_it_happened_and_failure_never_as_success(self, transport, caplog):
+        loader, engine = stubborn_engine(nn.Linear(2, 2))
+        sender = tx.WeightSender(transport, engine)
+        with caplog.at_level(logging.INFO, "torchrl_ext"):
+            loader.refusing = True
+            with pytest.raises(tx.WeightSyncError):
+                sender.update_weights(nn.Linear(2, 2))
+            assert "accepted" not in caplog.text
+            loader.refusing = False
+            sender.update_weights(nn.Linear(2, 2))
+            assert "accepted by 1 engine" in caplog.text
+
+
+class TestRegistration:
+    def test_the_registered_model_is_sent_as_it_is_then(self, transport):
+        policy, served = nn.Linear(2, 2), nn.Linear(2, 2)
+        sender = tx.WeightSender(transport, tx.InProcessEngine(served))
+        sender.register_model(policy)
+        for _ in range(2):
+            with torch.no_grad():
+                policy.weight.add_(1)
+            sender.update_weights()
+            assert equal(policy, served)
+
+    def test_a_model_is_held_weakly(self, transport):
+        policy = nn.Linear(2, 2)
+        sender = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2)))
+        sender.register_model(policy)
+        del policy
+        gc.collect()
+        with pytest.raises(NotConnectedError, match="keep the policy alive"):
+            sender.update_weights()
+
+    def test_without_a_model_the_message_says_what_to_call(self, transport):
+        with pytest.raises(NotConnectedError, match=r"register_model\(policy\)"):
+            tx.WeightSender(transport).update_weights()
+
+    def test_a_collector_counts_accepted_updates_and_is_held_weakly(self, transport):
+        loader, engine = stubborn_engine(nn.Linear(2, 2))
+        sender, collector, other = tx.WeightSender(transport, engine), Collector(), Collector()
+        sender.register_collector(collector)
+        sender.register_collector(other)
+        sender.update_weights(nn.Linear(2, 2))
+        assert (collector.version, other.version) == (1, 1)
+        del other
+        gc.collect()
+        loader.refusing = True
+        with pytest.raises(tx.WeightSyncError):
+            sender.update_weights(nn.Linear(2, 2))
+        assert collector.version == 1
+        loader.refusing = False
+        sender.update_weights(nn.Linear(2, 2))
+        assert collector.version == 2
+
+    def test_metadata_may_be_given_or_derived(self, transport):
+        policy = nn.Linear(2, 3)
+        for metadata in ({"weight": (torch.float32, (3, 2)), "bias": (torch.float32, torch.Size([3]))}, None):
+            sender = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 3)))
+            sender.register_model(policy)
+            sender.init_all_workers_group(metadata)
+            assert sender.check_connection()
+            sender.update_weights()
+
+    def test_an_engine_may_come_with_the_group(self, transport):
+        served, policy = nn.Linear(2, 3), nn.Linear(2, 3)
+        sender = tx.WeightSender(transport)
+        sender.register_model(policy)
+        sender.init_all_workers_group(vllm_engine=tx.InProcessEngine(served))
+        assert sender.update_weights().verified
+        assert equal(policy, served)
+
+
+class TestOnTheWayOut:
+    def test_names_are_mapped_and_values_cast(self, transport):
+        served = nn.ModuleDict({"proj": nn.Linear(3, 2)}).bfloat16()
+        sender = tx.WeightSender(
+            transport, tx.InProcessEngine(served), mapper={r"layer\.(.*)": r"proj.\1"}, dtype=torch.bfloat16
+        )
+        policy = nn.ModuleDict({"layer": nn.Linear(3, 2)})
+        assert sender.update_weights(policy).verified
+        assert same_bits(served["proj"].weight.detach(), policy["layer"].weight.detach().bfloat16())
+
+    def test_a_wrong_pattern_is_refused(self, transport):
+        with pytest.raises(ConfigError, match="regular expression"):
+            tx.WeightSender(transport, mapper={"(": ""}).update_weights(nn.Linear(2, 2))
+
+
+class TestFailures:
+    def test_an_engine_that_fails_stays_paused_and_the_next_update_recovers_it(self, transport):
+        served = nn.Linear(3, 2)
+        loader, engine = stubborn_engine(served)
+        sender = tx.WeightSender(transport, engine)
+        sender.update_weights(nn.Linear(3, 2))
+        loader.refusing = True
+        with pytest.raises(UpdateError, match=r"version 2 did not reach every engine.*ran out of memory") as told:
+            sender.update_weights(nn.Linear(3, 2))
+        (row,) = told.value.rows
+        assert (row.state, row.version) == ("paused", 1)
+        assert told.value.report.engines == told.value.rows
+        assert not told.value.report.verified
+        assert not engine.serving.is_set()
+        assert sender.version == 1
+        loader.refusing = False
+        policy = nn.Linear(3, 2)
+        report = sender.update_weights(policy)
+        assert report.engines[0].state == "serving"
+        assert engine.serving.is_set()
+        assert equal(policy, served)
+
+    def test_an_engine_whose_bytes_are_not_the_trainers_does_not_serve_them(self, transport):
+        class Forgetful(TensorsLoader):
+            def finish(self):
+                with torch.no_grad():
+                    self.targets()["bias"][0] += 1
+
+            def load(self, pairs):
+                super().load(pairs)
+                self.finish()
+
+        engine = tx.InProcessEngine(tx.WeightReceiver(Forgetful(nn.Linear(3, 2))))
+        with pytest.raises(UpdateError, match="'bias' of the model is not what the trainer sent"):
+            tx.WeightSender(transport, engine).update_weights(nn.Linear(3, 2))
+        assert not engine.serving.is_set()
+
+    def test_a_model_that_cannot_land_is_refused_before_any_pause(self, transport):
+        served = nn.Linear(3, 2)
+        before = served.weight.detach().clone()
+        engine = tx.InProcessEngine(served)
+        sender = tx.WeightSender(transport, engine)
+        for wrong, said in (
+            (nn.Linear(2, 2), "'weight' arrives as"),
+            (nn.Linear(3, 2, bias=False), "missing from the update, first 'bias'"),
+            (nn.Linear(3, 2).double(), "float64"),
+            (nn.Sequential(nn.Linear(3, 2)), r"no parameter '0\.weight'"),
+        ):
+            with pytest.raises(tx.WeightSyncError, match=said):
+                sender.update_weights(wrong)
+            assert engine.serving.is_set()
+        assert same_bits(served.weight.detach(), before)
+
+    def test_a_second_update_at_the_same_time_is_refused(self, transport):
+        inside, go_on = threading.Event(), threading.Event()
+
+        class Slow(TensorsLoader):
+            def load(self, pairs):
+                inside.set()
+                assert go_on.wait(WAIT_S)
+                super().load(pairs)
+
+        policy, served = nn.Linear(3, 2), nn.Linear(3, 2)
+        sender = tx.WeightSender(transport, tx.InProcessEngine(tx.WeightReceiver(Slow(served))))
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(sender.update_weights, policy)
+            assert inside.wait(WAIT_S)
+            with pytest.raises(ConcurrentUpdateError):
+                sender.update_weights(nn.Linear(3, 2))
+            go_on.set()
+            assert first.result(WAIT_S).version == 1
+        assert equal(policy, served)
+
+    def test_a_transport_that_fails_while_it_publishes_pauses_nobody(self, transport):
+        class Failing(tx.WeightSource):
+            def params(self):
+                return as_source(nn.Linear(3, 2)).params()
+
+            def __iter__(self):
+                raise TransportError("the source is gone")
+                yield
+
+        engine = tx.InProcessEngine(nn.Linear(3, 2))
+        sender = tx.WeightSender(transport, engine)
+        with pytest.raises(tx.WeightSyncError, match="the source is gone"):
+            sender.update_weights(Failing())
+        assert engine.serving.is_set()
+        assert sender.update_weights(nn.Linear(3, 2)).version == 1
+
+
+class TestFleet:
+    def test_every_engine_serves_the_version(self, transport):
+        served = [nn.Linear(3, 2) for _ in range(3)]
+        fleet = tx.Fleet([tx.InProcessEngine(model, url=f"engine {i}") for i, model in enumerate(served)])
+        policy = nn.Linear(3, 2)
+        report = tx.WeightSender(transport, fleet).update_weights(policy)
+        assert [row.engine for row in report.engines] == ["engine 0", "engine 1", "engine 2"]
+        assert {row.state for row in report.engines} == {"serving"}
+        assert all(equal(policy, model) for model in served)
+
+    def test_one_that_fails_has_its_own_row_and_the_others_serve(self, transport):
+        served = [nn.Linear(3, 2) for _ in range(3)]
+        loader, stubborn = stubborn_engine(served[1], url="engine 1")
+        engines = [
+            tx.InProcessEngine(served[0], url="engine 0"),
+            stubborn,
+            tx.InProcessEngine(served[2], url="engine 2"),
+        ]
+        sender = tx.WeightSender(transport, tx.Fleet(engines))
+        sender.update_weights(nn.Linear(3, 2))
+        loader.refusing = True
+        policy = nn.Linear(3, 2)
+        with pytest.raises(UpdateError, match="engine 1: the engine ran out of memory") as told:
+            sender.update_weights(policy)
+        rows = told.value.rows
+        assert [row.state for row in rows] == ["serving", "paused", "serving"]
+        assert [row.version for row in rows] == [2, 1, 2]
+        assert "ran out of memory" in rows[1].error
+        assert equal(policy, served[0])
+        assert equal(policy, served[2])
+        loader.refusing = False
+        report = sender.update_weights(policy)
+        assert {row.state for row in report.engines} == {"serving"}
+        assert len({row.version for row in report.engines}) == 1
+        assert equal(policy, served[1])
+
+    def test_a_version_that_only_some_took_is_not_pruned_from_disk(self, tmp_path):
+        served = [nn.Linear(3, 2) for _ in range(2)]
+        loader, stubborn = stubborn_engine(served[1])
+        sender = tx.WeightSender(tx.DiskTransport(tmp_path), tx.Fleet([tx.InProcessEngine(served[0]), stubborn]))
+        sender.update_weights(nn.Linear(3, 2))
+        loader.refusing = True
+        with pytest.raises(UpdateError):
+            sender.update_weights(nn.Linear(3, 2))
+        assert (tmp_path / "weight_v000001").is_dir()
+        assert (tmp_path / "weight_v000002").is_dir()
+        sender.shutdown()

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from torchrl_ext.errors import TransportError
+
+
+def test_a_channel_of_another_process_is_refused():
+    with pytest.raises(TransportError, match="does not exist in this process"):
+        tx.MemoryTransport().join({"transport": "memory", "channel": "elsewhere"})
+
+
+def test_a_worker_that_leaves_does_not_take_the_channel_with_it():
+    trainer, first, second = tx.MemoryTransport(), tx.MemoryTransport(), tx.MemoryTransport()
+    info = trainer.open(2, ()).info
+    first.join(info)
+    first.shutdown()
+    second.join(info)
+    trainer.send_weights({"x": torch.ones(1)})
+    assert second.receive_weights(0.0)["x"] == 1
