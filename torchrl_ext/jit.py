@@ -24,7 +24,7 @@ from numba import types
 from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 
-__all__ = ["bit_length", "changed64", "count_ones", "count_trailing_zeros", "fingerprint", "njit"]
+__all__ = ["GOLDEN", "bit_length", "changed64", "count_ones", "count_trailing_zeros", "fingerprint", "njit"]
 
 
 def njit(function: Callable[..., Any]) -> Any:
@@ -106,12 +106,13 @@ _30, _27, _31, _32, _29 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64
 
 
 @numba.njit(nogil=True, inline="always")
-def fingerprint(position: Any, bits: Any) -> Any:
-    """Two 64-bit words for one element: a bijective mix (splitmix64's) of ``position * GOLDEN + bits``, and a second.
+def fingerprint(key: Any, bits: Any) -> Any:
+    """Two 64-bit words for one element: a bijective mix (splitmix64's) of ``key + bits``, and a second.
 
-    See `torchrl_ext.weights.position_digest` for why sums of these are a digest.
+    ``key`` is the element's position times `GOLDEN`. See `torchrl_ext.weights.position_digest` for why sums of these
+    are a digest.
     """
-    z = position * GOLDEN + bits
+    z = key + bits
     z = (z ^ (z >> _30)) * _M1
     z = (z ^ (z >> _27)) * _M2
     z = z ^ (z >> _31)

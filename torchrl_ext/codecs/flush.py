@@ -155,7 +155,7 @@ def _hash(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     try:
-        return int(torch.hash_tensor(tensor))
+        return int(torch.hash_tensor(tensor).view(torch.int64)) % 2**64
     except AttributeError:
         raise ConfigError(
             f"torch {torch.__version__} has no hash_tensor, which these files are checked with", hint="update torch"

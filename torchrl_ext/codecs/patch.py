@@ -80,7 +80,6 @@ class SparsePatch(_Places):
         """The values as a tensor of a signed integer dtype (uint8 for bytes), for a scatter into any view."""
         return torch.from_numpy(self.values).view(_VIEWS[self.values.itemsize])
 
-
     def only(self, chosen: slice | np.ndarray) -> SparsePatch:
         """The part at some of the places: a slice, or increasing numbers of places."""
         return SparsePatch(self.meta, self.indices[chosen], self.values[chosen])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.jit import bit_length, changed64, count_ones, count_trailing_zeros, fingerprint, helper, njit
+from torchrl_ext.jit import GOLDEN, bit_length, changed64, count_ones, count_trailing_zeros, fingerprint, helper, njit
 
 __all__ = [
     "count_changed",
@@ -125,9 +125,9 @@ def _gather(old, new, start, places, changed, before, after, top, mask, ordered,
         before[k], after[k] = old[places[k]], new[places[k]]
     first, second = digest[0], digest[1]
     for k in range(changed):
-        place = np.uint64(start + places[k])
-        f0, f1 = fingerprint(place, before[k])
-        g0, g1 = fingerprint(place, after[k])
+        key = np.uint64(start + places[k]) * GOLDEN
+        f0, f1 = fingerprint(key, before[k])
+        g0, g1 = fingerprint(key, after[k])
         first += g0 - f0
         second += g1 - f1
     digest[0], digest[1] = first, second
@@ -284,8 +284,9 @@ def plain_steps(old, new, start, top, mask, ordered, out, digest):
         a, b = np.uint64(old[k]), np.uint64(new[k])
         out[k] = (_line(b, top, mask, ordered) - _line(a, top, mask, ordered)) & mask
         found += a != b
-        f0, f1 = fingerprint(np.uint64(start + k), a)
-        g0, g1 = fingerprint(np.uint64(start + k), b)
+        key = np.uint64(start + k) * GOLDEN
+        f0, f1 = fingerprint(key, a)
+        g0, g1 = fingerprint(key, b)
         first += g0 - f0
         second += g1 - f1
     digest[0], digest[1] = first, second

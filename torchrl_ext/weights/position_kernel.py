@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.jit import fingerprint, njit
+from torchrl_ext.jit import GOLDEN, fingerprint, njit
 
 __all__ = ["digest_change", "digest_runs"]
 
@@ -14,12 +14,13 @@ def digest_runs(bits, run, first):
     """Sum over runs of ``run`` elements each, run ``r`` starting at position ``first[r]`` of the full tensor."""
     one, two = np.uint64(0), np.uint64(0)
     for r in range(first.size):
-        start = np.uint64(first[r])
+        key = np.uint64(first[r]) * GOLDEN
         row = bits[r * run : (r + 1) * run]
         for i in range(row.size):
-            a, b = fingerprint(start + np.uint64(i), np.uint64(row[i]))
+            a, b = fingerprint(key, np.uint64(row[i]))
             one += a
             two += b
+            key += GOLDEN
     return one, two
 
 
@@ -28,9 +29,9 @@ def digest_change(indices, old, new, total):
     """Add to ``total`` (uint64 shape (2,)) what a change of ``old`` to ``new`` at ``indices`` does."""
     one, two = total[0], total[1]
     for k in range(indices.size):
-        position = np.uint64(indices[k])
-        a, b = fingerprint(position, np.uint64(old[k]))
-        c, d = fingerprint(position, np.uint64(new[k]))
+        key = np.uint64(indices[k]) * GOLDEN
+        a, b = fingerprint(key, np.uint64(old[k]))
+        c, d = fingerprint(key, np.uint64(new[k]))
         one += c - a
         two += d - b
     total[0], total[1] = one, two

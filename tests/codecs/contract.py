@@ -1,0 +1,113 @@
+"""What every codec promises; `tests/codecs/test_codecs.py` runs it over each registered name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.codecs.data import bytes_of, pairs
+from torchrl_ext.codecs.base import Codec, codec_from_json
+from torchrl_ext.codecs.patch import apply_patch, fold
+from torchrl_ext.errors import ConfigError, ManifestError, WeightSyncError
+from torchrl_ext.types import ParamMeta
+
+
+class CodecContract:
+    """Give a `codec` fixture and inherit."""
+
+    def test_a_codec_is_rebuilt_from_its_own_json(self, codec: Codec):
+        assert codec_from_json(codec.to_json()) == codec
+
+    def test_every_bit_of_every_dtype_survives(self, codec: Codec, dtype: torch.dtype):
+        for meta, old, new in pairs(dtype):
+            try:
+                coded = codec.encode(meta, old, new)
+            except ConfigError:
+                assert dtype == torch.complex128  # the one dtype that safetensors has no name for
+                continue
+            assert coded.changed == (0 if bytes_of(old) == bytes_of(new) else coded.changed)
+            assert bool(coded.payload) == (bytes_of(old) != bytes_of(new))
+            landed = old.clone()
+            patch = coded.codec.decode(coded.payload, meta, old)
+            assert patch.changed >= coded.changed
+            apply_patch(patch, landed)
+            assert bytes_of(landed) == bytes_of(new), meta
+
+    def test_what_a_reader_needs_of_the_base_is_what_the_codec_says(self, codec: Codec):
+        for meta, old, new in pairs(torch.bfloat16, (5000,)):
+            coded = codec.encode(meta, old, new)
+            if coded.codec.needs == "all":
+                with pytest.raises(ConfigError, match="bfloat16.5000"):
+                    coded.codec.decode(coded.payload, meta)
+                continue
+            patch, landed = coded.codec.decode(coded.payload, meta), old.clone()
+            apply_patch(patch, landed)
+            assert bytes_of(landed) == bytes_of(new)
+
+    def test_shapes_do_not_matter_to_what_is_coded(self, codec: Codec):
+        old = torch.arange(24.0).reshape(2, 3, 4)
+        new = old.clone()
+        new[1, 2, 3] = -0.0
+        meta = ParamMeta.of("w", old)
+        patch = codec.encode(meta, old, new)
+        landed = old.clone()
+        apply_patch(patch.codec.decode(patch.payload, meta, old), landed)
+        assert bytes_of(landed) == bytes_of(new)
+
+    def test_a_strided_tensor_is_coded_by_its_values(self, codec: Codec):
+        old, new = torch.zeros(30, 20), torch.zeros(20, 30)
+        new[3, 4] = 1.0
+        meta = ParamMeta.of("w", old)
+        coded = codec.encode(meta, old, new.T)
+        landed = old.clone()
+        apply_patch(coded.codec.decode(coded.payload, meta, old), landed)
+        assert torch.equal(landed, new.T)
+
+    def test_a_pair_of_different_shape_or_dtype_is_refused_by_name(self, codec: Codec):
+        meta = ParamMeta("w", torch.float32, (4,))
+        for other in (torch.zeros(5), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(2, 2)):
+            with pytest.raises(ManifestError, match="'w'"):
+                codec.encode(meta, torch.zeros(4), other)
+
+    def test_a_damaged_payload_is_refused_by_name_or_gives_a_patch_of_the_tensor(self, codec: Codec):
+        generator = torch.Generator().manual_seed(3)
+        for meta, old, new in pairs(torch.bfloat16, (5000,)):
+            coded = codec.encode(meta, old, new)
+            size = len(coded.payload)
+            for _ in range(15 if size else 0):
+                bad = bytearray(coded.payload)
+                at = int(torch.randint(0, size, (1,), generator=generator))
+                bad[at] ^= 1 << int(torch.randint(0, 8, (1,), generator=generator))
+                self._refused_or_bounded(coded.codec, bytes(bad), meta, old)
+                self._refused_or_bounded(coded.codec, coded.payload[:at], meta, old)
+                self._refused_or_bounded(coded.codec, coded.payload + b"\0", meta, old)
+
+    def _refused_or_bounded(self, codec: Codec, payload: bytes, meta: ParamMeta, base: torch.Tensor) -> None:
+        """slime's formats leave some bytes unchecked (labels, or all but the tensor's own checksum in the file).
+
+        Whatever decodes must fit the tensor; of our own encodings nothing does.
+        """
+        try:
+            patch = codec.decode(payload, meta, base)
+        except WeightSyncError as error:
+            assert meta.name in str(error)
+        else:
+            assert codec.name not in ("ulp", "context", "dense") or not payload
+            apply_patch(patch, base.clone())
+
+    def test_a_chain_folds_into_one_patch(self, codec: Codec):
+        generator = torch.Generator().manual_seed(5)
+        chain = [torch.randn(3000, generator=generator).to(torch.bfloat16)]
+        for _ in range(4):
+            where = torch.rand(3000, generator=generator) < 0.05
+            step = torch.randint(-2, 3, (3000,), dtype=torch.int16, generator=generator)
+            chain.append((chain[-1].view(torch.int16) + step * where).view(torch.bfloat16))
+        meta = ParamMeta.of("w", chain[0])
+        patches = []
+        for old, new in zip(chain, chain[1:], strict=False):
+            coded = codec.encode(meta, old, new)
+            base = old if coded.codec.needs == "all" else None
+            patches.append(coded.codec.decode(coded.payload, meta, base))
+        landed = chain[0].clone()
+        apply_patch(fold(patches), landed)
+        assert bytes_of(landed) == bytes_of(chain[-1])

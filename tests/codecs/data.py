@@ -1,0 +1,62 @@
+"""Pairs of tensors that try a codec: every dtype, many densities, bit patterns of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.types import ParamMeta, dtype_name
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Any bit pattern: NaNs with payloads, infinities, both zeros, subnormals."""
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return (raw & 1 if dtype == torch.bool else raw).view(dtype)
+
+
+def small_steps(old: Tensor, where: Tensor, generator: torch.Generator) -> Tensor:
+    """``old`` with its lowest byte moved by one or two at ``where``, as training moves it."""
+    new = old.clone()
+    low = new.view(torch.uint8).reshape(-1, old.dtype.itemsize)
+    step = torch.randint(1, 3, (int(where.sum()),), dtype=torch.uint8, generator=generator)
+    low[where, 0] = low[where, 0] ^ 1 if old.dtype == torch.bool else low[where, 0] + step
+    return new
+
+
+def pairs(dtype: torch.dtype, sizes: tuple[int, ...] = (0, 1, 63, 64, 4097, 20_000)) -> Iterator[tuple]:
+    """``(meta, old, new)``: unchanged, sparse, dense, clustered, replaced; small steps and arbitrary bits."""
+    generator = torch.Generator().manual_seed(7)
+    for count in sizes:
+        old = random_bits(count, dtype, generator)
+        meta = ParamMeta(f"{dtype_name(dtype)}.{count}", dtype, (count,))
+        for density in (0.0, 0.001, 0.03, 0.6, 1.0):
+            where = torch.rand(count, generator=generator) < density
+            yield meta, old, small_steps(old, where, generator)
+            yield meta, old, torch.where(where, random_bits(count, dtype, generator), old)
+        cluster = torch.zeros(count, dtype=torch.bool)
+        cluster[count // 3 : count // 3 + 300] = True
+        yield meta, old, small_steps(old, cluster, generator)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.codecs.contract import CodecContract
+from tests.codecs.data import DTYPES, bytes_of, pairs
+from torchrl_ext.codecs.base import Codec, codec_from_json, encodings, make_codec
+from torchrl_ext.codecs.patch import apply_patch
+from torchrl_ext.codecs.stream import decode_tensors, encode_tensors
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.types import ParamMeta, dtype_name
+
+SMALL_BLOCKS = {"block_log2": 12}
+CASES = [(name, {}) for name in encodings.names()] + [(name, SMALL_BLOCKS) for name in ("ulp", "context", "dense")]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case[0] + ("-blocks" if case[1] else ""))
+def codec(request) -> Codec:
+    name, settings = request.param
+    return make_codec(name, **settings)
+
+
+@pytest.fixture(params=DTYPES, ids=dtype_name)
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+class TestEveryCodec(CodecContract):
+    pass
+
+
+@pytest.mark.parametrize("name", ["ulp", "context", "dense", "auto"])
+def test_our_encodings_are_never_larger_than_the_tensor_by_more_than_their_framing(name, dtype):
+    codec = make_codec(name)
+    for meta, old, new in pairs(dtype):
+        assert len(codec.encode(meta, old, new).payload) <= meta.nbytes * 1.01 + 64
+
+
+@pytest.mark.parametrize("name", ["ulp", "context"])
+def test_a_flipped_bit_anywhere_is_found(name):
+    meta, old, new = list(pairs(torch.bfloat16, (4097,)))[4]
+    coded = make_codec(name).encode(meta, old, new)
+    for at in range(len(coded.payload)):
+        bad = bytearray(coded.payload)
+        bad[at] ^= 0x10
+        with pytest.raises(IntegrityError, match="bfloat16.4097"):
+            coded.codec.decode(bytes(bad), meta, old)
+
+
+@pytest.mark.parametrize("name", ["ulp", "context"])
+def test_bytes_with_a_valid_checksum_are_still_not_trusted(name):
+    """A payload that was made with hostile intent has a checksum that fits."""
+    import xxhash
+
+    generator = torch.Generator().manual_seed(11)
+    codec = make_codec(name, block_log2=12)
+    refused = 0
+    for meta, old, new in pairs(torch.bfloat16, (20_000,)):
+        payload = codec.encode(meta, old, new).payload
+        for _ in range(60 if payload else 0):
+            bad = bytearray(payload[:-8])
+            for _ in range(int(torch.randint(1, 4, (1,), generator=generator))):
+                bad[int(torch.randint(0, len(bad), (1,), generator=generator))] = int(
+                    torch.randint(0, 256, (1,), generator=generator)
+                )
+            bad += xxhash.xxh3_64_digest(bytes(bad))[::-1]
+            try:
+                apply_patch(codec.decode(bytes(bad), meta, old), old.clone())
+            except IntegrityError as error:
+                refused += 1
+                assert meta.name in str(error)
+    assert refused > 100
+
+
+def test_a_payload_is_refused_by_a_tensor_of_another_size():
+    old, new = torch.zeros(5000), torch.ones(5000)
+    coded = make_codec("ulp").encode(ParamMeta.of("w", old), old, new)
+    with pytest.raises(IntegrityError, match=r"'v'.*5000 units.*6000"):
+        coded.codec.decode(coded.payload, ParamMeta("v", torch.float32, (6000,)))
+
+
+def test_context_finds_another_base_where_the_changes_do_not_fit_it():
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(50_000, generator=generator).to(torch.bfloat16)
+    new = (old.view(torch.int16) + (torch.rand(50_000, generator=generator) < 0.5)).view(torch.bfloat16)
+    meta = ParamMeta.of("w", old)
+    coded = make_codec("context").encode(meta, old, new)
+    with pytest.raises(IntegrityError, match="'w'"):
+        coded.codec.decode(coded.payload, meta, torch.full_like(old, 3.0))
+
+
+def test_nan_payloads_and_the_sign_of_zero_are_changes():
+    old = torch.tensor([0x0000, 0x7FC0, 0x7F80, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
+    new = torch.tensor([-0x8000, 0x7FC1, 0x7FFF, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
+    meta = ParamMeta.of("w", old)
+    for name in encodings.names():
+        coded = make_codec(name).encode(meta, old, new)
+        landed = old.clone()
+        apply_patch(coded.codec.decode(coded.payload, meta, old), landed)
+        assert coded.changed == 3
+        assert bytes_of(landed) == bytes_of(new)
+
+
+def test_a_codec_that_nobody_knows_is_refused_with_the_names_that_exist():
+    with pytest.raises(ManifestError, match="brotli"):
+        codec_from_json({"name": "brotli"})
+    with pytest.raises(ManifestError, match="settings"):
+        codec_from_json({"name": "ulp", "speed": 11})
+    with pytest.raises(ManifestError):
+        codec_from_json({"name": "ulp", "block_log2": 99})
+    with pytest.raises(ManifestError):
+        codec_from_json(["ulp"])
+
+
+def test_dtypes_that_are_no_plain_bytes_are_refused():
+    old = torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8)
+    with pytest.raises(ConfigError, match="qint8"):
+        make_codec("ulp").encode(ParamMeta("w", old.dtype, (4,)), old, old)
+
+
+@pytest.mark.parametrize("name", ["ulp", "context", "dense", "auto", "xor"])
+def test_tensors_stream_through_threads_in_order_and_equal_to_one_thread(name):
+    generator = torch.Generator().manual_seed(2)
+    model = []
+    for row, size in enumerate((10, 3_000_000, 0, 700_000, 900_000, 5, 1_500_000)):
+        old = torch.randn(size, generator=generator).to(torch.bfloat16)
+        new = (old.view(torch.int16) + (torch.rand(size, generator=generator) < 0.01)).view(torch.bfloat16)
+        model.append((f"t{row}", old, new))
+    codec = make_codec(name) if name in ("auto", "xor") else make_codec(name, block_log2=20)
+    coded = list(encode_tensors(iter(model), codec, threads=3))
+    assert [one.meta.name for one in coded] == [name for name, _, _ in model]
+    for one, (_, old, new) in zip(coded, model, strict=True):
+        assert one.payload == codec.encode(one.meta, old, new).payload
+        assert one.changed == int((old.view(torch.int16) != new.view(torch.int16)).sum())
+    items = [(one.codec, one.payload, one.meta, old) for one, (_, old, _) in zip(coded, model, strict=True)]
+    for patch, (_, old, new) in zip(decode_tensors(items, threads=3), model, strict=True):
+        landed = old.clone()
+        apply_patch(patch, landed)
+        assert bytes_of(landed) == bytes_of(new)
+
+
+def test_an_error_in_a_worker_reaches_the_caller_and_a_stopped_stream_leaves_no_thread():
+    import threading
+
+    before = threading.active_count()
+    good = (torch.zeros(2_000_000), torch.zeros(2_000_000))
+    with pytest.raises(ManifestError, match="'bad'"):
+        list(encode_tensors([("good", *good), ("bad", torch.zeros(3), torch.zeros(4))], make_codec("ulp"), threads=2))
+    stream = encode_tensors((("t", *good) for _ in range(100)), make_codec("ulp"), threads=2)
+    next(stream)
+    stream.close()
+    assert threading.active_count() == before
+
+
+def test_auto_prefers_dense_on_a_fast_link_and_deltas_on_a_slow_one():
+    generator = torch.Generator().manual_seed(4)
+    old = torch.randn(1 << 18, generator=generator).to(torch.bfloat16)
+    other = torch.randn(1 << 18, generator=generator).to(torch.bfloat16)
+    few = (old.view(torch.int16) + (torch.rand(1 << 18, generator=generator) < 0.01)).view(torch.bfloat16)
+    meta = ParamMeta.of("w", old)
+    assert make_codec("auto", link_bytes_s=1e11).encode(meta, old, other).codec.name == "dense"
+    assert make_codec("auto", link_bytes_s=1e10).encode(meta, old, few).codec.name == "ulp"
+    slow = make_codec("auto", link_bytes_s=1e6)
+    chosen = slow.encode(meta, old, few)
+    assert chosen.codec.name in ("context", "ulp")
+    assert make_codec("auto", link_bytes_s=1e6, whole_base=False).encode(meta, old, few).codec.name == "ulp"
+    assert len(chosen.payload) <= len(make_codec("ulp").encode(meta, old, few).payload) * 1.05
