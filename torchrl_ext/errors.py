@@ -1,18 +1,20 @@
 """One error tree; every message says what happened, what was expected, what the state is now, what to do next.
 
-WeightSyncError (RuntimeError)
-├── ConfigError (ValueError)       a setting or a name that cannot work; raised before any I/O
-├── ManifestError                  names, shapes or dtypes that do not agree
-├── IntegrityError                 bytes that are not what the manifest promises
-├── DeadlineError (TimeoutError)   a wait that reached its deadline; names the peer
-├── TransportError                 the data layer failed
-│   ├── NotConnectedError          used before `init_all_workers_group` / `connect`, or after `shutdown`
-│   ├── ConcurrentUpdateError      a second send while one runs
-│   └── StoreError                 files: no space, no permission, not visible
-└── EngineError                    the control layer failed; carries one row per engine
-    ├── EngineUnreachableError     no answer at the address
-    ├── EngineRefusedError         the engine answered, and the answer is no
-    └── UpdateError                an update that not every engine accepted; carries the report
+::
+
+    WeightSyncError (RuntimeError)
+    ├── ConfigError (ValueError)       a setting or a name that cannot work; raised before any I/O
+    ├── ManifestError                  names, shapes or dtypes that do not agree
+    ├── IntegrityError                 bytes that are not what the manifest promises
+    ├── DeadlineError (TimeoutError)   a wait that reached its deadline; names the peer
+    ├── TransportError                 the data layer failed
+    │   ├── NotConnectedError          used before `init_all_workers_group` / `connect`, or after `shutdown`
+    │   ├── ConcurrentUpdateError      a second send while one runs
+    │   └── StoreError                 files: no space, no permission, not visible
+    └── EngineError                    the control layer failed; carries one row per engine
+        ├── EngineUnreachableError     no answer at the address
+        ├── EngineRefusedError         the engine answered, and the answer is no
+        └── UpdateError                an update that not every engine accepted; carries the report
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class Fleet(EngineClient):
             kind=self.kind,
             num_gpus=sum(info.num_gpus for info in infos),
             world_size=sum(info.world_size for info in infos),
+            weight_version=max((info.weight_version for info in infos), key=_number),
             transports=tuple(sorted(common)),
         )
 
@@ -148,3 +149,7 @@ class Fleet(EngineClient):
             state="engines named here take no requests until an update reaches them; the others serve the new version",
             hint="mend the cause and call update_weights again, or take the engine out of the fleet",
         )
+
+
+def _number(weight_version: str) -> int:
+    return int(weight_version) if weight_version.isdecimal() else 0

@@ -56,6 +56,7 @@ class WeightSender:
         self._metadata: tuple[ParamMeta, ...] | None = None
         self._connected_to: tuple[ParamMeta, ...] | None = None
         self._spans: dict[str, float] = {}
+        self._attempted = 0
         self.version = 0
 
     # TorchRL's surface
@@ -108,17 +109,16 @@ class WeightSender:
             source.replay()
             self.version += 1
             return SyncReport(version=self.version, transport=self._transport.name)
-        version = max(self.version, self._transport.latest_version()) + 1
+        version = self._next_version()
         try:
             with self._transport.exclusive("update_weights"):
                 self._connect(source.params())
+                version = self._next_version()
                 self._update(source, version)
                 self._transport.acknowledge(version)
         except ConcurrentUpdateError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a source, a transport or an engine raises, the caller learns who serves what
+        except Exception as error:  # whatever it is, the caller learns who serves what
             source.drain()
             self._connected_to = None  # what is left of a group or a half-made update is not built upon
             report = self._report(version, source, started, failed=True)
@@ -151,6 +151,7 @@ class WeightSender:
     def _update(self, source: WeightSource, version: int) -> None:
         with self._span("prepare"):
             handoffs = self._transport.prepare(source, version)
+        self._attempted = version  # from here on an engine may have seen it
         with self._span("prefetch"):  # engines still generate: fetch, check, decode, stage
             self._engine.prefetch(version)
         with self._span("pause"), self._engine.updating(version):  # paused only from here
@@ -172,10 +173,17 @@ class WeightSender:
         digests = self._verify and not self._transport.proves
         return Outgoing(as_source(model), mapper=self._mapper, dtype=self._dtype, digests=digests)
 
+    def _next_version(self) -> int:
+        """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""
+        return max(self.version, self._attempted, self._transport.latest_version()) + 1
+
     def _connect(self, params: tuple[ParamMeta, ...]) -> None:
         if self._connected_to == params:
             return
-        workers = self._engine.world_size
+        engine = self._engine.info()
+        workers = engine.world_size
+        if engine.weight_version.isdecimal():
+            self._attempted = max(self._attempted, int(engine.weight_version))
         if self._metadata is not None and params != self._metadata:
             self._metadata = None
         with self._span("connect"):
