@@ -14,6 +14,7 @@ from torchrl_ext.errors import ManifestError
 __all__ = [
     "BACKEND",
     "OPEN_UPDATE",
+    "STILL_STAGING",
     "EngineInfo",
     "EngineRow",
     "Handoff",
@@ -33,6 +34,9 @@ BACKEND = "torchrl_ext"
 
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """What an engine's refusal to join says when `/finish_weight_update` has to end an abandoned update first."""
+
+STILL_STAGING = "torchrl_ext: the version is still being staged"
+"""What an engine says when it is asked whether a prefetch is over, and it is not."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

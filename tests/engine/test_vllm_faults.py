@@ -112,17 +112,21 @@ def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_ba
 
 
 def test_damaged_files_leave_the_engine_paused_and_the_error_says_so(vllm, tmp_path):
-    """The file is overwritten between its publication and the engine's reading."""
+    """The file is overwritten after the engine checked it, while it is paused."""
     good, root = tiny_model(71), tmp_path / "damaged"
 
     class Damaging(tx.DiskTransport):
         def prepare(self, source, version):
-            for handoff in super().prepare(source, version):
+            handoffs = list(super().prepare(source, version))  # published, and read by engines from here on
+
+            def in_the_pause():
                 for shard in root.glob(f"weight_v{version:06d}/*.safetensors"):
                     with shard.open("r+b") as file:
                         file.seek(-64, 2)
                         file.write(b"\xff" * 64)
-                yield handoff
+                yield from handoffs
+
+            return in_the_pause()
 
     damaging = tx.WeightSender(Damaging(root=root), tx.make_engine("vllm", url=vllm.url))
     with pytest.raises(tx.WeightSyncError, match="is paused, serves nobody, and holds") as error:
@@ -131,3 +135,21 @@ def test_damaged_files_leave_the_engine_paused_and_the_error_says_so(vllm, tmp_p
     last = sender_to(vllm, "disk", root=tmp_path / "last")
     last.update_weights(good)
     assert vllm.tokens() == greedy(good) and not vllm.paused()
+
+
+def test_damaged_files_are_refused_before_the_pause(vllm, tmp_path):
+    good, root = tiny_model(72), tmp_path / "damaged"
+    sender_to(vllm, "disk", root=tmp_path / "good").update_weights(good)
+
+    class Damaging(tx.DiskTransport):
+        def prepare(self, source, version):
+            handoffs = list(super().prepare(source, version))
+            for shard in root.glob(f"weight_v{version:06d}/*.safetensors"):
+                with shard.open("r+b") as file:
+                    file.truncate(shard.stat().st_size - 64)
+            return handoffs
+
+    damaging = tx.WeightSender(Damaging(root=root), tx.make_engine("vllm", url=vllm.url))
+    with pytest.raises(tx.WeightSyncError, match="did not prefetch version"):
+        damaging.update_weights(tiny_model(73))
+    assert not vllm.paused() and vllm.tokens() == greedy(good)

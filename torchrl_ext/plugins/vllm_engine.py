@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import torch
@@ -19,15 +21,16 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
 from torchrl_ext.plugins.vllm_loader import VLLMLoader
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import OPEN_UPDATE, Info, ParamMeta
+from torchrl_ext.types import OPEN_UPDATE, STILL_STAGING, Info, ParamMeta
 
 __all__ = ["TorchRLExtEngine"]
 
 log = logging.getLogger("torchrl_ext")
 
+_STAGING_WAIT_S = 0.1  # that a question may keep a worker from generating
 _WORDS_BYTES = 4096  # of each worker's failure that the others get to see
 
 
@@ -59,6 +62,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._all = parallel.world_size_across_dp
         self._loader = VLLMLoader(model, vllm_config)
         self._receiver = WeightReceiver(self._loader, rank=self._first + self._rank)
+        self._staging: Future[None] | None = None
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
@@ -70,13 +74,16 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join a transport, or prefetch a version from the one that was joined."""
         info = init_info.info
-        if "prefetch" in info:
-            self._together(lambda: self._receiver.prefetch(info["prefetch"]))
+        if "prefetch" in info or "prefetched" in info:
+            self._together(lambda: self._stage(info), expected=STILL_STAGING)
         elif self._together(lambda: self._check(info)):
+            self._receiver.abort()  # whatever an earlier trainer's staging waits for
+            self._settle()
             self._together(lambda: self._receiver.connect(info))
 
     def start_weight_update(self) -> None:
         """Make ready to load; what an earlier update left behind is cleared first."""
+        self._settle()
         self._open = self._together(self._receiver.start)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -100,7 +107,31 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver.finish(self._receiver.version)
 
     def shutdown(self) -> None:
+        self._receiver.abort()
+        self._settle()
         self._receiver.close()
+
+    def _stage(self, info: Info) -> None:
+        """Prefetch in a thread of its own: this one generates."""
+        if "prefetch" in info:
+            self._settle()
+            self._staging = Future()
+            thread = Thread(
+                target=_resolve, args=(self._staging, self._receiver.prefetch, info["prefetch"]), daemon=True
+            )
+            thread.start()
+        if self._staging is None:
+            raise NotConnectedError("nothing is being staged", hint="ask for a prefetch first")
+        wait([self._staging], _STAGING_WAIT_S)
+        if not self._staging.done():
+            raise EngineError(STILL_STAGING)
+        self._staging.result()
+
+    def _settle(self) -> None:
+        """No staging goes on behind this line."""
+        if self._staging is not None:
+            wait([self._staging])
+            self._staging = None
 
     def _check(self, info: Info) -> None:
         """Everything that can be known before a transport is joined, or a weight touched."""
@@ -118,7 +149,9 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with set_current_vllm_config(self.vllm_config):
             self._loader.check(tuple(ParamMeta.from_json(row) for row in info["params"]))
 
-    def _together(self, step: Callable[[], Any], on_failure: Callable[[], None] = lambda: None) -> bool:
+    def _together(
+        self, step: Callable[[], Any], *, on_failure: Callable[[], None] = lambda: None, expected: str | None = None
+    ) -> bool:
         """Run ``step`` on every worker of this engine; returns whether it went well on all.
 
         Raises:
@@ -129,7 +162,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             step()
         except Exception as error:  # whatever it is, the other workers wait to hear of it
             failure, cause = f"{type(error).__name__}: {error}", error
-            log.exception("weight update failed on worker %d", self._rank)
+            if expected is None or expected not in failure:
+                log.exception("weight update failed on worker %d", self._rank)
             on_failure()
         failures = _agree(failure) if self._workers > 1 else [failure]
         if not any(failures):
@@ -138,6 +172,13 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._open = False  # the worker around us ends the update when we raise
             raise EngineError(_joined(failures)) from cause
         return False
+
+
+def _resolve(future: Future[None], call: Callable[[int], None], version: int) -> None:
+    try:
+        future.set_result(call(version))
+    except BaseException as error:  # noqa: BLE001 - carried over to the thread that asks
+        future.set_exception(error)
 
 
 def _agree(failure: str) -> list[str]:

@@ -5,7 +5,8 @@ in the bodies is ours:
 
 ========================================  ====================================================================
 ``POST /init_weight_transfer_engine``     ``{"init_info": info}``: join the transport of `Transport.open`'s info
-                                          plus ``rank_offset``; or ``{"init_info": {"prefetch": version}}``
+                                          plus ``rank_offset``; or ``{"init_info": {"prefetch": version}}``, and
+                                          ``{"prefetched": version}`` until workers no longer say `STILL_STAGING`
 ``POST /pause?mode=abort|wait|keep``
 ``POST /start_weight_update``
 ``POST /update_weights``                  ``{"update_info": info}``: a handoff's info, ``{"verify": digests}``, or
@@ -22,6 +23,8 @@ Everything that can fail happens up to ``seal``; ``finish_weight_update`` only g
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -37,7 +40,7 @@ from torchrl_ext.errors import (
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.server_info import parse_server_info
-from torchrl_ext.types import BACKEND, OPEN_UPDATE, EngineInfo, EngineRow, Info
+from torchrl_ext.types import BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, EngineRow, Info
 
 __all__ = ["VLLMEngine"]
 
@@ -126,12 +129,21 @@ class VLLMEngine(EngineClient):
                 self._post("/init_weight_transfer_engine", request, timeout_s=self._load_timeout_s)
 
     def prefetch(self, version: int) -> None:
+        """See `EngineClient.prefetch`. Workers stage beside their generating; vLLM's route has no way to answer "not
+        yet" but an error, so that is what says it."""
+        request, until, pause_s = {"prefetch": version}, time.monotonic() + self._load_timeout_s, 0.1
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
-            self._post(
-                "/init_weight_transfer_engine",
-                {"init_info": {"prefetch": version}},
-                timeout_s=self._load_timeout_s,
-            )
+            while True:
+                try:
+                    self._post("/init_weight_transfer_engine", {"init_info": request})
+                    return
+                except EngineRefusedError as error:
+                    if STILL_STAGING not in error.what:
+                        raise
+                if time.monotonic() > until:
+                    raise DeadlineError(f"staging takes longer than {self._load_timeout_s:g} s")
+                request, pause_s = {"prefetched": version}, min(2.0, 1.5 * pause_s)
+                threading.Event().wait(pause_s)
 
     def begin(self, version: int) -> None:
         with self._step(f"pause for version {version}"):
