@@ -33,6 +33,19 @@ class TestDisk(TransportContract):
         return tx.make_transport("disk", root=tmp_path, shard_bytes=SMALL_BYTES)
 
 
+class TestDelta(TransportContract):
+    name = "delta"
+
+    def make_ends(self, tmp_path):
+        return Ends(
+            tx.make_transport("delta", root=tmp_path / "root", shard_bytes=SMALL_BYTES, keyframe_every=3),
+            tx.make_transport("delta", root=tmp_path / "root"),
+        )
+
+    def make_trainer(self, tmp_path):
+        return tx.make_transport("delta", root=tmp_path, shard_bytes=SMALL_BYTES)
+
+
 class TestCollective(TransportContract):
     name = "collective"
 

@@ -1,0 +1,174 @@
+"""Imports point strictly down the floors, packages of one floor do not see each other, third parties have one home."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, python
+
+PACKAGE = ROOT / "torchrl_ext"
+FLOORS = [
+    {"errors"},
+    {"types", "registry", "jit"},
+    {"weights", "codecs", "stores"},
+    {"transports", "rpc", "launch"},
+    {"sync", "rollout"},
+    {"plugins", "configs", "cli"},
+]
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+EXCEPTIONS = {
+    # lands decoded patches, whose classes live beside their encodings
+    ("torchrl_ext/weights/landing.py", "codecs"),
+}
+HOMES = {
+    "httpx": {"rpc", "launch"},
+    "requests": {"rpc", "launch"},
+    "ray": {"rpc", "launch"},
+    "vllm": {"plugins"},
+    "sglang": {"plugins"},
+}
+IN_ENGINES = {"types", "errors", "registry", "jit", "weights", "codecs", "stores", "transports", "sync", "plugins"}
+TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "peft", "datasets"}
+NOT_IN_ENGINES = {"torchrl_ext/sync/sender.py", "torchrl_ext/sync/scheme.py", "torchrl_ext/sync/updater.py"}
+
+
+def modules():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def home(path):
+    """The package (or top-level module) of ours that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path, *, anywhere):
+    """Dotted names that a file imports; at module level only, or anywhere. Imports for type checkers do not count."""
+    tree = ast.parse(path.read_text())
+    pending, found = list(tree.body), set()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            pending += node.orelse
+        elif anywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            pending += ast.iter_child_nodes(node)
+    return found
+
+
+def ours(names):
+    return {name.split(".")[1] for name in names if name.startswith("torchrl_ext.")}
+
+
+def test_every_package_has_a_floor():
+    assert {home(path) for path in modules()} - {"__init__"} <= set(FLOOR)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_strictly_down(path):
+    here = home(path)
+    if here == "__init__":
+        return
+    for other in ours(imports(path, anywhere=True)) & set(FLOOR) - {here}:
+        if (str(path.relative_to(ROOT)), other) in EXCEPTIONS:
+            continue
+        assert FLOOR[other] < FLOOR[here], f"{here} (floor {FLOOR[here]}) imports {other} (floor {FLOOR[other]})"
+
+
+def test_no_exception_outlives_its_reason():
+    for path, other in EXCEPTIONS:
+        assert other in ours(imports(ROOT / path, anywhere=True)), f"{path} no longer imports {other}"
+
+
+def test_each_third_party_has_one_home():
+    strays = {
+        (str(path.relative_to(ROOT)), name)
+        for path in modules()
+        for name in {dotted.split(".")[0] for dotted in imports(path, anywhere=True)} & set(HOMES)
+        if home(path) not in HOMES[name]
+    }
+    assert not strays
+
+
+def test_what_engines_import_needs_nothing_of_the_trainers():
+    strays = {
+        (str(path.relative_to(ROOT)), name)
+        for path in modules()
+        for name in {dotted.split(".")[0] for dotted in imports(path, anywhere=False)} & TRAINER_ONLY
+        if home(path) in IN_ENGINES
+        and str(path.relative_to(ROOT)) not in NOT_IN_ENGINES
+        # the embedded engine is a transformers model behind HTTP: that is all it is for
+        and "plugins/embedded" not in str(path)
+    }
+    assert not strays
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "torchrl_ext",
+        "torchrl_ext.plugins.vllm",
+        "torchrl_ext.sync.receiver",
+        "torchrl_ext.transports.disk",
+        "torchrl_ext.transports.collective",
+        "torchrl_ext.transports.delta",
+        "torchrl_ext.weights.checkpoint",
+    ],
+)
+def test_importing_it_in_an_engine_brings_no_trainer_package(module):
+    python(
+        "import importlib, sys\n"
+        "importlib.import_module(sys.argv[1])\n"
+        "brought = set(sys.argv[2:]) & set(sys.modules)\n"
+        "assert not brought, brought",
+        module,
+        *sorted(TRAINER_ONLY - {"datasets"}),
+    )
+
+
+def test_nothing_writes_to_the_environment_of_the_process():
+    writers = []
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else []
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "os.putenv", "os.unsetenv", "os.environ.update", "os.environ.setdefault", "os.environ.pop",
+            ):  # fmt: skip
+                targets = [node.func]
+            writers += [f"{path}:{node.lineno}" for target in targets if ast.unparse(target).startswith("os.")
+                        and "env" in ast.unparse(target)]  # fmt: skip
+    assert not writers
+
+
+def test_nobody_asks_with_hasattr_and_nothing_of_ours_is_pickled():
+    for path in modules():
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        names = {ast.unparse(call.func) for call in calls}
+        assert "hasattr" not in names, path
+        assert not {name for name in names if name.startswith(("pickle.", "cloudpickle."))}, path
+
+
+def test_files_stay_readable():
+    long = {
+        str(path.relative_to(ROOT)): lines for path in modules() if (lines := len(path.read_text().splitlines())) > 400
+    }
+    assert not long
+
+
+def test_the_top_level_of_the_repository_holds_nothing_else():
+    expected = {
+        "torchrl_ext", "tests", "tutorials", "docs", "setup.py", "README.md", "pyproject.toml", "LICENSE",
+    }  # fmt: skip
+    import subprocess
+
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    top = {Path(name).parts[0] for name in listed.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} <= expected
