@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+import torchrl_ext as tx
 from tests.processes import ROOT, WAIT_S, python
 from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.tiny import make_tiny_lm
@@ -61,7 +62,7 @@ def test_without_json_the_demo_prints_nothing_on_standard_output(server):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--transport", "pigeon"], "collective, disk, memory"),
+        (["--transport", "pigeon"], ", ".join(sorted(tx.transports()))),
         (["--transport", "memory"], "within one process"),
         (["--engine", "steam"], "embedded, vllm"),
         (["--steps", "0"], "at least 1"),

@@ -207,8 +207,9 @@ def _same_weights(model: Any, engines: Sequence[Any], last: SyncReport) -> bool:
             continue
         session = HTTPSession(info.url)
         try:
-            if session.get("/weights_digest")["digests"] != own:
-                return False
+            held = session.get("/weights_digest")["digests"]
+            if any(held.get(name) != digest for name, digest in own.items()):
+                return False  # what else it lists are second names of tied tensors, and buffers that no checkpoint has
         finally:
             session.close()
     return last.verified
