@@ -1,0 +1,98 @@
+"""A real HTTP server with vLLM's weight-transfer routes in a few lines, to see what a client asks for."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl, urlsplit
+
+CONFIG = {
+    "model_config": {"model": "/models/policy", "dtype": "torch.float32"},
+    "parallel_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 3},
+    "weight_transfer_config": {"backend": "torchrl_ext"},
+    "kv_transfer_config": {"kv_role": "kv_producer"},
+}
+GOOD = {
+    "GET /server_info": (200, {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}}),
+    "GET /get_world_size": (200, {"world_size": 6}),
+    "GET /weight_info": (200, {"weight_version": "7"}),
+    "POST /reset_prefix_cache": (200, {"success": True}),
+    **{
+        f"POST /{route}": (200, {"message": "done"})
+        for route in (
+            "init_weight_transfer_engine",
+            "pause",
+            "resume",
+            "start_weight_update",
+            "update_weights",
+            "finish_weight_update",
+        )
+    },
+}
+
+
+def failed(words):
+    """A worker's failure as vLLM's server words it."""
+    message = (
+        f"Call to collective_rpc method failed: Worker failed with error '{words}', "
+        "please check the stack trace above for the root cause"
+    )
+    return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.handle_call()
+
+    def do_POST(self):
+        self.handle_call()
+
+    def handle_call(self):
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        parts = urlsplit(self.path)
+        call = f"{self.command} {parts.path}"
+        self.server.calls.append((call, dict(parse_qsl(parts.query)), json.loads(body) if body else None))
+        answers = self.server.answers.get(call, (404, {"detail": "Not Found"}))
+        if isinstance(answers, list):  # one after the other, the last one for ever
+            answers = answers.pop(0) if len(answers) > 1 else answers[0]
+        status, answer = answers
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+class Running:
+    """The server's address, its answers by "METHOD /route", and the calls that it got."""
+
+    def __init__(self, server):
+        self.url = f"http://127.0.0.1:{server.server_address[1]}"
+        self.answers, self.calls = server.answers, server.calls
+
+    def routes(self):
+        return [call for call, _, _ in self.calls]
+
+
+@contextmanager
+def running(**changes):
+    """``changes`` as ``get_server_info=(404, {...})`` or ``post_pause=...``."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.answers, server.calls = dict(GOOD), []
+    for name, answer in changes.items():
+        method, _, route = name.partition("_")
+        server.answers[f"{method.upper()} /{route}"] = answer
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield Running(server)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

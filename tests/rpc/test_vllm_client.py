@@ -1,0 +1,193 @@
+"""The vLLM client and discovery over real sockets; what the real server does is in tests/engine."""
+
+import socket
+
+import pytest
+
+import torchrl_ext as tx
+from tests.rpc.servers import CONFIG, GOOD, failed, running
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.rpc.vllm import VLLMEngine
+from torchrl_ext.types import OPEN_UPDATE, STILL_STAGING
+
+GONE = (404, {"detail": "Not Found"})
+
+
+def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
+    with running() as server:
+        engine = VLLMEngine(server.url, pause_mode="wait")
+        engine.connect({"transport": "disk", "rank_offset": 3})
+        engine.prefetch(8)
+        with engine.updating(8):
+            engine.load({"version": 8, "params": []})
+            engine.load({"verify": {"w": "00"}})
+        assert server.calls == [
+            ("POST /init_weight_transfer_engine", {}, {"init_info": {"rank_offset": 3, "transport": "disk"}}),
+            ("POST /init_weight_transfer_engine", {}, {"init_info": {"prefetch": 8}}),
+            ("POST /pause", {"mode": "wait"}, None),
+            ("POST /start_weight_update", {}, None),
+            ("POST /update_weights", {}, {"update_info": {"version": 8, "params": []}}),
+            ("POST /update_weights", {}, {"update_info": {"verify": {"w": "00"}}}),
+            ("POST /update_weights", {}, {"update_info": {"seal": 8}}),
+            ("POST /finish_weight_update", {}, {"weight_version": "8"}),
+            ("POST /reset_prefix_cache", {"reset_running_requests": "true"}, None),
+            ("POST /resume", {}, None),
+        ]
+        (row,) = engine.rows()
+        assert (row.state, row.version, row.error) == ("serving", 8, None) and row.pause_s > 0
+
+
+@pytest.mark.parametrize(
+    ("route", "holding"),
+    [
+        ("start_weight_update", "untouched"),
+        ("update_weights", "part of an update"),
+        ("finish_weight_update", "part of an update"),
+        ("reset_prefix_cache", "version 8, whole"),
+        ("resume", "version 8, whole"),
+    ],
+)
+def test_a_failure_after_the_pause_leaves_the_engine_paused_and_says_what_it_holds(route, holding):
+    with running(**{f"post_{route}": failed("the worker's reason")}) as server:
+        engine = VLLMEngine(server.url)
+        with pytest.raises(EngineRefusedError, match=f"(?s)the worker's reason.*is paused.*{holding}") as error:
+            with engine.updating(8):
+                engine.load({"version": 8})
+        assert "stack trace" not in str(error.value) and server.url in str(error.value)
+        (row,) = engine.rows()
+        assert row.state == "paused" and "the worker's reason" in row.error
+        if route != "resume":
+            assert "POST /resume" not in server.routes()
+
+
+def test_caches_that_cannot_be_dropped_keep_the_engine_paused():
+    with running(post_reset_prefix_cache=(200, {"success": False})) as server:
+        engine = VLLMEngine(server.url)
+        with pytest.raises(EngineRefusedError, match="could not drop"), engine.updating(8):
+            pass
+        assert engine.rows()[0].state == "paused" and "POST /resume" not in server.routes()
+
+
+def test_an_abandoned_update_is_ended_before_joining():
+    refusals = [failed(f"worker 0, 1: EngineError: {OPEN_UPDATE}."), (200, {})]
+    with running(post_init_weight_transfer_engine=refusals) as server:
+        VLLMEngine(server.url).connect({"transport": "disk"})
+        assert server.routes() == [
+            "POST /init_weight_transfer_engine",
+            "POST /finish_weight_update",
+            "POST /init_weight_transfer_engine",
+        ]
+
+
+def test_a_prefetch_is_asked_for_until_it_is_over():
+    answers = [failed(f"EngineError: {STILL_STAGING}."), failed(f"EngineError: {STILL_STAGING}."), (200, {})]
+    with running(post_init_weight_transfer_engine=answers) as server:
+        VLLMEngine(server.url).prefetch(3)
+        bodies = [body["init_info"] for _, _, body in server.calls]
+        assert bodies == [{"prefetch": 3}, {"prefetched": 3}, {"prefetched": 3}]
+
+
+def test_a_prefetch_that_never_ends_reaches_its_deadline():
+    with running(post_init_weight_transfer_engine=failed(STILL_STAGING)) as server:
+        with pytest.raises(DeadlineError, match=r"longer than 0\.3 s"):
+            VLLMEngine(server.url, load_timeout_s=0.3).prefetch(3)
+
+
+def test_a_server_without_dev_routes_gets_the_hint():
+    with running(get_server_info=GONE, post_pause=GONE) as server:
+        for call in (VLLMEngine(server.url).info, lambda: VLLMEngine(server.url).begin(1)):
+            with pytest.raises(EngineRefusedError, match="VLLM_SERVER_DEV_MODE=1"):
+                call()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Weight transfer not configured. Please set weight_transfer_config to enable weight transfer.",
+        "Invalid init_info for NCCLWeightTransferEngine: unexpected keyword argument 'transport'",
+    ],
+)
+def test_a_server_without_our_backend_gets_the_exact_flags(words):
+    with running(post_init_weight_transfer_engine=failed(words)) as server:
+        with pytest.raises(EngineRefusedError, match=r"""--weight-transfer-config '\{"backend": "torchrl_ext"\}'"""):
+            VLLMEngine(server.url).connect({"transport": "disk"})
+
+
+def test_nobody_there_is_unreachable():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    engine = VLLMEngine(url)
+    with pytest.raises(EngineUnreachableError, match=url):
+        engine.begin(1)
+    assert engine.rows()[0].state == "unreachable"
+
+
+def test_a_silent_engine_reaches_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = VLLMEngine(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.3, load_timeout_s=0.3)
+        with pytest.raises(DeadlineError, match=r"/pause.*0\.3 s"):
+            engine.begin(1)
+
+
+def test_an_unknown_pause_mode_is_refused_with_the_list():
+    with pytest.raises(ConfigError, match="abort, wait, keep"):
+        VLLMEngine("host:1", pause_mode="freeze")
+
+
+def test_discovery_reads_what_vllm_says():
+    with running() as server:
+        (info,) = tx.discover(server.url)
+        assert VLLMEngine(server.url).info() == info
+    assert (info.kind, info.version, info.worker_type, info.model) == ("vllm", "0.32.0", "prefill", "/models/policy")
+    assert (info.tp_size, info.pp_size, info.dp_size, info.world_size, info.num_gpus) == (2, 1, 3, 6, 6)
+    assert info.weight_version == "7" and {"disk", "collective"} <= set(info.transports)
+    assert "memory" not in info.transports
+
+
+def test_an_engine_with_another_backend_follows_no_transport_of_ours():
+    config = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}}
+    with running(get_server_info=(200, {"vllm_config": config})) as server:
+        assert tx.discover(server.url)[0].transports == ()
+
+
+def test_discovery_keeps_the_order_and_asks_the_other_route():
+    told = GOOD["GET /server_info"]
+    with running() as first, running(get_server_info=GONE, get_get_server_info=told) as second:
+        urls = [second.url, first.url]
+        assert [info.url for info in tx.discover(*urls)] == urls
+        assert second.routes()[:2] == ["GET /server_info", "GET /get_server_info"]
+
+
+def test_one_error_names_the_answers_of_both_routes():
+    with running(get_server_info=(500, {"error": "broken"})) as server:
+        with pytest.raises(EngineRefusedError, match=r"(?s)/server_info answered 500: broken.*/get_server_info.*404"):
+            tx.discover(server.url)
+
+
+@pytest.mark.parametrize("told", [[], {"vllm_config": "text"}, {"something": 1}, "hello"])
+def test_what_is_no_engine_is_refused(told):
+    with running(get_server_info=(200, told)) as server:
+        with pytest.raises(EngineRefusedError, match="describes no engine"):
+            tx.discover(server.url)
+
+
+def test_connect_makes_one_client_that_names_every_engine():
+    with running() as first, running() as second:
+        fleet = tx.connect(first.url, second.url, pause_mode="abort")
+        assert [engine.url for engine in fleet.engines] == [first.url, second.url]
+        assert fleet.world_size == 12
+        fleet.connect({"transport": "disk"})
+        offsets = [
+            body["init_info"]["rank_offset"]
+            for server in (first, second)
+            for call, _, body in server.calls
+            if call == "POST /init_weight_transfer_engine"
+        ]
+        assert offsets == [1, 7]
+
+
+def test_addresses_are_checked_before_anything_is_asked():
+    with pytest.raises(ConfigError, match="given twice"):
+        tx.discover("host:1", "http://host:1/")
+    with pytest.raises(ConfigError, match="no address"):
+        tx.connect()
