@@ -50,9 +50,9 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
 def test_a_failure_after_the_pause_leaves_the_engine_paused_and_says_what_it_holds(route, holding):
     with running(**{f"post_{route}": failed("the worker's reason")}) as server:
         engine = VLLMEngine(server.url)
-        with pytest.raises(EngineRefusedError, match=f"(?s)the worker's reason.*is paused.*{holding}") as error:
-            with engine.updating(8):
-                engine.load({"version": 8})
+        words = f"(?s)the worker's reason.*is paused.*{holding}"
+        with pytest.raises(EngineRefusedError, match=words) as error, engine.updating(8):
+            engine.load({"version": 8})
         assert "stack trace" not in str(error.value) and server.url in str(error.value)
         (row,) = engine.rows()
         assert row.state == "paused" and "the worker's reason" in row.error
@@ -88,9 +88,11 @@ def test_a_prefetch_is_asked_for_until_it_is_over():
 
 
 def test_a_prefetch_that_never_ends_reaches_its_deadline():
-    with running(post_init_weight_transfer_engine=failed(STILL_STAGING)) as server:
-        with pytest.raises(DeadlineError, match=r"longer than 0\.3 s"):
-            VLLMEngine(server.url, load_timeout_s=0.3).prefetch(3)
+    with (
+        running(post_init_weight_transfer_engine=failed(STILL_STAGING)) as server,
+        pytest.raises(DeadlineError, match=r"longer than 0\.3 s"),
+    ):
+        VLLMEngine(server.url, load_timeout_s=0.3).prefetch(3)
 
 
 def test_a_server_without_dev_routes_gets_the_hint():
@@ -108,9 +110,11 @@ def test_a_server_without_dev_routes_gets_the_hint():
     ],
 )
 def test_a_server_without_our_backend_gets_the_exact_flags(words):
-    with running(post_init_weight_transfer_engine=failed(words)) as server:
-        with pytest.raises(EngineRefusedError, match=r"""--weight-transfer-config '\{"backend": "torchrl_ext"\}'"""):
-            VLLMEngine(server.url).connect({"transport": "disk"})
+    with (
+        running(post_init_weight_transfer_engine=failed(words)) as server,
+        pytest.raises(EngineRefusedError, match=r"""--weight-transfer-config '\{"backend": "torchrl_ext"\}'"""),
+    ):
+        VLLMEngine(server.url).connect({"transport": "disk"})
 
 
 def test_nobody_there_is_unreachable():
@@ -159,16 +163,20 @@ def test_discovery_keeps_the_order_and_asks_the_other_route():
 
 
 def test_one_error_names_the_answers_of_both_routes():
-    with running(get_server_info=(500, {"error": "broken"})) as server:
-        with pytest.raises(EngineRefusedError, match=r"(?s)/server_info answered 500: broken.*/get_server_info.*404"):
-            tx.discover(server.url)
+    with (
+        running(get_server_info=(500, {"error": "broken"})) as server,
+        pytest.raises(EngineRefusedError, match=r"(?s)/server_info answered 500: broken.*/get_server_info.*404"),
+    ):
+        tx.discover(server.url)
 
 
 @pytest.mark.parametrize("told", [[], {"vllm_config": "text"}, {"something": 1}, "hello"])
 def test_what_is_no_engine_is_refused(told):
-    with running(get_server_info=(200, told)) as server:
-        with pytest.raises(EngineRefusedError, match="describes no engine"):
-            tx.discover(server.url)
+    with (
+        running(get_server_info=(200, told)) as server,
+        pytest.raises(EngineRefusedError, match="describes no engine"),
+    ):
+        tx.discover(server.url)
 
 
 def test_connect_makes_one_client_that_names_every_engine():

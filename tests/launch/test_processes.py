@@ -1,0 +1,107 @@
+"""Server processes: health, logs, and ends that leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import httpx
+import psutil
+import pytest
+
+from torchrl_ext.errors import DeadlineError, EngineError
+from torchrl_ext.launch.processes import ServerProcess, free_port
+
+SERVER = textwrap.dedent(
+    """
+    import http.server, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"])
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(str(child.pid).encode())
+        def log_message(self, *args):
+            pass
+    print("listening", flush=True)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    """
+)
+
+
+def start(port, **settings):
+    command = [sys.executable, "-c", SERVER, str(port)]
+    return ServerProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings)
+
+
+def gone(pid, within_s=20.0):
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_server_starts_logs_and_ends_with_its_children(tmp_path):
+    with start(free_port(), log_path=tmp_path / "log") as server:
+        child = int(httpx.get(server.url).text)
+        assert server.alive() and psutil.pid_exists(server.pid) and psutil.pid_exists(child)
+        assert "listening" in server.log()
+    assert not server.alive() and gone(server.pid)
+    assert gone(child)  # although it ignores SIGTERM
+
+
+def test_a_server_that_ends_while_starting_shows_the_end_of_its_log(tmp_path):
+    command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
+    with pytest.raises(EngineError, match="no such model"):
+        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+
+
+def test_a_program_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(EngineError, match="/no/such/program"):
+        ServerProcess(["/no/such/program"], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+
+
+def test_a_server_that_is_never_healthy_reaches_the_deadline_and_is_ended(tmp_path):
+    command = [sys.executable, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()"]
+    log = tmp_path / "log"
+    with pytest.raises(DeadlineError, match=r"not healthy within 1 s"):
+        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, start_timeout_s=1)
+    text = log.read_text().split()
+    assert text and gone(int(text[0]))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_ends_with_the_process_that_started_it(tmp_path, how):
+    script = textwrap.dedent(
+        """
+        import signal, sys
+        from torchrl_ext.launch.processes import ServerProcess
+        port, code = sys.argv[1:]
+        server = ServerProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+        print(server.pid, flush=True)
+        signal.pause()
+        """
+    )
+    port = free_port()
+    parent = subprocess.Popen([sys.executable, "-c", script, str(port), SERVER], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    child = int(httpx.get(f"http://127.0.0.1:{port}").text)
+    os.kill(parent.pid, how)
+    parent.wait()
+    assert gone(pid) and gone(child)
+
+
+def test_the_servers_environment_has_what_was_asked_for_and_no_path_of_ours(tmp_path):
+    code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p]); sys.exit(1)"
+    with pytest.raises(EngineError, match=r"yes \[\]"):
+        ServerProcess(
+            [sys.executable, "-I", "-c", code],
+            name="toy",
+            url="http://127.0.0.1:1",
+            environ={"ASKED": "yes"},
+            log_path=tmp_path / "log",
+        )
