@@ -75,7 +75,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Join a transport, or prefetch a version from the one that was joined."""
         info = init_info.info
         if "prefetch" in info or "prefetched" in info:
-            self._together(lambda: self._stage(info), expected=STILL_STAGING)
+            if self._together(lambda: self._stage(info), expected=STILL_STAGING):
+                self._together(self._receiver.confirm)
         elif self._together(lambda: self._check(info)):
             self._receiver.abort()  # whatever an earlier trainer's staging waits for
             self._settle()

@@ -23,12 +23,14 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
+from torchrl_ext.plugins.vllm_patches import VLLMPatches
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.loader import WeightLoader
+from torchrl_ext.weights.loader import Staging, WeightLoader
 from torchrl_ext.weights.placement import Placement, record
+from torchrl_ext.weights.position_digest import position_digest
 
 __all__ = ["VLLMLoader"]
 
@@ -50,8 +52,10 @@ class VLLMLoader(WeightLoader):
         self._model, self._config = model, vllm_config
         self._shapes = _checkpoint_shapes(vllm_config.model_config.model)
         self._placement: Placement | None = None
+        self._patches: VLLMPatches | None = None
         self._digests: dict[str, str] = {}
         self._loading = False
+        self._loaded = False  # whether anything came after the checkpoint that the engine was started with
 
     @property
     def placement(self) -> Placement | None:
@@ -88,12 +92,54 @@ class VLLMLoader(WeightLoader):
                 hint=f"give WeightSender dtype=torch.{dtype_name(landing.dtype)}, or the engine another --dtype",
             )
         self._placement = placement
+        self._patches = VLLMPatches(self._model, self._config, placement, targets)
+
+    def patchable(self, name: str) -> bool:
+        return self._checked().patchable(name)
+
+    def position_digests(self) -> dict[str, str]:
+        """What this worker can read back of its model; else the checkpoint that the engine was started with, while
+        nothing else was loaded.
+
+        Raises:
+            ConfigError: it can tell neither.
+        """
+        held = self._checked().held() if self._config.parallel_config.world_size == 1 else {}
+        if not held and self._loaded:
+            raise ConfigError(
+                "this engine cannot read its weights back, and they are not those that it was started with",
+                hint="let the trainer send a full version first: leave base= out",
+            )
+        return held or {
+            name: position_digest(tensor).hex() for name, tensor in CheckpointSource(self._config.model_config.model)
+        }
+
+    def stage(self, changes: Staging) -> None:
+        self._checked().stage(changes)
+
+    def confirm(self) -> None:
+        self._checked().confirm()
+
+    def commit(self) -> None:
+        self.roll_back()
+        self._digests = {}
+        self._checked().commit()
+        self._loaded = True
+
+    def _checked(self) -> VLLMPatches:
+        if self._patches is None:
+            raise NotConnectedError(
+                "the trainer's parameters were not checked against this model", hint="connect first"
+            )
+        return self._patches
 
     def start(self) -> None:
         self.roll_back()
         self._digests = {}
         initialize_layerwise_reload(self._model)
-        self._loading = True
+        self._loading = self._loaded = True
+        if self._patches is not None:
+            self._patches.forget()
 
     @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:

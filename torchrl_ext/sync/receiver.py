@@ -64,8 +64,25 @@ class WeightReceiver:
         if changes is None:
             transport.prefetch(version)
         else:
-            loader.stage(changes)
+            try:
+                loader.stage(changes)
+            except IntegrityError:
+                self._intact = False  # whatever the model holds, the next version does not build on it
+                raise
             self._staged = changes
+
+    def confirm(self) -> None:
+        """Where an engine's workers compare notes on what they staged; called in the thread that generates.
+
+        Raises:
+            IntegrityError: together they would not hold what the trainer has.
+        """
+        if self._staged is not None:
+            try:
+                self._require_loader().confirm()
+            except IntegrityError:
+                self._staged, self._intact = None, False
+                raise
 
     def start(self) -> None:
         """The engine is idle: make ready to load."""

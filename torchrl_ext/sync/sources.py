@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.derived import CastSource, RenamedSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.names import as_mapper
-from torchrl_ext.weights.source import CastSource, RenamedSource, WeightSource, checked
+from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["Outgoing"]
 

@@ -7,7 +7,7 @@ update costs what changed, and not what the model weighs, whatever the sharding 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from torchrl_ext.weights.position_digest import PositionDigest, digest_at
 if TYPE_CHECKING:
     from torchrl_ext.weights.loader import Staging
 
-__all__ = ["Coverage", "Patcher", "Piece", "Staged", "as_bits", "identity", "piece_digest", "stage"]
+__all__ = ["Coverage", "Patcher", "Piece", "Staged", "as_bits", "compare", "identity", "piece_digest", "stage"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -135,16 +135,10 @@ class Patcher:
 
     Args:
         pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
-        combine: what all ranks of the engine hold together, from what this one holds; the default is for one rank.
     """
 
-    def __init__(
-        self,
-        pieces: Mapping[str, Sequence[Piece]],
-        combine: Callable[[Mapping[str, Coverage]], Mapping[str, Coverage]] = lambda own: own,
-    ) -> None:
+    def __init__(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
         self.pieces = pieces
-        self._combine = combine
         self._held: dict[str, Coverage] = {}
         self._staged: Staged | None = None
 
@@ -153,44 +147,43 @@ class Patcher:
         self._held.clear()
         self._staged = None
 
-    def recomputed(self) -> Mapping[str, Coverage]:
-        """What all ranks hold now, from the bytes."""
+    def held(self) -> dict[str, Coverage]:
+        """What this rank holds now of each tensor, from the bytes."""
         self._held.clear()
-        return self._combine({name: self._coverage(name) for name in self.pieces})
+        return {name: self._coverage(name) for name in self.pieces}
 
-    def stage(self, changes: Staging) -> None:
-        """Translate changes of the tensors that can be patched, and hold what comes out against the trainer's digests.
+    def stage(self, changes: Staging) -> dict[str, Coverage]:
+        """Translate the changes of the tensors that can be patched.
 
-        Raises:
-            IntegrityError: a tensor would not be what the trainer has; names it.
+        Returns:
+            What this rank will hold of each tensor, for `compare`.
         """
         self._staged, staged = None, Staged()
         for patch in changes.patches():
             name = patch.meta.name
             if name in self.pieces:
                 staged.add(self.pieces[name], patch, self._coverage(name)[0])
-        own = {
+        self._staged = staged
+        return {
             name: (staged.digests.get(name, self._coverage(name)[0]), self._coverage(name)[1]) for name in self.pieces
         }
-        for name, (digest, _) in self._combine(own).items():
-            expected = changes.digests.get(name)
-            if expected is not None and digest.hex() != expected:
-                raise IntegrityError(
-                    f"tensor {name!r} would not become what the trainer has",
-                    expected=f"digest {expected}, found {digest.hex()}",
-                    state="nothing was changed; the engine serves what it served",
-                    hint="the change was taken against other weights than the engine holds; send a full version",
-                )
-        self._staged = staged
+
+    def drop(self) -> None:
+        """Forget what was staged."""
+        self._staged = None
 
     def commit(self) -> None:
-        """Write what was staged."""
+        """Write what was staged.
+
+        Raises:
+            NotConnectedError: nothing is staged.
+        """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
         staged, self._staged = self._staged, None
+        digests = {name: (digest, self._coverage(name)[1]) for name, digest in staged.digests.items()}
         staged.commit()
-        for name, digest in staged.digests.items():
-            self._held[name] = (digest, self._coverage(name)[1])
+        self._held.update(digests)
 
     def _coverage(self, name: str) -> Coverage:
         if name not in self._held:
@@ -200,6 +193,22 @@ class Patcher:
                 count += piece.destination.numel()
             self._held[name] = (digest, count)
         return self._held[name]
+
+
+def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) -> None:
+    """Hold what would come out of an update against the trainer's digests.
+
+    Raises:
+        IntegrityError: a tensor would not be what the trainer has; names it.
+    """
+    for name, digest in found.items():
+        if name in expected and digest.hex() != expected[name]:
+            raise IntegrityError(
+                f"tensor {name!r} would not become what the trainer has",
+                expected=f"digest {expected[name]}, found {digest.hex()}",
+                state="nothing was changed; the engine serves what it served",
+                hint="the change was taken against other weights than the engine holds; send again for a full version",
+            )
 
 
 def piece_digest(piece: Piece, bits: Tensor) -> PositionDigest:

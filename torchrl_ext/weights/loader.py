@@ -85,6 +85,13 @@ class WeightLoader(ABC):
         """
         raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
 
+    def confirm(self) -> None:  # noqa: B027 - most loaders compare while they stage
+        """Called between `stage` and `commit`, where the workers of one engine may talk to each other.
+
+        Raises:
+            IntegrityError: what would come out is not what the trainer has.
+        """
+
     def commit(self) -> None:
         """Write what was staged. The model is idle."""
         raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
@@ -160,10 +167,13 @@ class TensorsLoader(WeightLoader):
         return True
 
     def position_digests(self) -> dict[str, str]:
-        return {name: digest.hex() for name, (digest, _) in self._patches().recomputed().items()}
+        return {name: digest.hex() for name, (digest, _) in self._patches().held().items()}
 
     def stage(self, changes: Staging) -> None:
-        self._patches().stage(changes)
+        from torchrl_ext.weights.landing import compare
+
+        patcher = self._patches()
+        compare({name: digest for name, (digest, _) in patcher.stage(changes).items()}, changes.digests)
 
     @torch.no_grad()
     def commit(self) -> None:

@@ -8,7 +8,7 @@ each iteration is a fresh pass over the current values and yields full (gathered
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["CastSource", "MappingSource", "ModuleSource", "RenamedSource", "WeightSource", "as_source", "checked"]
+__all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked"]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -211,68 +211,6 @@ def _unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-class RenamedSource(WeightSource):
-    """Another source under other names (see `torchrl_ext.weights.names` for tables).
-
-    Args:
-        source: the source to rename.
-        mapper: trainer name -> checkpoint name.
-
-    Raises:
-        ManifestError: two names meet.
-    """
-
-    def __init__(self, source: WeightSource, mapper: Callable[[str], str]) -> None:
-        self._source, self._mapper = source, mapper
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        renamed: dict[str, str] = {}
-        for meta in self._source.params():
-            name = self._mapper(meta.name)
-            if name in renamed:
-                raise ManifestError(f"{renamed[name]!r} and {meta.name!r} both map to {name!r}", hint="mend the mapper")
-            renamed[name] = meta.name
-        return tuple(
-            ParamMeta(name, meta.dtype, meta.shape) for name, meta in zip(renamed, self._source.params(), strict=True)
-        )
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._source:
-            yield self._mapper(name), tensor
-
-    def files(self) -> Mapping[str, bytes]:
-        return self._source.files()
-
-
-class CastSource(WeightSource):
-    """Another source with its floating-point tensors cast on the way out (fp32 master weights to a bf16 engine).
-
-    Args:
-        source: the source to cast.
-        dtype: target; integer and bool tensors stay as they are.
-    """
-
-    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
-        if not dtype.is_floating_point:
-            raise ConfigError(f"cannot cast weights to {dtype}", expected="a floating-point dtype")
-        self._source, self._dtype = source, dtype
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(
-            ParamMeta(meta.name, self._dtype if meta.dtype.is_floating_point else meta.dtype, meta.shape)
-            for meta in self._source.params()
-        )
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._source:
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-    def files(self) -> Mapping[str, bytes]:
-        from torchrl_ext.weights.pretrained import with_dtype
-
-        return with_dtype(self._source.files(), self._dtype)
 
 
 def as_source(weights: Any) -> WeightSource:
