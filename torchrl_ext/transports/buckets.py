@@ -32,13 +32,13 @@ __all__ = [
     "unpack",
 ]
 
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES = 8 << 20
 """Default size of a bucket."""
 
 DIRECT_BYTES = 1 << 20
 """From this size on a copy into a bucket costs more than a broadcast of its own (measured with gloo)."""
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 """Slices of large tensors; several in flight keep every connection of the group busy."""
 
 

@@ -16,10 +16,13 @@ from torchrl_ext.types import ParamMeta
 
 __all__ = ["Incoming", "Window", "send_pieces"]
 
-_PIECES = 8
-_BYTES = 64 << 20
 _PACKED = 2
-"""Buckets in flight; with two, a send holds at most two buckets of memory of its own."""
+"""Buckets in flight: a send holds at most two buckets of memory of its own."""
+
+_PIECES = 6
+_BUCKETS = 4
+"""Pieces in flight, and their bytes in buckets (or two tensors, if they are larger): what travels as it lies in memory
+costs none, unless the source makes its tensors on the way (a gather, a cast)."""
 
 
 class Window:
@@ -27,13 +30,13 @@ class Window:
 
     Args:
         group: what they run on.
-        one_by_one: let nothing overlap.
+        bucket_bytes: size of a bucket; 0 lets nothing overlap.
     """
 
-    def __init__(self, group: Group, *, one_by_one: bool) -> None:
+    def __init__(self, group: Group, bucket_bytes: int) -> None:
         self._group = group
         self._flying: deque[tuple[Piece, list[Any], Any]] = deque()
-        self._limit = 0 if one_by_one else _PIECES
+        self._limit, self._limit_bytes = (_PIECES, _BUCKETS * bucket_bytes) if bucket_bytes else (0, 0)
         self._bytes = self._packed = 0
 
     def __len__(self) -> int:
@@ -42,7 +45,8 @@ class Window:
     @property
     def full(self) -> bool:
         """Whether the oldest must land before another piece may start."""
-        return len(self._flying) > self._limit or self._bytes > _BYTES
+        flying = len(self._flying)
+        return flying > self._limit or (flying > 2 and self._bytes > self._limit_bytes)
 
     @property
     def packed_full(self) -> bool:
@@ -85,7 +89,7 @@ def send_pieces(
         TransportError, DeadlineError: as `Group.wait`.
         ManifestError: the stream is not what ``params`` says.
     """
-    window, pool = Window(group, one_by_one=bucket_bytes == 0), BufferPool(group.device)
+    window, pool = Window(group, bucket_bytes), BufferPool(group.device)
     capacity = min(bucket_bytes, sum(piece.nbytes for piece in pieces if not piece.direct))
     for piece in pieces:
         tensors = [plain(tensor, group.device) for _, tensor in islice(stream, piece.stop - piece.first)]
@@ -132,7 +136,7 @@ class Incoming:
         self._group, self._params, self._into = group, params, into
         self.complete = False
         self._rest = iter(pieces)
-        self._window = Window(group, one_by_one=bucket_bytes == 0)
+        self._window = Window(group, bucket_bytes)
         self._pool = BufferPool(group.device)
         self._capacity = min(bucket_bytes, sum(piece.nbytes for piece in pieces if not piece.direct))
 
