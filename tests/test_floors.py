@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,16 @@ HOMES = {
 }
 IN_ENGINES = {"types", "errors", "registry", "jit", "weights", "codecs", "stores", "transports", "sync", "plugins"}
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "peft", "datasets"}
+ENGINE_MODULES = [
+    "torchrl_ext",
+    "torchrl_ext.plugins.vllm",
+    "torchrl_ext.sync.receiver",
+    "torchrl_ext.weights.checkpoint",
+    "torchrl_ext.transports.memory",
+    "torchrl_ext.transports.disk",
+    "torchrl_ext.transports.collective",
+    "torchrl_ext.transports.delta",
+]
 NOT_IN_ENGINES = {"torchrl_ext/sync/sender.py", "torchrl_ext/sync/scheme.py", "torchrl_ext/sync/updater.py"}
 
 
@@ -109,25 +121,14 @@ def test_what_engines_import_needs_nothing_of_the_trainers():
     assert not strays
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "torchrl_ext",
-        "torchrl_ext.plugins.vllm",
-        "torchrl_ext.sync.receiver",
-        "torchrl_ext.transports.disk",
-        "torchrl_ext.transports.collective",
-        "torchrl_ext.transports.delta",
-        "torchrl_ext.weights.checkpoint",
-    ],
-)
-def test_importing_it_in_an_engine_brings_no_trainer_package(module):
+def test_importing_what_engines_need_brings_no_trainer_package():
     python(
-        "import importlib, sys\n"
-        "importlib.import_module(sys.argv[1])\n"
-        "brought = set(sys.argv[2:]) & set(sys.modules)\n"
-        "assert not brought, brought",
-        module,
+        "import importlib, json, sys\n"
+        "for module in json.loads(sys.argv[1]):\n"
+        "    importlib.import_module(module)\n"
+        "    brought = set(sys.argv[2:]) & set(sys.modules)\n"
+        "    assert not brought, (module, brought)",
+        json.dumps(ENGINE_MODULES),
         *sorted(TRAINER_ONLY - {"datasets"}),
     )
 
@@ -154,19 +155,17 @@ def test_nobody_asks_with_hasattr_and_nothing_of_ours_is_pickled():
         assert not {name for name in names if name.startswith(("pickle.", "cloudpickle."))}, path
 
 
-def test_files_stay_readable():
-    long = {
-        str(path.relative_to(ROOT)): lines for path in modules() if (lines := len(path.read_text().splitlines())) > 400
-    }
-    assert not long
+def test_most_files_stay_under_300_lines_and_none_grows_far_beyond():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
+    long = {name: count for name, count in lines.items() if count > 300}
+    assert len(long) <= len(lines) // 10, long
+    assert all(count <= 450 for count in long.values()), long
 
 
 def test_the_top_level_of_the_repository_holds_nothing_else():
     expected = {
         "torchrl_ext", "tests", "tutorials", "docs", "setup.py", "README.md", "pyproject.toml", "LICENSE",
     }  # fmt: skip
-    import subprocess
-
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")

@@ -88,6 +88,9 @@ class Ends:
                 self.trainer.send_weights(*sent)
             except WeightSyncError as error:  # the worker's own error is the cause, and more telling
                 failure = error
+            except BaseException:
+                self.worker.abort()  # nothing will come: let the worker's thread end
+                raise
             received = arriving.result(WAIT_S)
         if failure is not None:
             raise failure
@@ -108,6 +111,8 @@ class TransportContract(ABC):
     """The suite; `name` is the transport's registered name."""
 
     name: str
+    whole = True
+    """Every update moves every byte of the model."""
 
     @abstractmethod
     def make_ends(self, tmp_path) -> Ends:

@@ -18,8 +18,9 @@ from tests.models import tiny_checkpoint, tiny_config, tiny_model
 from tests.processes import python, running_python
 from tests.transports.contract import WAIT_S, any_bits, same_bits
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
+from torchrl_ext.weights.derived import CastSource
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.source import CastSource, MappingSource, as_source
+from torchrl_ext.weights.source import MappingSource, as_source
 
 IN_A_SMALL_FILESYSTEM = ("unshare", "--user", "--map-root-user", "--mount")
 
