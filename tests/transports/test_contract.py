@@ -46,6 +46,35 @@ class TestDelta(TransportContract):
         return tx.make_transport("delta", root=tmp_path, shard_bytes=SMALL_BYTES)
 
 
+class TestDelta(TransportContract):
+    name = "delta"
+    whole = False
+    encoding = "auto"
+    keyframe_every = 2
+
+    def make_ends(self, tmp_path):
+        return Ends(self.make_trainer(tmp_path / "root"), tx.make_transport("delta", root=tmp_path / "root"))
+
+    def make_trainer(self, tmp_path):
+        return tx.make_transport(
+            "delta",
+            root=tmp_path,
+            encoding=self.encoding,
+            keyframe_every=self.keyframe_every,
+            shard_bytes=SMALL_BYTES,
+        )
+
+
+class TestDeltaInFlushFiles(TestDelta):
+    encoding = "deltas_zstd"
+    keyframe_every = 0
+
+
+class TestDeltaInWholeFiles(TestDelta):
+    encoding = "xor"
+    keyframe_every = 0
+
+
 class TestCollective(TransportContract):
     name = "collective"
 

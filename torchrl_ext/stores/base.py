@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 from torchrl_ext.errors import StoreError
 
-__all__ = ["Store", "checked_key"]
+__all__ = ["Draft", "Root", "Store", "checked_key"]
 
 
 class Store(ABC):
@@ -49,6 +52,65 @@ class Store(ABC):
         Raises:
             StoreError: it cannot be removed.
         """
+
+
+class Draft(ABC):
+    """A folder being written. Nobody reads it before the `Root.draft` block that made it ends.
+
+    Attributes:
+        path: a local directory: files written into it directly, and synced, belong to the folder too.
+    """
+
+    path: Path
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write one file durably; a ``/`` in its name makes a folder. What was written before lies there already."""
+
+
+class Root(Store):
+    """A store into which one trainer publishes folders, and from which readers take local files."""
+
+    @property
+    @abstractmethod
+    def owned(self) -> bool:
+        """Whether this object is the root's writer."""
+
+    @abstractmethod
+    def own(self) -> None:
+        """Become the root's one writer. May be called again.
+
+        Raises:
+            StoreError: another writer has the root, or it cannot be made.
+        """
+
+    @abstractmethod
+    def disown(self) -> None:
+        """Let another writer have the root."""
+
+    @abstractmethod
+    def draft(self, folder: str, needed_bytes: int = 0) -> AbstractContextManager[Draft]:
+        """Write a folder: its last file is there when the block ends, and nothing is when it fails.
+
+        Args:
+            folder: its name under the root.
+            needed_bytes: refuse at once when less than this is free, where that can be known.
+
+        Raises:
+            StoreError: no space, no permission, or the name is taken.
+        """
+
+    @abstractmethod
+    def local(self, folder: str, names: Iterable[str]) -> AbstractContextManager[Path]:
+        """A local directory that holds files of a folder, until the block ends.
+
+        Raises:
+            FileNotFoundError: the folder is gone, where files have to be fetched.
+        """
+
+    @abstractmethod
+    def available(self) -> bool:
+        """Whether the root can be reached."""
 
 
 def checked_key(key: str) -> str:

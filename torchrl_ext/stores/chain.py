@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
@@ -25,13 +26,43 @@ from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.versions import Versions, version_name
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["BESIDE", "Chain", "Held", "Route"]
+__all__ = ["BESIDE", "Chain", "Foreign", "Found", "Held", "Route"]
 
 BESIDE = "delta"
 _LEASES = "readers"
 
 Held = tuple[str, int]
 """Run id and number of a version: numbers alone could belong to a run before."""
+
+
+Found = tuple[Manifest | None, "tuple[str, DeltaManifest] | None"]
+"""The full manifest of a version, and its delta: (folder, manifest). A keyframe has both, other versions one."""
+
+
+class Foreign(Protocol):
+    """Reads versions that another library wrote, which have no manifest of ours."""
+
+    def base(self, number: int) -> int | None:
+        """The base of a version, 0 being the checkpoint that everything began with; None for a full version.
+
+        Raises:
+            FileNotFoundError: there is no such version that is complete.
+        """
+
+    def read(self, number: int, params: tuple[ParamMeta, ...]) -> Found:
+        """A version; ``params`` are those of its base.
+
+        Raises:
+            FileNotFoundError: there is no such version.
+            IntegrityError: it is damaged.
+        """
+
+    def start(self) -> tuple[ParamMeta, ...]:
+        """Parameters of the checkpoint that everything began with.
+
+        Raises:
+            ConfigError: it was not given.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,39 +89,88 @@ class Chain:
 
     Args:
         store: where the versions are.
+        foreign: reads versions without a manifest of ours.
         lease_s: how long a reader's lease holds, in seconds; a reader that takes longer starts over.
     """
 
-    def __init__(self, store: Store, *, lease_s: float = 600.0) -> None:
+    def __init__(self, store: Store, *, foreign: Foreign | None = None, lease_s: float = 600.0) -> None:
         self.store, self.versions = store, Versions(store)
-        self._lease_s = lease_s
-        self._known: dict[int, tuple[Manifest | None, tuple[str, DeltaManifest] | None]] = {}
+        self._foreign, self._lease_s = foreign, lease_s
+        self._known: dict[int, Found] = {}
+        self._keyframes: dict[int, bool] = {}
 
-    def version(self, number: int) -> tuple[Manifest | None, tuple[str, DeltaManifest] | None]:
-        """The full manifest of a version and its delta (folder, manifest); a keyframe has both, other versions one.
+    def latest(self) -> int:
+        """The newest version: what the pointer says, else the newest one that another library wrote; 0 if none.
+
+        Raises:
+            IntegrityError: the pointer holds something else than a number.
+        """
+        pointed = self.versions.latest()
+        if pointed or self._foreign is None:
+            return pointed
+        for number in reversed(self.versions.numbers()):
+            with suppress(FileNotFoundError):
+                self._foreign.base(number)
+                return number
+        return 0
+
+    def version(self, number: int) -> Found:
+        """What a version is.
 
         Raises:
             FileNotFoundError: there is no such version (any more).
             IntegrityError: its manifest is damaged, or says that it is another version.
         """
         if number not in self._known:
-            folder = version_name(number)
-            data = self.store.get(f"{folder}/{MANIFEST}")
-            where = f"{self.store.url}/{folder}/{MANIFEST}"
-            full, delta = None, None
-            if _is_delta(data):
-                delta = (folder, DeltaManifest.from_bytes(data, where))
-            else:
-                full = Manifest.from_bytes(data, where)
-                folder = f"{folder}/{BESIDE}"
-                with suppress(FileNotFoundError):
-                    beside = self.store.get(f"{folder}/{MANIFEST}")
-                    delta = (folder, DeltaManifest.from_bytes(beside, f"{self.store.url}/{folder}/{MANIFEST}"))
-            for found in (full, delta and delta[1]):
-                if found is not None and found.version != number:
-                    raise IntegrityError(f"{where} says that it is version {found.version}")
-            self._known[number] = (full, delta)
+            try:
+                self._known[number] = self._own(number)
+            except FileNotFoundError:
+                if self._foreign is None:
+                    raise
+                self._read_foreign(self._foreign, number)
         return self._known[number]
+
+    def _own(self, number: int) -> Found:
+        folder = version_name(number)
+        data = self.store.get(f"{folder}/{MANIFEST}")
+        where = f"{self.store.url}/{folder}/{MANIFEST}"
+        full, delta = None, None
+        if _is_delta(data):
+            delta = (folder, DeltaManifest.from_bytes(data, where))
+        else:
+            full = Manifest.from_bytes(data, where)
+            folder = f"{folder}/{BESIDE}"
+            with suppress(FileNotFoundError):
+                beside = self.store.get(f"{folder}/{MANIFEST}")
+                delta = (folder, DeltaManifest.from_bytes(beside, f"{self.store.url}/{folder}/{MANIFEST}"))
+        for found in (full, delta and delta[1]):
+            if found is not None and found.version != number:
+                raise IntegrityError(f"{where} says that it is version {found.version}")
+        return full, delta
+
+    def _read_foreign(self, foreign: Foreign, number: int) -> None:
+        """Their deltas do not say what does not change, so what a version holds is known from its base on only."""
+        below, at = [], number
+        while at not in self._known:
+            try:
+                base = foreign.base(at)
+            except FileNotFoundError as error:
+                if at == number:
+                    raise
+                raise IntegrityError(
+                    f"{version_name(at)} in {self.store.url}, to which version {number} leads back, is missing",
+                    state="nothing was read",
+                ) from error
+            below.append(at)
+            if not base:
+                break
+            at = base
+            with suppress(FileNotFoundError):
+                self._known[at] = self._known.get(at) or self._own(at)
+        for version in reversed(below):
+            base = foreign.base(version)
+            params = () if base is None else self.params(base) if base else foreign.start()
+            self._known[version] = foreign.read(version, params)
 
     def run_id(self, number: int) -> str:
         """The run that published a version; raises as `version`."""
@@ -105,6 +185,40 @@ class Chain:
     def forget(self) -> None:
         """Look at the store again: its versions may be those of another run."""
         self._known.clear()
+        self._keyframes.clear()
+
+    def back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
+        """The deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap.
+
+        Raises:
+            FileNotFoundError: ``target`` is not there (any more).
+            IntegrityError: a manifest is damaged.
+        """
+        number = target
+        while number:
+            try:
+                full, delta = self.version(number)
+            except FileNotFoundError:
+                if number == target:
+                    raise
+                return
+            if delta is not None:
+                yield delta
+            if full is not None or delta is None:
+                return
+            number = delta[1].base_version
+
+    def origin(self, target: int) -> DeltaManifest | None:
+        """The delta on version 0 that leads, with those after it and without a keyframe between, to ``target``.
+
+        Raises:
+            FileNotFoundError: ``target`` is not there (any more).
+            IntegrityError: a manifest is damaged.
+        """
+        deltas = list(self.back(target))
+        first = deltas[-1][1] if deltas else None
+        keyframe = first is not None and self.version(first.version)[0] is not None
+        return first if first is not None and first.base_version == 0 and not keyframe else None
 
     def route(self, target: int, held: Held | None = None) -> Route:
         """The way to ``target`` that reads the fewest bytes.
@@ -121,8 +235,9 @@ class Chain:
         routes: list[Route] = []
         number, missing = target, None
         while True:
-            if held is not None and number == held[1] and (not deltas or deltas[-1][1].base_run_id == held[0]):
-                if deltas or self.run_id(number) == held[0]:
+            if held is not None and number == held[1]:
+                run = deltas[-1][1].base_run_id if deltas else self.run_id(number)
+                if run == held[0]:
                     routes.append(Route(keyframe=None, deltas=tuple(reversed(deltas))))
                     break
             try:
@@ -132,16 +247,22 @@ class Chain:
                     raise
                 missing = number
                 break
+            except IntegrityError:
+                if routes:  # what lies below the keyframe need not be right
+                    break
+                raise
             if full is not None and not any(route.keyframe for route in routes):
                 routes.append(Route(keyframe=full, deltas=tuple(reversed(deltas))))
             if delta is None or (routes and (held is None or number <= held[1])):
                 break
             deltas.append(delta)
             number = delta[1].base_version
+            if routes and sum(manifest.nbytes for _, manifest in deltas) > routes[0].nbytes:
+                break  # further down it gets no shorter
         if not routes:
             raise IntegrityError(
-                f"version {target} in {self.store.url} cannot be reached: {version_name(missing or number)}, the base of "
-                f"version {deltas[-1][1].version if deltas else target}, is missing",
+                f"version {target} in {self.store.url} cannot be reached: {version_name(missing or number)}, the base "
+                f"of version {deltas[-1][1].version if deltas else target}, is missing",
                 expected="a keyframe, or deltas from the version that the reader holds"
                 + (f" ({held[1]})" if held is not None else ""),
                 state="nothing was read",
@@ -162,7 +283,7 @@ class Chain:
         needed = numbers[0] if numbers else 0
         for number in reversed(numbers):
             with suppress(FileNotFoundError, IntegrityError):
-                keyframes += self.version(number)[0] is not None
+                keyframes += self._is_keyframe(number)
             if keyframes >= keep_keyframes:
                 needed = number
                 break
@@ -171,7 +292,14 @@ class Chain:
         self.versions.prune(before=needed)
         for number in removed:
             self._known.pop(number, None)
+            self._keyframes.pop(number, None)
         return removed
+
+    def _is_keyframe(self, number: int) -> bool:
+        if number not in self._keyframes:
+            self._keyframes[number] = self.version(number)[0] is not None
+            self._known.pop(number, None)  # a long chain's manifests are not kept for this
+        return self._keyframes[number]
 
     @contextmanager
     def lease(self, route: Route) -> Iterator[None]:

@@ -1,10 +1,10 @@
-"""`DeltaManifest`: the last file of a delta. What changed against which version, where its bytes lie, what must come out."""
+"""`DeltaManifest`: the last file of a delta. What changed since which version, where it lies, what comes out."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
@@ -23,11 +23,13 @@ class DeltaParam:
 
     Attributes:
         meta: what it is.
-        digest: position digest of the whole tensor *after* this delta (`torchrl_ext.weights.position_digest`).
+        digest: position digest of the whole tensor *after* this delta (`torchrl_ext.weights.position_digest`); "" where
+            another library wrote the delta, which has none.
         changed: units that changed; 0 means that nothing of the rest is set.
         codec: index into the manifest's ``codecs``.
         file: where the payload lies; "" where the container knows by itself.
         offset, nbytes: which bytes of the file.
+        checksum: xxh3-64 of the payload, 16 hex digits; "" where the file has a checksum of its own.
     """
 
     meta: ParamMeta
@@ -37,6 +39,7 @@ class DeltaParam:
     file: str = ""
     offset: int = 0
     nbytes: int = 0
+    checksum: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class DeltaManifest:
         codecs: JSON of every codec used.
         params: every parameter, changed or not, in the order of the source.
         files: size in bytes of every file beside the manifest.
+        base_digests: position digest of every tensor of the base, where that is version 0, a checkpoint.
     """
 
     version: int
@@ -62,6 +66,7 @@ class DeltaManifest:
     codecs: tuple[Info, ...]
     params: tuple[DeltaParam, ...]
     files: Mapping[str, int]
+    base_digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +79,12 @@ class DeltaManifest:
         return sum(param.changed for param in self.params)
 
     def to_bytes(self) -> bytes:
-        """JSON, UTF-8. A parameter is ``[name, dtype, shape, digest]``, or that and where its change lies."""
+        """JSON, UTF-8. A parameter is ``[name, dtype, shape, digest]``, or that and its change."""
         rows = []
         for param in self.params:
             row = [*param.meta.to_json(), param.digest]
             if param.changed:
-                row += [param.changed, param.codec, param.file, param.offset, param.nbytes]
+                row += [param.changed, param.codec, param.file, param.offset, param.nbytes, param.checksum]
             rows.append(json.dumps(row, separators=(",", ":")))
         head = {
             "format": DELTA_FORMAT,
@@ -92,6 +97,7 @@ class DeltaManifest:
             "container": self.container,
             "codecs": list(self.codecs),
             "files": dict(self.files),
+            **({"base_digests": dict(self.base_digests)} if self.base_digests else {}),
         }
         lines = ",\n".join(rows)
         return f'{json.dumps(head, indent=2)[:-2]},\n  "params": [\n{lines}\n  ]\n}}\n'.encode()
@@ -133,6 +139,7 @@ class DeltaManifest:
                 codecs=codecs,
                 params=params,
                 files=files,
+                base_digests={str(name): _digest(name, text) for name, text in found.get("base_digests", {}).items()},
             )
             if not manifest.base_version < manifest.version:
                 raise ValueError(f"its base is version {manifest.base_version}")
@@ -143,11 +150,10 @@ class DeltaManifest:
 
 def _param(row: list[Any], files: Mapping[str, int], codecs: int) -> DeltaParam:
     meta, digest, rest = ParamMeta.from_json(row[:3]), row[3], row[4:]
-    if not isinstance(digest, str) or len(digest) != 32:
-        raise ValueError(f"digest of {meta.name!r} is {digest!r}")
+    _digest(meta.name, digest)
     if not rest:
         return DeltaParam(meta=meta, digest=digest)
-    changed, codec, file, offset, nbytes = rest
+    changed, codec, file, offset, nbytes, checksum = rest
     param = DeltaParam(
         meta=meta,
         digest=digest,
@@ -156,10 +162,17 @@ def _param(row: list[Any], files: Mapping[str, int], codecs: int) -> DeltaParam:
         file=str(file),
         offset=_count(offset),
         nbytes=_count(nbytes),
+        checksum=str(checksum),
     )
     if param.codec >= codecs or (file and param.offset + param.nbytes > files.get(param.file, -1)):
         raise ValueError(f"the payload of {meta.name!r} lies outside of the files")
     return param
+
+
+def _digest(name: str, text: Any) -> str:
+    if not isinstance(text, str) or len(text) != 32:
+        raise ValueError(f"digest of {name!r} is {text!r}")
+    return text
 
 
 def _plain(name: Any) -> str:

@@ -13,14 +13,14 @@ import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrl_ext.errors import StoreError, WeightSyncError
-from torchrl_ext.stores.base import Store, checked_key
+from torchrl_ext.stores.base import Draft, Root, checked_key
 
-__all__ = ["TEMPORARY", "Draft", "LocalStore"]
+__all__ = ["TEMPORARY", "LocalStore"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -30,18 +30,13 @@ TEMPORARY = ".tmp-"
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
-class Draft:
-    """A folder being written: a temporary sibling of its name, until `LocalStore.draft` renames it.
-
-    Attributes:
-        path: where to write its files.
-    """
+class _LocalDraft(Draft):
+    """A temporary sibling of the folder's name, until `LocalStore.draft` renames it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, name: str, data: bytes) -> None:
-        """Write one file durably; a ``/`` in its name makes a folder."""
         path = self.path / checked_key(name)
         path.parent.mkdir(exist_ok=True)
         _write_durably(path, data)
@@ -49,7 +44,7 @@ class Draft:
             _sync_folder(path.parent)
 
 
-class LocalStore(Store):
+class LocalStore(Root):
     """Files under ``root``.
 
     Args:
@@ -134,7 +129,7 @@ class LocalStore(Store):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             try:
                 temporary.mkdir()
-                yield Draft(temporary)
+                yield _LocalDraft(temporary)
                 _sync_folder(temporary)
                 os.rename(temporary, path)
             except BaseException:
@@ -165,6 +160,13 @@ class LocalStore(Store):
     def path(self, key: str) -> Path:
         """Where the value of ``key`` lies, for readers that want a file."""
         return self.root / checked_key(key)
+
+    @contextmanager
+    def local(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
+        yield self.path(folder)
+
+    def available(self) -> bool:
+        return self.root.is_dir()
 
     def get(self, key: str) -> bytes:
         path = self.path(key)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.stream import encode_tensors
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores.chain import Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.position_digest import PositionDigest, position_digest
@@ -40,9 +41,31 @@ class Baseline(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((meta.name, self._tensors[meta.name]) for meta in self._params)
 
+    def start(self, base: WeightSource, params: tuple[ParamMeta, ...]) -> None:
+        """Seed with the tensors of ``base`` that ``params`` name, in their order.
+
+        Raises:
+            ConfigError: it lacks one of them, or has another one under its name.
+        """
+        held = {meta.name: meta for meta in base.params()}
+        for meta in params:
+            if held.get(meta.name) != meta:
+                raise ConfigError(
+                    f"the base checkpoint holds {held.get(meta.name, f'no {meta.name}')}",
+                    expected=str(meta),
+                    hint="pass as base= the checkpoint from which this policy was loaded, or nothing",
+                )
+        for _ in self.seed(_Part(base, frozenset(meta.name for meta in params))):
+            pass
+        self._params = params
+
     def fits(self, params: tuple[ParamMeta, ...]) -> bool:
         """Whether a delta of these parameters can be taken."""
         return self.version is not None and params == self._params
+
+    def tensor(self, name: str) -> Tensor:
+        """The copy of one tensor."""
+        return self._tensors[name]
 
     def digests(self) -> dict[str, str]:
         """Position digest of every tensor, 32 hex digits."""
@@ -66,7 +89,7 @@ class Baseline(WeightSource):
             yield meta.name, copy
 
     def encode(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
-        """What changed in each tensor since `version`; the copies follow behind. Iterate to the end, then set `version`."""
+        """What changed in each tensor since `version`; the copies follow. Iterate to the end, then set `version`."""
         self.version = None
         waiting: dict[str, Tensor] = {}
 
@@ -85,6 +108,22 @@ class Baseline(WeightSource):
                 else:
                     self._digests[name] = self._digests[name].plus(change.digest)
             yield change
+
+
+class _Part(WeightSource):
+    """Some tensors of a source."""
+
+    def __init__(self, source: WeightSource, names: frozenset[str]) -> None:
+        self._source, self._names = source, names
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(meta for meta in self._source.params() if meta.name in self._names)
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self._source if name in self._names)
 
 
 class _Seeding(WeightSource):

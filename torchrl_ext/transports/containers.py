@@ -4,24 +4,75 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, final
 
+import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json
 from torchrl_ext.codecs.patch import Patch
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.registry import Registry
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
 from torchrl_ext.types import Info
 
-__all__ = ["Container", "Written", "containers"]
+__all__ = [
+    "Container",
+    "Decode",
+    "Get",
+    "Heading",
+    "Put",
+    "Written",
+    "checked_files",
+    "container_of",
+    "containers",
+    "named",
+]
 
 Put = Callable[[str, bytes], None]
 Get = Callable[[str], bytes]
+Decode = Callable[[Tensor | None], Patch]
+"""Decodes the change of one parameter; takes the old tensor where the codec needs one."""
 
 containers = Registry("container")
 containers.register("packed", "torchrl_ext.transports.containers:Packed", "payloads one after the other")
+containers.register("flushes", "torchrl_ext.transports.flushes:Flushes", "slime's first files")
+containers.register("whole", "torchrl_ext.transports.whole:Whole", "slime's current files")
+containers.register("foreign flushes", "torchrl_ext.transports.foreign:ForeignFlushes", "flushes without a manifest")
+containers.register("foreign whole", "torchrl_ext.transports.foreign:ForeignWhole", "slime's files without a manifest")
+
+
+def container_of(manifest: DeltaManifest, where: str) -> Container:
+    """The container that reads a delta.
+
+    Args:
+        manifest: of the delta.
+        where: its folder, for messages.
+
+    Raises:
+        ManifestError: no such container here.
+    """
+    try:
+        return containers.make(manifest.container)
+    except ConfigError as error:
+        raise ManifestError(f"{where} is laid out in a way unknown here: {error.what}", hint=error.hint) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heading:
+    """What a container may write beside the payloads.
+
+    Attributes:
+        version, base_version: of the delta.
+        codec: the encoding.
+        tensor: the new tensor of a name whose change was written.
+    """
+
+    version: int
+    base_version: int
+    codec: Codec
+    tensor: Callable[[str], Tensor]
 
 
 class Written:
@@ -51,26 +102,38 @@ class Container(ABC):
 
     name: ClassVar[str]
 
+    def scanner(self, codec: Codec) -> Codec:
+        """The codec whose payloads `write` takes, where that is not the encoding itself."""
+        return codec
+
     @abstractmethod
-    def write(self, encoded: Iterable[Encoded], put: Put) -> Written:
+    def write(self, heading: Heading, encoded: Iterable[Encoded], put: Put) -> Written:
         """Write changes as they come; ``put`` takes a file's name and content."""
 
     @abstractmethod
-    def read(self, manifest: DeltaManifest, get: Get) -> Mapping[str, Callable[[Tensor | None], Patch]]:
-        """For each changed parameter a call that decodes it; takes the old tensor where the codec needs one.
+    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
+        """For each changed parameter a call that decodes it; every file is fetched here.
+
+        Args:
+            manifest: of the delta.
+            get: content of a file.
+            where: the folder, for messages.
 
         Raises:
-            IntegrityError: a file is not what the manifest says.
+            FileNotFoundError: a file is not there.
+            IntegrityError: a file is not what the manifest says; names it and a tensor in it.
+            ManifestError: an encoding that is not known here.
         """
 
 
+@final
 class Packed(Container):
     """Payloads one after the other, cut into files of about ``FILE_BYTES``, so that writing runs beside coding."""
 
     name: ClassVar[str] = "packed"
     FILE_BYTES: ClassVar[int] = 64 << 20
 
-    def write(self, encoded: Iterable[Encoded], put: Put) -> Written:
+    def write(self, heading: Heading, encoded: Iterable[Encoded], put: Put) -> Written:
         written, parts, size = Written(), [], 0
 
         def flush() -> None:
@@ -94,6 +157,7 @@ class Packed(Container):
                 file=name(),
                 offset=size,
                 nbytes=len(change.payload),
+                checksum=xxhash.xxh3_64_hexdigest(change.payload),
             )
             parts.append(change.payload)
             size += len(change.payload)
@@ -102,18 +166,62 @@ class Packed(Container):
         flush()
         return written
 
-    def read(self, manifest: DeltaManifest, get: Get) -> Mapping[str, Callable[[Tensor | None], Patch]]:
+    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
         codecs = [codec_from_json(info) for info in manifest.codecs]
-        files: dict[str, memoryview] = {}
-        for name, size in manifest.files.items():
-            data = files[name] = memoryview(get(name))
-            if len(data) != size:
-                raise IntegrityError(
-                    f"file {name} of version {manifest.version} has {len(data)} bytes", expected=f"{size}, as in the manifest"
-                )
+        files = checked_files(manifest, get, where)
 
-        def decoder(param: DeltaParam) -> Callable[[Tensor | None], Patch]:
+        def decoder(param: DeltaParam) -> Decode:
             payload = files[param.file][param.offset : param.offset + param.nbytes]
-            return lambda base: codecs[param.codec].decode(payload, param.meta, base)
+            found = xxhash.xxh3_64_hexdigest(payload)
+            if found != param.checksum:
+                raise IntegrityError(
+                    f"tensor {param.meta.name!r} in {where}/{param.file} is damaged",
+                    expected=f"xxh3-64 {param.checksum}, found {found}",
+                    state=f"nothing of version {manifest.version} was used",
+                    hint="let the trainer publish again, and check the disk",
+                )
+            return named(
+                f"{where}/{param.file}", lambda base: codecs[param.codec].decode(payload, param.meta, base), param
+            )
 
         return {param.meta.name: decoder(param) for param in manifest.params if param.changed}
+
+
+def checked_files(manifest: DeltaManifest, get: Get, where: str) -> dict[str, memoryview]:
+    """Every file of a delta.
+
+    Raises:
+        FileNotFoundError: one is not there.
+        IntegrityError: one has not the size that the manifest gives; names it and a tensor in it.
+    """
+    files = {}
+    for name, size in manifest.files.items():
+        data = files[name] = memoryview(get(name))
+        if len(data) != size:
+            rows = [param for param in manifest.params if param.changed and param.file == name]
+            cut = next((p for p in rows if p.offset + p.nbytes > len(data)), rows[0] if rows else None)
+            tensor = f", so that tensor {cut.meta.name!r} cannot be read" if cut else ""
+            raise IntegrityError(
+                f"{where}/{name} has {len(data)} bytes{tensor}",
+                expected=f"{size}, as in the manifest",
+                state=f"nothing of version {manifest.version} was used",
+                hint="let the trainer publish again, and check the disk",
+            )
+    return files
+
+
+def named(file: str, decode: Decode, param: DeltaParam) -> Decode:
+    """``decode``, whose errors name tensor and file."""
+
+    def located(base: Tensor | None) -> Patch:
+        try:
+            return decode(base)
+        except IntegrityError as error:
+            raise IntegrityError(
+                f"tensor {param.meta.name!r} in {file} cannot be used: {error.what}",
+                expected=error.expected,
+                state=error.state,
+                hint=error.hint or "let the trainer publish again",
+            ) from error
+
+    return located

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Manifest, Placed
-from torchrl_ext.stores.local import Draft
+from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.transports.shards import write_shards
 from torchrl_ext.weights.checkpoint import companion_files

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores import LocalStore, Placed, Versions, version_name
+from torchrl_ext.stores import Manifest, Placed, Root, Versions, version_name
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
 
@@ -22,19 +23,22 @@ class PublishedVersion:
     Args:
         store: where the version is.
         number: the version.
+        manifest: what it holds, where that is known; a ``checksum`` of "" is not compared.
 
     Raises:
         FileNotFoundError: the version is not there (any more).
         IntegrityError: its files are not what its manifest says.
     """
 
-    def __init__(self, store: LocalStore, number: int) -> None:
+    def __init__(self, store: Root, number: int, manifest: Manifest | None = None) -> None:
         self.number = number
-        self.manifest = Versions(store).manifest(number)
-        self._path = store.path(version_name(number))
+        self.manifest = Versions(store).manifest(number) if manifest is None else manifest
         self._files: dict[str, TensorFile] = {}
         self._verified = False
+        self._staged = ExitStack()
         try:
+            needed = sorted({placed.file for placed in self.manifest.params})
+            self._path = self._staged.enter_context(store.local(version_name(number), needed))
             self._open()
         except BaseException:
             self.close()
@@ -107,6 +111,7 @@ class PublishedVersion:
         """Close the files. May be called twice."""
         for file in self._files.values():
             file.close()
+        self._staged.close()
 
     def _open(self) -> None:
         if self.manifest.base_version is not None:
@@ -150,7 +155,7 @@ class PublishedVersion:
         return tensor
 
     def _compare(self, placed: Placed, checksum: str) -> None:
-        if checksum != placed.checksum:
+        if placed.checksum not in ("", checksum):
             raise IntegrityError(
                 f"tensor {placed.meta.name!r} in {self._path / placed.file} is damaged",
                 expected=f"xxh3-128 {placed.checksum}, found {checksum}",

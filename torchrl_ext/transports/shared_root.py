@@ -9,7 +9,7 @@ import uuid
 from contextlib import suppress
 
 from torchrl_ext.errors import StoreError
-from torchrl_ext.stores import LocalStore
+from torchrl_ext.stores.base import Root
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.types import Info
@@ -24,11 +24,11 @@ class SharedRoot:
     """Both ends of the probe.
 
     Args:
-        store: the directory, as this process sees it.
+        store: the directory (or bucket), as this process sees it.
         token: what the probe holds; names the trainer's run.
     """
 
-    def __init__(self, store: LocalStore, token: str) -> None:
+    def __init__(self, store: Root, token: str) -> None:
         self._store, self._token = store, token
         self._probe: str | None = None
 
@@ -38,7 +38,7 @@ class SharedRoot:
         self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
         self._store.put(self._probe, self._token.encode())
         return {
-            "root": str(self._store.root),
+            "root": self._store.url,
             "probe": self._probe,
             "run_id": self._token,
             "host": socket.gethostname(),
@@ -57,13 +57,13 @@ class SharedRoot:
         Raises:
             StoreError: it is not here, so the root is only visible to the trainer, or another directory.
         """
-        here, trainer = f"{self._store.root} on {socket.gethostname()}", f"{info['root']} on {info['host']}"
+        here, trainer = f"{self._store.url} on {socket.gethostname()}", f"{info['root']} on {info['host']}"
         until = deadline(min(VISIBLE_S, timeout_s))
         while True:
             with suppress(FileNotFoundError):
                 found = self._store.get(info["probe"])
                 break
-            if not self._store.root.is_dir() or time.monotonic() > until:
+            if not self._store.available() or time.monotonic() > until:
                 raise StoreError(
                     f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the "
                     "trainer",

@@ -1,0 +1,104 @@
+"""Deltas in slime's first files: ``rank0000_flush000000.safetensors``, ... (`torchrl_ext.codecs.flush`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+from torch import Tensor
+
+from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Needs, Piece
+from torchrl_ext.codecs.flush import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
+from torchrl_ext.codecs.layout import Layout, layout_of
+from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
+from torchrl_ext.errors import IntegrityError
+from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
+from torchrl_ext.transports.containers import Container, Decode, Get, Heading, Put, Written, checked_files
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.position_digest import PositionDigest
+
+__all__ = ["Flushes"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Places(Codec):
+    """What changed as it is: positions (int64), then values. Never stored; it saves the codecs' own file per tensor."""
+
+    name: ClassVar[str] = "places"
+    needs: ClassVar[Needs] = "nothing"
+
+    def piece_units(self, layout: Layout, count: int) -> int:
+        return 1 << 20
+
+    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
+        local = np.flatnonzero(old != new)
+        where, values = local + start, new[local]
+        added = PositionDigest().updated(where, old[local], values)
+        data = where.astype("<i8").tobytes() + values.tobytes()
+        return Piece(data=data, changed=where.size, digest=(added.first, added.second))
+
+    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
+        cuts = [8 * piece.changed for piece in pieces]
+        where = [piece.data[:cut] for piece, cut in zip(pieces, cuts, strict=True)]
+        return b"".join([*where, *(piece.data[cut:] for piece, cut in zip(pieces, cuts, strict=True))])
+
+    def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
+        layout = layout_of(meta.dtype)
+        count = len(payload) // (8 + layout.dtype.itemsize)
+        where = np.frombuffer(payload, "<i8", count).astype(index_dtype(layout.count(meta)))
+        return SparsePatch(meta, where, np.frombuffer(payload, layout.dtype, count, 8 * count))
+
+
+@final
+class Flushes(Container):
+    """Many parameters' positions and values per file, one dtype each."""
+
+    name: ClassVar[str] = "flushes"
+
+    def scanner(self, codec: Codec) -> Codec:
+        return _Places()
+
+    def write(self, heading: Heading, encoded: Iterable[Encoded], put: Put) -> Written:
+        written, encoding = Written(), heading.codec.name
+
+        def patches() -> Iterator[SparsePatch]:
+            for change in encoded:
+                check_dtype(change.meta)
+                patch = change.codec.decode(change.payload, change.meta)
+                if patch.changed and isinstance(patch, SparsePatch):
+                    yield patch
+
+        for number, bucket in enumerate(flush_buckets(patches(), encoding)):
+            file, data = flush_name(0, number), build_flush(bucket, encoding, current_version=str(heading.version))
+            put(file, data)
+            written.files[file] = len(data)
+            for patch in bucket:
+                codec = written.codec(heading.codec)
+                written.params[patch.meta.name] = DeltaParam(
+                    meta=patch.meta, digest="", changed=patch.changed, codec=codec, file=file
+                )
+        return written
+
+    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
+        found: dict[str, Decode] = {}
+        expected = {param.meta.name: param for param in manifest.params if param.changed}
+        metas = {param.meta.name: param.meta for param in manifest.params}
+        for name, data in checked_files(manifest, get, where).items():
+            file = parse_flush(data, f"{where}/{name}", metas)
+            if file.current_version != str(manifest.version):
+                raise IntegrityError(
+                    f"{where}/{name} belongs to version {file.current_version}", expected=str(manifest.version)
+                )
+            for patch in file.patches:
+                param = expected.get(patch.meta.name)
+                if param is None or param.file != name or param.changed != patch.changed:
+                    raise IntegrityError(f"{where}/{name} changes {patch.meta.name!r} otherwise than its manifest says")
+                patch = SparsePatch(patch.meta, patch.indices, patch.values.copy())  # of its own: the file may go
+                found[patch.meta.name] = lambda base, patch=patch: patch
+        lost = min(expected.keys() - found.keys(), default=None)
+        if lost is not None:
+            raise IntegrityError(f"{where}/{expected[lost].file} does not hold tensor {lost!r}, as the manifest says")
+        return found
