@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -37,7 +39,7 @@ class CodecContract:
         for meta, old, new in pairs(torch.bfloat16, (5000,)):
             coded = codec.encode(meta, old, new)
             if coded.codec.needs == "all":
-                with pytest.raises(ConfigError, match="bfloat16.5000"):
+                with pytest.raises(ConfigError, match=r"bfloat16\.5000"):
                     coded.codec.decode(coded.payload, meta)
                 continue
             patch, landed = coded.codec.decode(coded.payload, meta), old.clone()
@@ -104,7 +106,7 @@ class CodecContract:
             chain.append((chain[-1].view(torch.int16) + step * where).view(torch.bfloat16))
         meta = ParamMeta.of("w", chain[0])
         patches = []
-        for old, new in zip(chain, chain[1:], strict=False):
+        for old, new in itertools.pairwise(chain):
             coded = codec.encode(meta, old, new)
             base = old if coded.codec.needs == "all" else None
             patches.append(coded.codec.decode(coded.payload, meta, base))

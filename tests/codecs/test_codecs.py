@@ -44,7 +44,7 @@ def test_a_flipped_bit_anywhere_is_found(name):
     for at in range(len(coded.payload)):
         bad = bytearray(coded.payload)
         bad[at] ^= 0x10
-        with pytest.raises(IntegrityError, match="bfloat16.4097"):
+        with pytest.raises(IntegrityError, match=r"bfloat16\.4097"):
             coded.codec.decode(bytes(bad), meta, old)
 
 

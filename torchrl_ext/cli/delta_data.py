@@ -42,8 +42,8 @@ def real_chain(
 ) -> list[dict[str, Tensor]]:
     """Consecutive bfloat16 checkpoints of a causal language model, as a trainer with fp32 master weights makes them.
 
-    The model is trained for ``pretrain_steps`` at 1e-3, then fine-tuned by AdamW at ``lr``: ``warm_steps`` first, so that
-    the optimizer's state is that of a run under way, then ``steps_per_sync`` between checkpoints.
+    The model is trained for ``pretrain_steps`` at 1e-3, then fine-tuned by AdamW at ``lr``: ``warm_steps`` first, so
+    that the optimizer's state is that of a run under way, then ``steps_per_sync`` between checkpoints.
 
     Returns:
         ``syncs + 1`` checkpoints, name -> bfloat16 tensor.

@@ -179,12 +179,12 @@ class _BlockCodec(Codec):
         layout: Layout,
         base: np.ndarray | None,
         start: int,
-        decoded: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+        decoded: tuple[np.ndarray, ...],
         indices: np.ndarray,
         steps: np.ndarray,
         size: int,
     ) -> bool:
-        """Fill ``indices`` and ``steps``; False where the changes do not fit the block."""
+        """Fill ``indices`` and ``steps`` from tokens, ids, starts and raw bits; False where these do not fit."""
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         layout = layout_of(meta.dtype)
@@ -222,9 +222,12 @@ class _BlockCodec(Codec):
             raise _damaged(meta, f"a block is of kind {body[0]}", "1 or 2")
         from torchrl_ext.codecs.entropy import ERRORS, decode_body
 
-        error, *decoded = decode_body(np.frombuffer(body[1:], np.uint8), size, self.needs == "all")
+        data = np.frombuffer(body[1:], np.uint8)
+        data.flags.writeable = False  # whatever memory it came from: one compiled version for all
+        error, *decoded, low, high = decode_body(data, size, self.needs == "all")
         if error:
             raise _damaged(meta, ERRORS[error])
+        decoded.append(data[low:high])
         indices, steps = np.empty(decoded[0].size, dtype), np.empty(decoded[0].size, layout.dtype)
         base = None if old is None else old[start : start + size]
         if not self._place(layout, base, start, tuple(decoded), indices, steps, size):
@@ -251,7 +254,8 @@ class UlpCodec(_BlockCodec):
     def _place(self, layout, base, start, decoded, indices, steps, size):
         from torchrl_ext.codecs.scan import place_plain
 
-        return place_plain(decoded[0], decoded[1], size, start, layout.mask, indices, steps)
+        gaps, values, _, _, raw = decoded
+        return place_plain(gaps, values, raw, size, start, layout.mask, indices, steps)
 
 
 @final
@@ -285,6 +289,10 @@ class ContextCodec(_BlockCodec):
     def _place(self, layout, base, start, decoded, indices, steps, size):
         from torchrl_ext.codecs.scan import place_contexts
 
-        gaps, values, ids, starts = decoded
+        gaps, values, ids, starts, raw = decoded
         shift, select = np.uint64(layout.shift), np.uint64(layout.select)
-        return place_contexts(base, shift, select, ids, starts, gaps, values, start, layout.mask, indices, steps)
+        far = _scratch.take("far64", gaps.size, np.uint64)
+        wide = _scratch.take("wide", gaps.size, np.uint64)
+        return place_contexts(
+            base, shift, select, ids, starts, gaps, values, raw, start, layout.mask, far, wide, indices, steps
+        )

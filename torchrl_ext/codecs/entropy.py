@@ -3,7 +3,7 @@
 Range variant of asymmetric numeral systems (J. Duda, arXiv 1311.2540; interleaving as in F. Giesen, arXiv 1402.3392).
 A state lives in [2^15, 2^31); tables sum to 4096. Token k of a stream belongs to lane k mod 4, so that four dependency
 chains run side by side. The writer runs backwards and starts every lane at 2^15: a reader that ends elsewhere, or with
-words left, holds damaged bytes.
+words left, holds damaged bytes. Bodies of fewer than 512 changes use one lane.
 
 A body, little-endian, varints as in LEB128:
 
@@ -11,7 +11,7 @@ A body, little-endian, varints as in LEB128:
     C x [byte id], varint n, table     context id (only where contexts are used), changes, table of its gap tokens
     varint G, [C x byte g], G x table  step tables, and which of them a context uses (the bytes only where G > 1)
     varint r, varint w        32-bit words of raw bits, 16-bit words of the coder
-    4 x uint32                states
+    4 x uint32                states, or one
     r x uint32, w x uint16
 """
 
@@ -29,8 +29,7 @@ ERRORS = {
     2: "it counts more changes than the block has elements",
     3: "a probability table is malformed",
     4: "the coded tokens do not end where they must",
-    5: "the raw bits do not end where they must",
-    6: "contexts are repeated, out of order or unknown",
+    5: "contexts are repeated, out of order or unknown",
 }
 _LOWEST = np.uint64(1 << 15)
 _HALF, _SLOT = np.uint64(16), np.uint64(TOTAL - 1)
@@ -90,11 +89,17 @@ def _push(x, t, limit, scale, shift, bias, rest, words, at):
 
 
 @helper
-def _encode_run(tokens, low, high, limit, scale, shift, bias, rest, states, words, at):
+def _lanes(found):
+    """Mask that gives a token's lane from its index."""
+    return 3 if found >= 512 else 0
+
+
+@helper
+def _encode_run(tokens, low, high, lanes, limit, scale, shift, bias, rest, states, words, at):
     k = high
-    while k > low and k & 3:
+    while k > low and (k & 3 or not lanes):
         k -= 1
-        states[k & 3], at = _push(states[k & 3], tokens[k], limit, scale, shift, bias, rest, words, at)
+        states[k & lanes], at = _push(states[k & lanes], tokens[k], limit, scale, shift, bias, rest, words, at)
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     while k - 4 >= low:
         k -= 4
@@ -208,16 +213,16 @@ def encode_body(gaps, steps, starts, ids, named, raw_words, most, head, words):
     if bits / 8 + raw_words * 4 > most:
         return -1, 0
     states = np.full(4, _LOWEST, np.uint64)
-    first = words.size
+    first, lanes = words.size, _lanes(starts[number])
     for c in range(number - 1, -1, -1):
         low, high = starts[c], starts[c + 1]
         t = tables[2 * group[c] + 1]
-        first = _encode_run(steps, low, high, t[0], t[1], t[2], t[3], t[4], states, words, first)
+        first = _encode_run(steps, low, high, lanes, t[0], t[1], t[2], t[3], t[4], states, words, first)
         t = tables[2 * c]
-        first = _encode_run(gaps, low, high, t[0], t[1], t[2], t[3], t[4], states, words, first)
+        first = _encode_run(gaps, low, high, lanes, t[0], t[1], t[2], t[3], t[4], states, words, first)
     at = _write_varint(head, at, raw_words)
     at = _write_varint(head, at, words.size - first)
-    for lane in range(4):
+    for lane in range(lanes + 1):
         for byte in range(4):
             head[at] = (states[lane] >> np.uint64(8 * byte)) & np.uint64(255)
             at += 1
@@ -225,18 +230,19 @@ def encode_body(gaps, steps, starts, ids, named, raw_words, most, head, words):
 
 
 @helper
-def _pull(x, slots, words, at, end):
+def _pull(x, slots, data, at, last):
+    """State after a token, index of the next word, token; without a branch, since every third token needs a word."""
     entry = np.uint64(slots[x & _SLOT])
     x = ((entry >> np.uint64(8)) & _SLOT) * (x >> _BITS) + (x >> _BITS) + (entry >> np.uint64(20))
-    if x < _LOWEST:
-        if at < end:
-            x = (x << _HALF) | np.uint64(words[2 * at]) | (np.uint64(words[2 * at + 1]) << np.uint64(8))
-        at += 1
-    return x, at, np.uint8(entry & np.uint64(255))
+    short = np.uint64(x < _LOWEST)
+    here = min(at, last)  # damaged bytes ask for more words than there are; the end of the run tells
+    word = np.uint64(data[here]) | np.uint64(data[here + 1]) << np.uint64(8)
+    x = (x << (short << np.uint64(4))) | (word & (np.uint64(0) - short))
+    return x, at + 2 * np.int64(short), np.uint8(entry & np.uint64(255))
 
 
 @helper
-def _decode_run(tokens, low, high, freq, slots, states, words, at, end):
+def _decode_run(tokens, low, high, lanes, freq, slots, states, data, at, last):
     """Slots pack token (8 bits), frequency - 1 (12 bits) and offset in the token's range (12 bits)."""
     start = 0
     for t in range(256):
@@ -244,41 +250,21 @@ def _decode_run(tokens, low, high, freq, slots, states, words, at, end):
             slots[start + i] = t | ((freq[t] - 1) << 8) | (i << 20)
         start += freq[t]
     k = low
-    while k < high and k & 3:
-        states[k & 3], at, tokens[k] = _pull(states[k & 3], slots, words, at, end)
+    while k < high and (k & 3 or not lanes):
+        states[k & lanes], at, tokens[k] = _pull(states[k & lanes], slots, data, at, last)
         k += 1
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     while k + 4 <= high:
-        x0, at, tokens[k] = _pull(x0, slots, words, at, end)
-        x1, at, tokens[k + 1] = _pull(x1, slots, words, at, end)
-        x2, at, tokens[k + 2] = _pull(x2, slots, words, at, end)
-        x3, at, tokens[k + 3] = _pull(x3, slots, words, at, end)
+        x0, at, tokens[k] = _pull(x0, slots, data, at, last)
+        x1, at, tokens[k + 1] = _pull(x1, slots, data, at, last)
+        x2, at, tokens[k + 2] = _pull(x2, slots, data, at, last)
+        x3, at, tokens[k + 3] = _pull(x3, slots, data, at, last)
         k += 4
     states[0], states[1], states[2], states[3] = x0, x1, x2, x3
     while k < high:
-        states[k & 3], at, tokens[k] = _pull(states[k & 3], slots, words, at, end)
+        states[k & 3], at, tokens[k] = _pull(states[k & 3], slots, data, at, last)
         k += 1
     return at
-
-
-@helper
-def _value(token, raw, at, end, bit):
-    """The value of a token, its raw bits taken from bit ``bit`` of ``raw[at:end]``."""
-    if token < 16:
-        return np.uint64(token), bit
-    count = (np.int64(token) >> 2) - 2
-    value, got = np.uint64(4 + (token & 3)) << np.uint64(count), 0
-    while got < count:
-        byte = at + (bit >> 3)
-        if byte >= end:
-            return value, bit + count - got
-        inside = bit & 7
-        take = min(8 - inside, count - got)
-        piece = (np.uint64(raw[byte]) >> np.uint64(inside)) & ((np.uint64(1) << np.uint64(take)) - np.uint64(1))
-        value |= piece << np.uint64(got)
-        got += take
-        bit += take
-    return value, bit
 
 
 @njit
@@ -291,71 +277,66 @@ def decode_body(data, size, named):
         named: whether ids are written.
 
     Returns:
-        Error (a key of `ERRORS`, 0 for none), gaps uint64 (n,), lowered zigzag steps uint64 (n,), ids uint8 (C,),
-        starts int64 (C + 1,).
+        Error (a key of `ERRORS`, 0 for none), gap tokens uint8 (n,), step tokens uint8 (n,), ids uint8 (C,), starts
+        int64 (C + 1,), and the range of ``data`` with the raw bits.
     """
-    no_values, no_ids, no_starts = np.zeros(0, np.uint64), np.zeros(0, np.uint8), np.zeros(1, np.int64)
+    nothing, no_starts = np.zeros(0, np.uint8), np.zeros(1, np.int64)
     end = data.size
     number, at = _read_varint(data, 0, end)
     if at < 0 or number < 1 or number > (256 if named else 1):
-        return 6, no_values, no_values, no_ids, no_starts
+        return 5, nothing, nothing, nothing, no_starts, 0, 0
     ids, starts = np.zeros(number, np.uint8), np.zeros(number + 1, np.int64)
     freq = np.zeros((2 * number, 256), np.int64)
     for c in range(number):
         if named:
             if at >= end:
-                return 1, no_values, no_values, no_ids, no_starts
+                return 1, nothing, nothing, nothing, no_starts, 0, 0
             ids[c] = data[at]
             at += 1
             if c and ids[c] <= ids[c - 1]:
-                return 6, no_values, no_values, no_ids, no_starts
+                return 5, nothing, nothing, nothing, no_starts, 0, 0
         count, at = _read_varint(data, at, end)
         starts[c + 1] = starts[c] + count
         if at < 0 or count < 1 or starts[c + 1] > size:
-            return 2, no_values, no_values, no_ids, no_starts
+            return 2, nothing, nothing, nothing, no_starts, 0, 0
         at = read_model(data, at, end, freq[c])
         if at < 0:
-            return 3, no_values, no_values, no_ids, no_starts
+            return 3, nothing, nothing, nothing, no_starts, 0, 0
     groups, at = _read_varint(data, at, end)
     if at < 0 or groups < 1 or groups > number:
-        return 6, no_values, no_values, no_ids, no_starts
+        return 5, nothing, nothing, nothing, no_starts, 0, 0
     group = np.zeros(number, np.int64)
     if groups > 1:
         for c in range(number):
             if at >= end or data[at] >= groups:
-                return 6, no_values, no_values, no_ids, no_starts
+                return 5, nothing, nothing, nothing, no_starts, 0, 0
             group[c] = data[at]
             at += 1
     for g in range(groups):
         at = read_model(data, at, end, freq[number + g])
         if at < 0:
-            return 3, no_values, no_values, no_ids, no_starts
+            return 3, nothing, nothing, nothing, no_starts, 0, 0
     raw_words, at = _read_varint(data, at, end)
     coded, at = _read_varint(data, at, end)
-    if at < 0 or at + 16 + 4 * raw_words + 2 * coded != end:
-        return 1, no_values, no_values, no_ids, no_starts
-    states = np.zeros(4, np.uint64)
-    for lane in range(4):
+    lanes = _lanes(starts[number])
+    if at < 0 or at + 4 * (lanes + 1) + 4 * raw_words + 2 * coded != end:
+        return 1, nothing, nothing, nothing, no_starts, 0, 0
+    states = np.full(4, _LOWEST, np.uint64)
+    for lane in range(lanes + 1):
+        states[lane] = 0
         for byte in range(4):
             states[lane] |= np.uint64(data[at]) << np.uint64(8 * byte)
             at += 1
         if states[lane] < _LOWEST or states[lane] >> np.uint64(31):
-            return 4, no_values, no_values, no_ids, no_starts
+            return 4, nothing, nothing, nothing, no_starts, 0, 0
     raw_end = at + 4 * raw_words
-    words = data[raw_end:]
     found = starts[number]
     gap_tokens, step_tokens = np.empty(found, np.uint8), np.empty(found, np.uint8)
-    slots, word = np.empty(TOTAL, np.uint32), 0
+    slots, word = np.empty(TOTAL, np.uint32), raw_end
     for c in range(number):
         low, high = starts[c], starts[c + 1]
-        word = _decode_run(gap_tokens, low, high, freq[c], slots, states, words, word, coded)
-        word = _decode_run(step_tokens, low, high, freq[number + group[c]], slots, states, words, word, coded)
-    if word != coded or (states != _LOWEST).any():
-        return 4, no_values, no_values, no_ids, no_starts
-    gaps, steps, bit = np.empty(found, np.uint64), np.empty(found, np.uint64), 0
-    for k in range(found):
-        gaps[k], bit = _value(gap_tokens[k], data, at, raw_end, bit)
-        steps[k], bit = _value(step_tokens[k], data, at, raw_end, bit)
-    if (bit + 31) // 32 != raw_words:
-        return 5, no_values, no_values, no_ids, no_starts
-    return 0, gaps, steps, ids, starts
+        word = _decode_run(gap_tokens, low, high, lanes, freq[c], slots, states, data, word, end - 2)
+        word = _decode_run(step_tokens, low, high, lanes, freq[number + group[c]], slots, states, data, word, end - 2)
+    if word != end or (states != _LOWEST).any():
+        return 4, nothing, nothing, nothing, no_starts, 0, 0
+    return 0, gap_tokens, step_tokens, ids, starts, at, raw_end

@@ -2,9 +2,9 @@
 
 A table gives each of 256 tokens a frequency; frequencies sum to 4096. Three ways to write one, cheapest wins:
 
-    constant    0x20, token                              that token costs nothing
-    geometric   0x10, last token, q                      gaps of a Bernoulli process with p = 2^(-q/8)
-    explicit    0x00 | b, last token, gamma codes        frequencies + 1 as Elias-gamma codes, summing to 2^b, b 4..12
+    constant    0x20, token                          that token costs nothing
+    geometric   0x80 | last token, q                 gaps of a Bernoulli process with p = 2^(-q/8)
+    explicit    b, last token, gamma codes           frequencies + 1 as Elias-gamma codes, summing to 2^b, b 4..12
 
 These are compiled into `torchrl_ext.codecs.entropy`, the one file that uses them.
 """
@@ -122,8 +122,8 @@ def choose_model(counts, freq, out, at):
     q = min(255, max(0, np.int64(np.round(8 * np.log2(weight / total + 1)))))
     trial = np.zeros(256, np.int64)
     best, choice = np.inf, -1
-    if _geometric(q, last, trial):
-        best, choice = _data_bits(counts, last, trial, BITS) + 24, 0
+    if last < 128 and _geometric(q, last, trial):
+        best, choice = _data_bits(counts, last, trial, BITS) + 16, 0
         freq[:] = trial
     for bits in (5, 6, 7, 8, 10, 12):
         if _quantise(counts, last, total, bits, trial):
@@ -133,11 +133,10 @@ def choose_model(counts, freq, out, at):
                 freq[:] = trial
     if at < 0:
         return at, best
-    out[at + 1] = last
     if choice == 0:
-        out[at], out[at + 2] = 0x10, q
-        return at + 3, best
-    out[at] = choice
+        out[at], out[at + 1] = 0x80 | last, q
+        return at + 2, best
+    out[at], out[at + 1] = choice, last
     at, acc, filled = at + 2, np.uint64(0), 0
     for t in range(last + 1):  # Elias-gamma, low bits first: length - 1 zeros, a one, the bits below the leading one
         value = np.uint64(freq[t] + 1)
@@ -169,10 +168,8 @@ def read_model(data, at, end, freq):
     if kind == 0x20:
         freq[last] = TOTAL
         return at + 2
-    if kind == 0x10:
-        if at + 3 > end or not _geometric(np.int64(data[at + 2]), last, freq):
-            return -1
-        return at + 3
+    if kind & 0x80:
+        return at + 2 if _geometric(last, kind & 0x7F, freq) else -1
     if kind < 4 or kind > BITS:
         return -1
     at, bit, total = at + 2, 0, np.int64(0)

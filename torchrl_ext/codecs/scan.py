@@ -293,41 +293,89 @@ def plain_steps(old, new, start, top, mask, ordered, out, digest):
     return found
 
 
+@helper
+def _take(raw, at, acc, filled, token):
+    """The value of a token; raw bits come from ``acc``, refilled from ``raw`` (uint8, whole 32-bit words).
+
+    Reads zeros beyond the end of ``raw``; the index tells.
+    """
+    if token < 16:
+        return np.uint64(token), at, acc, filled
+    count = (np.int64(token) >> 2) - 2
+    value, shift = np.uint64(4 + (token & 3)) << np.uint64(count), 0
+    while True:
+        now = min(count, 32)
+        if filled < now:
+            if at + 4 <= raw.size:
+                word = np.uint64(raw[at]) | np.uint64(raw[at + 1]) << np.uint64(8)
+                word |= np.uint64(raw[at + 2]) << np.uint64(16) | np.uint64(raw[at + 3]) << np.uint64(24)
+                acc |= word << np.uint64(filled)
+            at += 4
+            filled += 32
+        value |= (acc & ((_1 << np.uint64(now)) - _1)) << np.uint64(shift)
+        acc >>= np.uint64(now)
+        filled -= now
+        if now == count:
+            return value, at, acc, filled
+        shift, count = shift + now, count - now
+
+
 @njit
-def place_plain(gaps, values, size, start, mask, indices, steps):
-    """Indices (from ``start``) and steps of a decoded block without contexts; False where they leave the block."""
-    at = np.int64(-1)
+def place_plain(gaps, values, raw, size, start, mask, indices, steps):
+    """Indices (from ``start``) and steps of a decoded block without contexts.
+
+    Args:
+        gaps, values: uint8 tokens.
+        raw: uint8, the raw bits.
+        indices, steps: filled; shape (n,).
+
+    Returns:
+        False where the changes leave the block, or the raw bits are more or fewer than the tokens say.
+    """
+    last, at, acc, filled = np.int64(-1), 0, _0, 0
     for k in range(gaps.size):
-        if gaps[k] >= np.uint64(size):
+        gap, at, acc, filled = _take(raw, at, acc, filled, gaps[k])
+        if gap >= np.uint64(size):
             return False
-        at += np.int64(gaps[k]) + 1
-        if at >= size:
+        last += np.int64(gap) + 1
+        if last >= size:
             return False
-        indices[k] = start + at
-        steps[k] = _unzigzag(values[k], mask)
-    return True
+        value, at, acc, filled = _take(raw, at, acc, filled, values[k])
+        indices[k] = start + last
+        steps[k] = _unzigzag(value, mask)
+    return at == raw.size
 
 
 @njit
-def place_contexts(old, shift, select, ids, starts, gaps, values, start, mask, indices, steps):
-    """As `place_plain`, by the same walk over the base ``old`` that the writer made."""
-    left, at, stop = np.full(256, np.int64(1) << 62), np.zeros(256, np.int64), np.zeros(256, np.int64)
+def place_contexts(old, shift, select, ids, starts, gaps, values, raw, start, mask, far, wide, indices, steps):
+    """As `place_plain`, by the same walk over the base ``old`` that the writer made.
+
+    Args:
+        far, wide: work arrays, uint64 shape (n,).
+    """
+    at, acc, filled = 0, _0, 0
+    for k in range(gaps.size):
+        far[k], at, acc, filled = _take(raw, at, acc, filled, gaps[k])
+        wide[k], at, acc, filled = _take(raw, at, acc, filled, values[k])
+    if at != raw.size:
+        return False
+    left, place, stop = np.full(256, np.int64(1) << 62), np.zeros(256, np.int64), np.zeros(256, np.int64)
     for c in range(ids.size):
-        at[ids[c]], stop[ids[c]] = starts[c], starts[c + 1]
-        left[ids[c]] = np.int64(gaps[starts[c]] & _LOW)
+        place[ids[c]], stop[ids[c]] = starts[c], starts[c + 1]
+        left[ids[c]] = np.int64(far[starts[c]] & _LOW)
     found = 0
     for i in range(old.size):
         context = (np.uint64(old[i]) >> shift) & select
         if left[context]:
             left[context] -= 1
             continue
-        k = at[context]
+        k = place[context]
         indices[found] = start + i
-        steps[found] = _unzigzag(values[k], mask)
+        steps[found] = _unzigzag(wide[k], mask)
         found += 1
         k += 1
-        at[context] = k
-        left[context] = np.int64(gaps[k] & _LOW) if k < stop[context] else np.int64(1) << 62
+        place[context] = k
+        left[context] = np.int64(far[k] & _LOW) if k < stop[context] else np.int64(1) << 62
     return found == gaps.size
 
 
