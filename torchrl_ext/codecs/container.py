@@ -116,7 +116,7 @@ def _entry(where: str, name: str, row: Any, body: memoryview) -> tuple[Entry, tu
         numbers = [start, stop, *shape]
     except (TypeError, KeyError, ValueError):
         raise _bad(where, f"tensor {name!r} is described by {row!r}", "dtype, shape and data_offsets") from None
-    if code not in _SIZES:
+    if not isinstance(code, str) or code not in _SIZES:
         raise _bad(where, f"tensor {name!r} has dtype {code!r}", f"one of {', '.join(_SIZES)}")
     if any(type(number) is not int or number < 0 for number in numbers):
         raise _bad(where, f"tensor {name!r} has shape {shape!r} and offsets {[start, stop]!r}", "whole numbers")

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from safetensors.torch import load, save
+
+from torchrl_ext.codecs.flush import build_flush, flush_buckets, flush_name, parse_flush
+from torchrl_ext.codecs.patch import SparsePatch, diff
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.types import ParamMeta
+
+A = ParamMeta("a.weight", torch.bfloat16, (300, 300))
+B = ParamMeta("b.weight", torch.bfloat16, (7,))
+
+
+def patch(meta: ParamMeta, indices: list[int], values: list[float]) -> SparsePatch:
+    bits = torch.tensor(values).to(meta.dtype).view(torch.int16).numpy().view(np.uint16)
+    return SparsePatch(meta, np.array(indices, np.int32), bits)
+
+
+PATCHES = [patch(A, [5, 6, 70_000], [1.0, -2.0, float("nan")]), patch(B, [0, 6], [0.5, -0.0])]
+
+
+def params_of(data: bytes) -> list[dict]:
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["params"])
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length])["__metadata__"]
+
+
+def test_indices_are_int32_and_byte_for_byte_where_the_format_says():
+    data = build_flush(PATCHES, "indices", current_version="7")
+    tensors = load(data)
+    where = tensors["__positions__"].numpy().view("<i4")
+    assert where.tolist() == [5, 6, 70_000, 0, 6]
+    assert tensors["__values__"].dtype == torch.bfloat16
+    assert tensors["__values__"].view(torch.int16).tolist()[:2] == [0x3F80, 0xC000 - 0x10000]
+    assert params_of(data) == [
+        {"name": "a.weight", "dtype": "bfloat16", "shape": [300, 300], "pos_start": 0, "pos_end": 12}
+        | {"pos_width": 4, "val_start": 0, "val_end": 3},
+        {"name": "b.weight", "dtype": "bfloat16", "shape": [7], "pos_start": 12, "pos_end": 20}
+        | {"pos_width": 4, "val_start": 3, "val_end": 5},
+    ]
+    first = int(torch.hash_tensor(tensors["__positions__"]).view(torch.int64)) % 2**64
+    second = int(torch.hash_tensor(tensors["__values__"]).view(torch.int64)) % 2**64
+    assert metadata_of(data)["checksum"] == str(first ^ (second << 1))
+    assert metadata_of(data)["current_version"] == "7"
+    assert metadata_of(data)["encoding"] == "indices"
+
+
+def test_deltas_take_two_bytes_per_position_until_a_gap_needs_four():
+    data = build_flush(PATCHES, "deltas", current_version="7")
+    raw = load(data)["__positions__"].numpy().tobytes()
+    rows = params_of(data)
+    assert [row["pos_width"] for row in rows] == [4, 2]
+    assert np.frombuffer(raw[:12], "<u4").tolist() == [5, 0, 69_993]
+    assert np.frombuffer(raw[12:], "<u2").tolist() == [0, 5]
+
+
+def test_deltas_zstd_is_the_deltas_file_in_one_frame():
+    plain = build_flush(PATCHES, "deltas", current_version="7").replace(b'"deltas"', b'"deltas_zstd"')
+    packed = build_flush(PATCHES, "deltas_zstd", current_version="7")
+    assert packed[:4] == b"\x28\xb5\x2f\xfd"
+    unpacked = zstandard.ZstdDecompressor().decompress(packed)
+    assert (
+        load(unpacked)["__positions__"].tolist()
+        == load(build_flush(PATCHES, "deltas", current_version="7"))["__positions__"].tolist()
+    )
+    assert len(plain) - len(unpacked) in range(-8, 9)  # header padding
+
+
+@pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
+def test_a_file_reads_back_with_nan_and_signed_zero(encoding):
+    file = parse_flush(build_flush(PATCHES, encoding, current_version="7"), "f", {"a.weight": A, "b.weight": B})
+    assert file.encoding == encoding
+    assert file.current_version == "7"
+    for found, meant in zip(file.patches, PATCHES, strict=True):
+        assert found.meta == meant.meta
+        assert found.indices.tolist() == meant.indices.tolist()
+        assert found.values.tolist() == meant.values.tolist()
+
+
+def test_the_layout_equals_the_reference_writers():
+    data = build_flush(PATCHES, "indices", current_version="7")
+    again = save(load(data), metadata_of(data))
+    length = int.from_bytes(data[:8], "little")
+    assert {**json.loads(data[8 : 8 + length])} == {**json.loads(again[8 : 8 + int.from_bytes(again[:8], "little")])}
+    assert data[8 + length :] == again[8 + int.from_bytes(again[:8], "little") :]
+
+
+def test_a_file_of_a_writer_that_widened_mixed_dtypes_is_read_back_at_the_parameters_dtype():
+    wide = ParamMeta("c", torch.float32, (3,))
+    both = build_flush(
+        [SparsePatch(wide, np.array([1], np.int32), np.array([0x3F800000], np.uint32))], "indices", current_version="1"
+    )
+    narrow = both.replace(b'\\"float32\\"', b'\\"bfloat16\\"')
+    length = int.from_bytes(narrow[:8], "little") + len(narrow) - len(both)
+    narrow = length.to_bytes(8, "little") + narrow[8:]
+    file = parse_flush(narrow, "f")
+    assert file.patches[0].meta.dtype == torch.bfloat16
+    assert file.patches[0].values.tolist() == [0x3F80]
+
+
+def test_buckets_hold_one_dtype_and_let_go_before_they_grow_too_large():
+    other = ParamMeta("h", torch.float16, (100,))
+    halves = [SparsePatch(other, np.arange(10, dtype=np.int32), np.zeros(10, np.uint16))] * 2
+    large = patch(A, list(range(1000)), [1.0] * 1000)
+    small = patch(B, [1], [1.0])
+    empty = patch(B, [], [])
+    stream = [small, halves[0], empty, large, small, halves[1]]
+    buckets = list(flush_buckets(stream, "indices", buffer_bytes=200))
+    assert [[one.meta.name for one in bucket] for bucket in buckets] == [
+        ["b.weight"],
+        ["a.weight"],
+        ["b.weight"],
+        ["h", "h"],
+    ]
+    with pytest.raises(ConfigError, match="one dtype"):
+        build_flush([small, halves[0]], "indices", current_version="1")
+    assert flush_name(2, 13) == "rank0002_flush000013.safetensors"
+
+
+def test_what_the_format_cannot_carry_is_refused():
+    huge = ParamMeta("huge", torch.bfloat16, (2**32,))
+    with pytest.raises(ConfigError, match="huge"):
+        build_flush([SparsePatch(huge, np.array([0]), np.zeros(1, np.uint16))], "indices", current_version="1")
+    pair = ParamMeta("z", torch.complex128, (2,))
+    with pytest.raises(ConfigError, match="z complex128"):
+        build_flush(
+            [diff(pair, torch.zeros(2, dtype=torch.complex128), torch.ones(2, dtype=torch.complex128))],
+            "deltas",
+            current_version="1",
+        )
+
+
+def tampered(change) -> bytes:
+    """A file whose parameter rows were edited and whose checksum still fits."""
+    data = build_flush(PATCHES, "indices", current_version="7")
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    rows = json.loads(header["__metadata__"]["params"])
+    change(rows, header)
+    header["__metadata__"]["params"] = json.dumps(rows)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda rows, header: rows[0].update(pos_end=2**60), "a.weight"),
+        (lambda rows, header: rows[0].update(val_end=-1), "a.weight"),
+        (lambda rows, header: rows[0].update(pos_width=3), "a.weight"),
+        (lambda rows, header: rows[0].update(dtype="float4711"), "float4711"),
+        (lambda rows, header: rows[0].update(shape=[-3, 4]), "a.weight"),
+        (lambda rows, header: rows[0].update(shape=[10]), "a.weight"),
+        (lambda rows, header: rows[1].update(pos_start=4, pos_end=12, val_start=1, val_end=3), "b.weight"),
+        (lambda rows, header: rows[1].update(name="../../etc/passwd"), "passwd"),
+        (lambda rows, header: rows[0].update(name=7), "7"),
+        (lambda rows, header: rows[1].update(name="a.weight", shape=[300, 300]), "a.weight"),
+        (lambda rows, header: rows.pop(), "end at"),
+        (lambda rows, header: rows.append(3), "3"),
+        (lambda rows, header: header["__metadata__"].update(encoding="brotli"), "brotli"),
+        (lambda rows, header: header["__metadata__"].update(checksum="12"), "checksum"),
+        (lambda rows, header: header["__metadata__"].update(checksum="x"), "metadata"),
+        (lambda rows, header: header["__positions__"].update(dtype="I32", shape=[5]), "__positions__"),
+        (lambda rows, header: header["__positions__"].update(data_offsets=[0, 30]), "__positions__"),
+        (lambda rows, header: header["__values__"].update(data_offsets=[0, 8]), "__"),
+        (lambda rows, header: header["__values__"].update(dtype="Q7"), "Q7"),
+        (lambda rows, header: header.update(__values__=4), "__values__"),
+    ],
+)
+def test_a_hostile_file_is_refused_with_file_and_tensor_named(change, why):
+    with pytest.raises(IntegrityError, match=why) as caught:
+        parse_flush(tampered(change), "weight_v000007/rank0000_flush000000", {"a.weight": A, "b.weight": B})
+    assert "rank0000_flush000000" in str(caught.value)
+
+
+def test_damage_anywhere_is_refused_or_leaves_the_patches_as_they_were():
+    generator = torch.Generator().manual_seed(1)
+    for encoding in ("indices", "deltas_zstd"):
+        data = build_flush(PATCHES, encoding, current_version="7")
+        refused = 0
+        for _ in range(300):
+            bad = bytearray(data)
+            at = int(torch.randint(0, len(bad), (1,), generator=generator))
+            bad[at] ^= 1 << int(torch.randint(0, 8, (1,), generator=generator))
+            try:
+                parse_flush(bytes(bad), "f", {"a.weight": A, "b.weight": B})
+            except IntegrityError:
+                refused += 1
+        assert refused > 200
+        for end in range(0, len(data), 7):
+            with pytest.raises(IntegrityError):
+                parse_flush(data[:end], "f")
+
+
+def test_a_compressed_bomb_is_not_unpacked():
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 26))
+    with pytest.raises(IntegrityError, match="67108864"):
+        parse_flush(bomb, "f", {"b.weight": B})
+    stream = zstandard.ZstdCompressor(level=1).compressobj()
+    silent = stream.compress(bytes(1 << 26)) + stream.flush()
+    assert zstandard.frame_content_size(silent) == -1
+    with pytest.raises(IntegrityError, match="more than"):
+        parse_flush(silent, "f", {"b.weight": B})
