@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torchrl_ext.transports.buckets import BufferPool, Piece, as_bytes, chunks, landing, pack, plain, unpack
+from torchrl_ext.transports.buckets import BufferPool, Piece, as_bytes, chunks, land, landing, pack, plain, unpack
 from torchrl_ext.transports.groups import Group
 from torchrl_ext.types import ParamMeta
 
@@ -100,7 +99,7 @@ def send_pieces(
             while window.packed_full:
                 window.land()
             flat = pool.take(capacity)[: piece.nbytes]
-            pack(piece, params, tensors, flat)
+            pack(piece, tensors, flat)
         del tensors
         window.start(piece, flat, flat)
         del flat
@@ -201,7 +200,7 @@ class Incoming:
             if target is not None and target.data_ptr() != view.data_ptr() and _alike(target, view)
         ]
         if copies:
-            torch._foreach_copy_([target for target, _ in copies], [view for _, view in copies])
+            land([view for _, view in copies], [target for target, _ in copies])
         for meta, target, view in zip(metas, targets, views, strict=True):
             yield meta.name, view if target is None or not _alike(target, view) else target
 

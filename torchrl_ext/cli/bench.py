@@ -1,0 +1,130 @@
+"""``torchrl-ext bench WHAT``: measure on this machine, in one run, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+__all__ = ["SUBJECTS", "Ratio", "add_parser", "ratio", "resident_bytes", "rounds", "run", "track_peak"]
+
+SUBJECTS = {
+    "transport": ("torchrl_ext.cli.bench_transport", "full updates: collective and disk against the plainest way"),
+}
+"""Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the command and what it can measure."""
+    parser = subparsers.add_parser("bench", help="measure transports on this machine")
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="what")
+    for name, (module, summary) in SUBJECTS.items():
+        own = subjects.add_parser(name, help=summary, description=summary)
+        own.add_argument("--repeats", type=_positive, default=7, help="rounds of each comparison")
+        own.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document on standard output"
+        )
+        importlib.import_module(module).add_arguments(own)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; tables, or with ``--json`` the numbers behind them. Progress goes to standard error."""
+    subject = importlib.import_module(SUBJECTS[args.subject][0])
+    progress = Console(stderr=True)
+    with progress.status("starting") as status:
+
+        def say(what: str) -> None:
+            status.update(what)
+            if not progress.is_terminal:
+                print(what, file=sys.stderr, flush=True)
+
+        results = subject.measure(args, say)
+    if args.json:
+        print(json.dumps(results))
+    else:
+        console = Console()
+        for table in subject.tables(results):
+            console.print(table)
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """How much faster one way is than another, from rounds in which both ran.
+
+    Attributes:
+        median, low, high: of the rounds' ratios; above 1 the first way is faster.
+        target: what it should be at least, if anything was promised.
+    """
+
+    median: float
+    low: float
+    high: float
+    target: float | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether the median reaches the target."""
+        return self.target is None or self.median >= self.target
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe dictionary."""
+        return {"median": self.median, "low": self.low, "high": self.high, "target": self.target, "met": self.met}
+
+
+def ratio(fast_s: Sequence[float], slow_s: Sequence[float], target: float | None = None) -> Ratio:
+    """The ratio of speeds, round by round: other jobs on the machine weigh on both sides of a round alike."""
+    found = [slow / fast for fast, slow in zip(fast_s, slow_s, strict=True)]
+    return Ratio(median=statistics.median(found), low=min(found), high=max(found), target=target)
+
+
+def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way in each round, after one round that is not counted; every round starts with another way."""
+    names, seconds = list(ways), {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            taken = ways[name]()
+            if turn:
+                seconds[name].append(taken)
+    return seconds
+
+
+@contextmanager
+def track_peak() -> Iterator[list[int]]:
+    """Most resident memory that the block adds to this process, in bytes; the list stays empty where nobody can tell.
+
+    Linux: writing 5 to ``/proc/self/clear_refs`` resets the high-water mark in ``/proc/self/status`` (proc(5)).
+    """
+    extra: list[int] = []
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_bytes("VmRSS")
+    except OSError:
+        yield extra
+        return
+    yield extra
+    extra.append(resident_bytes("VmHWM") - before)
+
+
+def resident_bytes(field: str) -> int:
+    """A field of ``/proc/self/status``, in bytes."""
+    lines: Iterable[str] = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("expected 1 or more")
+    return value

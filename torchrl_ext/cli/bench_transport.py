@@ -1,0 +1,308 @@
+"""``torchrl-ext bench transport``: full updates by collective and by disk, against the plainest way to move the bytes.
+
+Two processes on this machine, over gloo. The reference for a collective is one broadcast of one flat tensor with all
+the bytes; for a publication it is `safetensors.torch.save_file` and an fsync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torchrl_ext.cli.bench import ratio, rounds, track_peak
+from torchrl_ext.errors import TransportError
+from torchrl_ext.transports.buckets import BUCKET_BYTES
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.types import Info
+from torchrl_ext.weights.source import MappingSource
+
+__all__ = ["add_arguments", "measure", "tables"]
+
+TIMEOUT_S = 120.0
+SHARD_BYTES = 64 << 20
+"""Shards of the publication whose memory is measured; its speed is measured with the default, one file."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def model_shapes(layers: int, hidden: int, vocab: int) -> Shapes:
+    """A Qwen3-like decoder, untied: with 28, 1024 and 32,000 it has 311 tensors and 418 M elements."""
+    heads, kv, mlp, head = hidden, hidden // 2, 3 * hidden, 128
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.self_attn.q_proj.weight": (heads, hidden),
+            f"{at}.self_attn.k_proj.weight": (kv, hidden),
+            f"{at}.self_attn.v_proj.weight": (kv, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, heads),
+            f"{at}.self_attn.q_norm.weight": (head,),
+            f"{at}.self_attn.k_norm.weight": (head,),
+            f"{at}.mlp.gate_proj.weight": (mlp, hidden),
+            f"{at}.mlp.up_proj.weight": (mlp, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, mlp),
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+        }
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+SIZES: dict[str, dict[str, Shapes]] = {
+    "full": {"model": model_shapes(28, 1024, 32_000), "small": {f"small.{i:05d}": (8192,) for i in range(10_000)}},
+    "small": {"model": model_shapes(4, 256, 2000), "small": {f"small.{i:05d}": (8192,) for i in range(300)}},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--size", choices=sorted(SIZES), default="full", help="full: more than 400 M parameters")
+    parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES, help="size of a bucket")
+    parser.add_argument("--dir", help="where the disk measurement writes (default: the temporary directory)")
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run every comparison.
+
+    Raises:
+        TransportError: the worker process failed.
+    """
+    shapes = SIZES[args.size]
+    numbers = {
+        "size": args.size,
+        "repeats": args.repeats,
+        "bucket_bytes": args.bucket_bytes,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+    numbers |= _collective(shapes, args, say)
+    say("disk publication")
+    numbers["disk"] = _disk(shapes["model"], args)
+    return numbers
+
+
+# collective
+
+
+class _End:
+    """One of the two processes; both walk through the same steps, the trainer (rank 0) sending.
+
+    Args:
+        rank: 0 or 1.
+        transport: connected to the other end.
+        info: of the connection.
+    """
+
+    def __init__(self, rank: int, transport: VLLMCollectiveTransport, info: Info) -> None:
+        self.rank, self._transport = rank, transport
+        patience = timedelta(seconds=TIMEOUT_S)
+        store = dist.TCPStore(info["master_address"], info["master_port"], None, False, patience, False)
+        self._plain = dist.ProcessGroupGloo(dist.PrefixStore("plain", store), rank, 2, patience)
+
+    def compare(self, shapes: Shapes, ways: Mapping[str, int | None], repeats: int) -> dict[str, list[float]]:
+        """Seconds of each way (a bucket size, or None for one flat tensor) in each round."""
+        weights = _weights(shapes, self.rank)
+        flat = torch.ones(_bytes(shapes), dtype=torch.uint8)
+
+        def timed(bucket_bytes: int | None) -> float:
+            self.meet()
+            began = time.perf_counter()
+            if bucket_bytes is None:
+                self._plain.broadcast(flat, 0).wait()
+            else:
+                self.move(weights, bucket_bytes)
+            self.meet()
+            return time.perf_counter() - began
+
+        return rounds({name: partial(timed, bucket_bytes) for name, bucket_bytes in ways.items()}, repeats)
+
+    def peak(self, shapes: Shapes, bucket_bytes: int) -> list[int]:
+        """Memory that one transfer adds on this end (the second one: what the first one loads is the program)."""
+        weights = _weights(shapes, self.rank)
+        self.move(weights, bucket_bytes)
+        self.meet()
+        with track_peak() as extra:
+            self.move(weights, bucket_bytes)
+        self.meet()
+        return extra
+
+    def move(self, weights: Mapping[str, Tensor], bucket_bytes: int) -> None:
+        """One update, received in place."""
+        if self.rank == 0:
+            self._transport.bucket_bytes = bucket_bytes
+            for handoff in self._transport.prepare(MappingSource(weights), 1):
+                self._transport.announce(handoff.info)
+                handoff.transfer()
+            return
+        info = self._transport.poll(TIMEOUT_S)
+        if info is None:
+            raise TransportError(f"the trainer sent nothing within {TIMEOUT_S:g} s")
+        for _ in self._transport.receive(info, weights):
+            pass
+
+    def meet(self) -> None:
+        """Wait for the other end."""
+        self._plain.barrier().wait()
+
+    def steps(self, shapes: Mapping[str, Shapes], bucket_bytes: int, repeats: int) -> Iterator[tuple[str, dict, list]]:
+        """Everything that is measured: part, seconds by way, memory."""
+        ways = {"flat": None, "buckets": bucket_bytes, "one_by_one": 0}
+        for part, own in shapes.items():
+            yield part, self.compare(own, ways, repeats), self.peak(own, bucket_bytes)
+
+
+def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    transport = VLLMCollectiveTransport(device="cpu", timeout_s=TIMEOUT_S)
+    handoff = transport.open(1, ())
+    worker = multiprocessing.get_context("spawn").Process(
+        target=_work, args=(handoff.info, args.size, args.bucket_bytes, args.repeats), daemon=True
+    )
+    say("starting the worker process")
+    worker.start()
+    numbers: dict[str, Any] = {}
+    try:
+        handoff.transfer()
+        end = _End(0, transport, handoff.info)
+        say("collective against a flat broadcast")
+        for part, seconds, extra in end.steps(shapes, args.bucket_bytes, args.repeats):
+            numbers[part] = _numbers(part, shapes[part], seconds, extra, args.bucket_bytes)
+            say(f"{len(shapes[part]):,} tensors: {numbers[part]['buckets_vs_flat']['median']:.2f} of a flat broadcast")
+        worker.join(TIMEOUT_S)
+    finally:
+        transport.shutdown()
+        worker.terminate()
+        worker.join()
+    return numbers
+
+
+def _work(info: Info, size: str, bucket_bytes: int, repeats: int) -> None:
+    """The worker process."""
+    transport = VLLMCollectiveTransport.from_info(info)
+    transport.join({**info, "rank": 1})
+    for _ in _End(1, transport, info).steps(SIZES[size], bucket_bytes, repeats):
+        pass
+    transport.shutdown()
+
+
+def _numbers(
+    part: str, shapes: Shapes, seconds: dict[str, list[float]], extra: list[int], bucket_bytes: int
+) -> dict[str, Any]:
+    total = _bytes(shapes)
+    model = part == "model"
+    return {
+        "tensors": len(shapes),
+        "parameters": total // 2,
+        "bytes": total,
+        "seconds": seconds,
+        "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
+        "buckets_vs_flat": ratio(seconds["buckets"], seconds["flat"], 0.75 if model else None).to_json(),
+        "buckets_vs_one_by_one": ratio(seconds["buckets"], seconds["one_by_one"], 1.0 if model else 3.0).to_json(),
+        "extra_memory": _bounded(extra, 2 * bucket_bytes),
+    }
+
+
+# disk
+
+
+def _disk(shapes: Shapes, args: argparse.Namespace) -> dict[str, Any]:
+    weights = _weights(shapes, 1)
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=args.dir) as folder:
+        root = Path(folder)
+
+        def publish(name: str, **settings: Any) -> float:
+            transport = DiskTransport(root / name, **settings)
+            began = time.perf_counter()
+            for handoff in transport.prepare(MappingSource(weights), 1):
+                handoff.transfer()
+            taken = time.perf_counter() - began
+            transport.shutdown()
+            shutil.rmtree(root / name)
+            return taken
+
+        def plain() -> float:
+            path = root / "plain.safetensors"
+            began = time.perf_counter()
+            save_file(weights, path)
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+            taken = time.perf_counter() - began
+            path.unlink()
+            return taken
+
+        seconds = rounds({"publish": partial(publish, "root"), "save_file": plain}, args.repeats)
+        with track_peak() as extra:
+            publish("shards", shard_bytes=SHARD_BYTES)
+    total = _bytes(shapes)
+    return {
+        "bytes": total,
+        "seconds": seconds,
+        "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
+        "publish_vs_save_file": ratio(seconds["publish"], seconds["save_file"], 0.9).to_json(),
+        "extra_memory": _bounded(extra, 2 * SHARD_BYTES),
+    }
+
+
+# what is shown
+
+
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """Speeds; then everything that was promised, with what was found."""
+    speeds = Table("tensors", "bytes", "way", "GB/s", title=f"{results['cores']} cores, torch {results['torch']}")
+    promises = Table("measured in one run", "median", "spread", "promised", "")
+    for part, what in (("model", "collective"), ("small", "collective"), ("disk", "disk")):
+        found = results[part]
+        for way, speed in found["gb_per_s"].items():
+            count = f"{found['tensors']:,}" if what == "collective" else ""
+            speeds.add_row(count, f"{found['bytes'] / 1e6:,.0f} MB", f"{what}: {way.replace('_', ' ')}", f"{speed:.2f}")
+        for name in (name for name in found if "_vs_" in name):
+            one = found[name]
+            promises.add_row(
+                f"{what}, {part}: {name.replace('_vs_', ' / ').replace('_', ' ')}",
+                f"{one['median']:.2f}",
+                f"{one['low']:.2f} - {one['high']:.2f}",
+                "" if one["target"] is None else f"at least {one['target']:g}",
+                _mark(one["met"]),
+            )
+        memory = found["extra_memory"]
+        promises.add_row(
+            f"{what}, {part}: extra resident memory",
+            "not known here" if memory["bytes"] is None else f"{memory['bytes'] / 2**20:.1f} MiB",
+            "",
+            f"below {memory['bound_bytes'] / 2**20:.0f} MiB",
+            _mark(memory["met"]),
+        )
+    return [speeds, promises]
+
+
+def _mark(met: bool | None) -> str:
+    return "" if met is None else "[green]met[/]" if met else "[red]missed[/]"
+
+
+def _bounded(extra: list[int], bound: int) -> dict[str, Any]:
+    found = extra[0] if extra else None
+    return {"bytes": found, "bound_bytes": bound, "met": None if found is None else found < bound}
+
+
+def _weights(shapes: Shapes, fill: int) -> dict[str, Tensor]:
+    return {name: torch.full(shape, fill, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+def _bytes(shapes: Shapes) -> int:
+    return 2 * sum(math.prod(shape) for shape in shapes.values())
