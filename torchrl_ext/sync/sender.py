@@ -152,8 +152,8 @@ class WeightSender:
         with self._span("prepare"):
             handoffs = self._transport.prepare(source, version)
         self._attempted = version  # from here on an engine may have seen it
-        with self._span("prefetch"):  # engines still generate: fetch, check, decode, stage
-            self._engine.prefetch(version)
+        with self._span("prefetch"), in_background(self._prefetch, version, self._transport.abort):
+            self._transport.send_ahead()  # engines still generate: they fetch, check, decode, stage
         with self._span("pause"), self._engine.updating(version):  # paused only from here
             for handoff in handoffs:
                 with in_background(self._engine.load, handoff.info, self._transport.abort):
@@ -163,6 +163,9 @@ class WeightSender:
                 self._engine.load({"verify": source.digests()})
 
     # its helpers
+
+    def _prefetch(self, version: int, _: Callable[[], None]) -> None:
+        self._engine.prefetch(version)
 
     def _outgoing(self, weights: Any) -> Outgoing:
         model = self._model() if weights is None else weights

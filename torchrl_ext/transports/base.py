@@ -116,6 +116,12 @@ class Transport(ABC):
         A handoff's ``info`` has at least ``version`` and ``params``.
         """
 
+    def send_ahead(self) -> None:  # noqa: B027 - most transports have nothing to move before the pause
+        """Move what can be moved of the version that was prepared last while engines still generate.
+
+        Runs beside the engines' prefetch, which takes it in.
+        """
+
     def acknowledge(self, version: int) -> None:  # noqa: B027 - a transport that keeps nothing has nothing to drop
         """Every engine serves ``version``: older ones may go."""
 

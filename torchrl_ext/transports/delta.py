@@ -8,36 +8,30 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, ClassVar
 
-import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import encodings, make_codec
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import open_store, version_name
-from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.chain import BESIDE, Chain
-from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
-from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Changes, Transport, deadline
-from torchrl_ext.transports.baseline import Baseline
-from torchrl_ext.transports.containers import Heading, containers
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.transports.follower import Follower
 from torchrl_ext.transports.foreign import ForeignVersions
 from torchrl_ext.transports.full import FullWriter
 from torchrl_ext.transports.hooks import load_hook
 from torchrl_ext.transports.published import PublishedVersion
+from torchrl_ext.transports.publisher import Publisher
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.transports.ways import Way
+from torchrl_ext.transports.wire import VersionWire, private_root
 from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DeltaTransport"]
 
-_CONTAINERS = {**dict.fromkeys(("indices", "deltas", "deltas_zstd"), "flushes"), "xor": "whole", "overwrite": "whole"}
 _HOOK = "TORCHRL_EXT_PRE_READ_HOOK"
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
@@ -47,6 +41,9 @@ class DeltaTransport(Transport):
 
     Args:
         root: directory that the trainer and every worker reach under the same path; or the URL of an object store.
+            None with carrier ``"collective"``: each end then keeps a private directory.
+        carrier: ``"disk"``, where workers read what the trainer publishes under ``root``; or ``"collective"``, where
+            the same files are broadcast to them.
         encoding: one of `encodings`.
         keyframe_every: every so many versions a full one is published beside the delta; 0 for the first one only.
         base: checkpoint directory that the readers hold already; the first version of a root is a delta on it then.
@@ -59,6 +56,8 @@ class DeltaTransport(Transport):
             complete, for mounts whose writes must be published. What it raises fails the update.
         pre_read_hook: ``"module:function"`` to call with the root before a reader looks for a version. A worker in an
             engine takes it from its own environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never from the trainer.
+        master_address, master_port, rank, world_size, device: of the group of carrier ``"collective"``, as in
+            `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -70,8 +69,9 @@ class DeltaTransport(Transport):
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | None = None,
         *,
+        carrier: str = "disk",
         encoding: str = "auto",
         keyframe_every: int = 25,
         base: str | os.PathLike[str] | None = None,
@@ -82,24 +82,44 @@ class DeltaTransport(Transport):
         storage_options: Mapping[str, Any] | None = None,
         post_write_hook: str | None = None,
         pre_read_hook: str | None = None,
+        master_address: str = "127.0.0.1",
+        master_port: int = 0,
+        rank: int | None = 0,
+        world_size: int | None = None,
+        device: Any = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
+        if carrier not in ("disk", "collective"):
+            raise ConfigError(f"there is no carrier {carrier!r}", expected="'disk' or 'collective'")
+        if (root is None) != (carrier == "collective"):
+            raise ConfigError(
+                "carrier 'disk' needs a root" if root is None else "carrier 'collective' takes no root",
+                expected="root= for files that both sides see, or carrier='collective' without one",
+            )
         if keyframe_every < 0:
             raise ConfigError(f"keyframe_every is {keyframe_every}", expected="a number of versions, 0 for no more")
         if encoding == "auto":  # engines keep no copy of the base unless the caller asks for the tightest encoding
             settings = {"whole_base": False, **(settings or {})}
         self._codec = make_codec(encoding, **(settings or {}))
-        self._container = containers.make(_CONTAINERS.get(encoding, "packed"))
-        self._store, self._run_id = open_store(root, storage_options), uuid.uuid4().hex
+        self._store, self._run_id = open_store(root or private_root(self), storage_options), uuid.uuid4().hex
+        self._wire: VersionWire | None = None
+        if carrier == "collective":
+            group = VLLMCollectiveTransport(master_address, master_port, rank, world_size, device, timeout_s=timeout_s)
+            self._wire = VersionWire(group, self._store)
         self._shared = SharedRoot(self._store, self._run_id)
         self._base = None if base is None else os.path.abspath(base)
         self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base))
-        self._keyframe_every, self._keep_files = keyframe_every, keep_files
-        self._full = FullWriter(shard_bytes, files)
-        self._baseline: Baseline | None = None
-        self._since_keyframe = 0
-        self._acknowledged = True
+        self._publisher = Publisher(
+            self._store,
+            self._chain,
+            self._run_id,
+            codec=self._codec,
+            full=FullWriter(shard_bytes, files),
+            keyframe_every=keyframe_every,
+            base=self._base,
+            keep_files=keep_files,
+        )
         self._follower = Follower(
             self._chain, lambda number, manifest: PublishedVersion(self._store, number, manifest), self._base
         )
@@ -115,6 +135,8 @@ class DeltaTransport(Transport):
 
     @classmethod
     def from_info(cls, info: Info) -> DeltaTransport:
+        if "wire" in info:
+            return cls(carrier="collective", base=info["base"], timeout_s=info["wire"]["timeout_s"])
         return cls(info["root"], base=info["base"], pre_read_hook=os.environ.get(_HOOK) or None)
 
     @property
@@ -122,45 +144,45 @@ class DeltaTransport(Transport):
         """The directory, as an absolute path; or the URL."""
         return self._store.url
 
+    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
+        if self._wire is not None:
+            self._wire.inner.init_all_workers_group({})  # what travels is files, whatever the model
+
     # trainer end
 
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         self._store.own()
         self._connected = True
         whole = self._codec.needs == "all"
+        if self._wire is not None:
+            self._publisher.restart()  # nobody knows what the workers of a new group hold
+            group = self._wire.open(workers)
+            info = {"transport": self.name, "base": self._base, "needs_base": whole, "wire": group.info}
+            return Handoff(info=info, transfer=group.transfer)
         return Handoff(info={"transport": self.name, "base": self._base, "needs_base": whole, **self._shared.invite()})
 
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
         began = time.perf_counter()
+        if self._wire is not None:
+            self._wire.require_trainer()
         self._store.own()
         self._shared.clear()
-        params = source.params()
-        baseline = self._current_baseline(params)
-        first = not baseline.fits(params)
-        due = 0 < self._keyframe_every <= self._since_keyframe + 1
-        keyframe = first or due or not self._acknowledged  # nobody may be able to build upon the version before
-        self._acknowledged = False
-        manifest = None
-        needed = sum(meta.nbytes for meta in params) if keyframe else 0
-        with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-            if not first:
-                manifest = self._write_delta(draft, BESIDE if keyframe else "", baseline, source, version)
-            if keyframe:
-                self._full.write(draft, baseline.seeding(source) if first else baseline, version, self._run_id)
-        self._chain.versions.advance(version)
+        manifest = self._publisher.publish(source, version)
         self._wrote(self._store.url, version_name(version))
-        baseline.version = (self._run_id, version)
-        self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
         self._connected = True
+        params = source.params()
         total = sum(meta.numel for meta in params)
         self.stats.bytes = None if manifest is None else manifest.nbytes
         self.stats.density = 1.0 if manifest is None else manifest.changed / max(1, total)
         self.stats.spans = {"publish": time.perf_counter() - began}
         return [Handoff(info=self._info(version, params))]
 
+    def send_ahead(self) -> None:
+        if self._wire is not None:
+            self._wire.push(self._chain.versions.latest())
+
     def acknowledge(self, version: int) -> None:
-        self._acknowledged = True
-        self._collect()
+        self._publisher.acknowledge()
 
     def latest_version(self) -> int:
         return self._chain.versions.newest()
@@ -168,7 +190,10 @@ class DeltaTransport(Transport):
     # worker end
 
     def join(self, info: Info) -> None:
-        self._shared.find(info, self.timeout_s, self._aborted)
+        if self._wire is not None:
+            self._wire.join({**info["wire"], "rank": info["rank"]})
+        else:
+            self._shared.find(info, self.timeout_s, self._aborted)
         self._needs_base = info["needs_base"]
         self._follower.retain(lambda name: self._needs_base)
         self._connected = True
@@ -184,6 +209,7 @@ class DeltaTransport(Transport):
 
     def landed(self, changes: Changes) -> None:
         self._follower.advance(changes)
+        self._drop_read()
 
     def prefetch(self, version: int) -> None:
         self._await_version(version)
@@ -197,18 +223,25 @@ class DeltaTransport(Transport):
             self._await_version(info["version"])
             way = self._open(info["version"])
         yield from self._follower.tensors(way, into)
+        self._drop_read()
 
     # both ends
 
     def abort(self) -> None:
         self._aborted.set()
+        if self._wire is not None:
+            self._wire.inner.abort()
 
     def check_connection(self) -> bool:
+        if self._wire is not None:
+            return self._wire.inner.check_connection()
         return self._connected and self._store.available()
 
     def shutdown(self) -> None:
         self._connected = False
         self.abort()
+        if self._wire is not None:
+            self._wire.inner.shutdown()
         self._pin(None)
         if self._store.owned:
             self._shared.clear()
@@ -217,6 +250,7 @@ class DeltaTransport(Transport):
     # alone, without a control layer
 
     def announce(self, info: Info) -> None:
+        self.send_ahead()
         self.acknowledge(info["version"])
 
     def poll(self, timeout_s: float) -> Info | None:
@@ -224,6 +258,14 @@ class DeltaTransport(Transport):
         if not self._alone:  # what is returned is whole, so the copy to which changes are applied is kept here
             self._alone = True
             self._follower.retain(lambda name: True)
+        if self._wire is not None:
+            version = self._wire.pull(timeout_s)
+            if version is None:
+                return None
+            self._chain.forget()
+            way = self._open(version)
+            self._pin(way)
+            return self._info(version, way.params)
         until, pause = deadline(timeout_s), _SHORTEST_S
         while True:
             self._reading(self._store.url)
@@ -241,45 +283,6 @@ class DeltaTransport(Transport):
 
     # its helpers
 
-    def _current_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
-        if self._baseline is None:
-            baseline = Baseline()
-            if self._base is not None and self.latest_version() == 0:  # later ones follow on other versions
-                baseline.start(CheckpointSource(self._base), params)
-                baseline.version = (_fingerprint(baseline.digests()), 0)
-            self._baseline = baseline
-        return self._baseline
-
-    def _write_delta(
-        self, draft: Draft, folder: str, baseline: Baseline, source: WeightSource, version: int
-    ) -> DeltaManifest:
-        base = baseline.version
-        if base is None:
-            raise IntegrityError("a delta needs a base")
-        base_digests = baseline.digests() if base[1] == 0 else {}
-        prefix = f"{folder}/" if folder else ""
-        heading = Heading(version=version, base_version=base[1], codec=self._codec, tensor=baseline.tensor)
-        changes = baseline.encode(source, self._container.scanner(self._codec))
-        written = self._container.write(heading, changes, lambda name, data: draft.write(prefix + name, data))
-        digests = baseline.digests()
-        params = tuple(
-            replace(written.params.get(meta.name, DeltaParam(meta=meta, digest="")), digest=digests[meta.name])
-            for meta in baseline.params()
-        )
-        manifest = DeltaManifest(
-            version=version,
-            base_version=base[1],
-            run_id=self._run_id,
-            base_run_id=base[0],
-            container=self._container.name,
-            codecs=tuple(written.codecs),
-            params=params,
-            files=written.files,
-            base_digests=base_digests,
-        )
-        draft.write(prefix + MANIFEST, manifest.to_bytes())
-        return manifest
-
     def _info(self, version: int, params: tuple[ParamMeta, ...]) -> Info:
         return {"transport": self.name, "version": version, "params": [meta.to_json() for meta in params]}
 
@@ -295,8 +298,15 @@ class DeltaTransport(Transport):
             self._opened.close()
         self._opened = way
 
+    def _drop_read(self) -> None:
+        """A private directory keeps what the next delta builds on only in this worker, so its files may go."""
+        if self._wire is not None:
+            self._chain.versions.prune(before=self._chain.versions.latest())
+
     def _await_version(self, version: int) -> None:
         """A shared filesystem may show a new version a moment late."""
+        if self._wire is not None:
+            self._wire.await_version(version)
         until = deadline(min(VISIBLE_S, self.timeout_s))
         self._chain.forget()
         while True:
@@ -316,15 +326,3 @@ class DeltaTransport(Transport):
             state="nothing was read",
             hint="send the weights again",
         )
-
-    def _collect(self) -> None:
-        if not self._keep_files:
-            self._chain.collect()
-
-
-def _fingerprint(digests: Mapping[str, str]) -> str:
-    """One name for the content of a whole checkpoint."""
-    hasher = xxhash.xxh3_128()
-    for name in sorted(digests):
-        hasher.update(f"{name}\0{digests[name]}\n".encode())
-    return f"base-{hasher.hexdigest()}"
