@@ -35,19 +35,6 @@ class TestDisk(TransportContract):
 
 class TestDelta(TransportContract):
     name = "delta"
-
-    def make_ends(self, tmp_path):
-        return Ends(
-            tx.make_transport("delta", root=tmp_path / "root", shard_bytes=SMALL_BYTES, keyframe_every=3),
-            tx.make_transport("delta", root=tmp_path / "root"),
-        )
-
-    def make_trainer(self, tmp_path):
-        return tx.make_transport("delta", root=tmp_path, shard_bytes=SMALL_BYTES)
-
-
-class TestDelta(TransportContract):
-    name = "delta"
     whole = False
     encoding = "auto"
     keyframe_every = 2
@@ -75,34 +62,39 @@ class TestDeltaInWholeFiles(TestDelta):
     keyframe_every = 0
 
 
-class TestCollective(TransportContract):
-    name = "collective"
+class InGroup(TransportContract):
+    """Ends that meet in a group of two."""
 
     def make_ends(self, tmp_path):
         port = free_port()
-        trainer, worker = (
-            tx.make_transport(
-                "collective",
-                master_address="127.0.0.1",
-                master_port=port,
-                rank=rank,
-                world_size=2,
-                bucket_bytes=SMALL_BYTES,
-                timeout_s=WAIT_S,
-            )
-            for rank in (0, 1)
-        )
-        return Ends(trainer, worker)
+        return Ends(*(self.make_member(rank, port) for rank in (0, 1)))
 
     def make_trainer(self, tmp_path):
+        return self.make_member(0, free_port())
+
+
+class TestCollective(InGroup):
+    name = "collective"
+
+    def make_member(self, rank, port):
         return tx.make_transport(
             "collective",
             master_address="127.0.0.1",
-            master_port=free_port(),
-            rank=0,
+            master_port=port,
+            rank=rank,
             world_size=2,
             bucket_bytes=SMALL_BYTES,
             timeout_s=WAIT_S,
+        )
+
+
+class TestDeltaByBroadcast(InGroup):
+    name = "delta"
+    whole = False
+
+    def make_member(self, rank, port):
+        return tx.make_transport(
+            "delta", carrier="collective", master_port=port, rank=rank, world_size=2, timeout_s=WAIT_S
         )
 
 
@@ -113,5 +105,6 @@ def free_port():
 
 
 def test_every_registered_transport_is_under_the_contract():
-    covered = {suite.name for suite in TransportContract.__subclasses__()}
+    suites = [*TransportContract.__subclasses__(), *InGroup.__subclasses__()]
+    covered = {suite.name for suite in suites if suite is not InGroup}
     assert covered == set(tx.transports())
