@@ -25,12 +25,11 @@ __all__ = [
     "Plan",
     "as_bytes",
     "chunks",
-    "land",
+    "copy_each",
     "landing",
     "layout",
-    "pack",
     "plain",
-    "unpack",
+    "views",
 ]
 
 BUCKET_BYTES = 8 << 20
@@ -38,6 +37,9 @@ BUCKET_BYTES = 8 << 20
 
 DIRECT_BYTES = 1 << 20
 """From this size on a copy into a bucket costs more than a broadcast of its own (measured with gloo)."""
+
+_SHARED_ELEMENTS = 32768
+"""From here on torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
 
 CHUNK_BYTES = 8 << 20
 """Slices of large tensors; several in flight keep every connection of the group busy."""
@@ -156,48 +158,36 @@ def chunks(flat: Tensor, limit: int = CHUNK_BYTES) -> Sequence[Tensor]:
     return flat.split(limit) if flat.numel() > limit else (flat,)
 
 
-def pack(piece: Piece, tensors: Sequence[Tensor], buffer: Tensor) -> None:
-    """Copy the tensors of ``piece``, contiguous and on the buffer's device, into ``buffer`` (uint8)."""
-    if buffer.device.type != "cpu":
-        for first, stop, begin, end in piece.runs:
-            if end > begin:
-                flat = [as_bytes(tensor) for tensor in tensors[first - piece.first : stop - piece.first]]
-                torch.cat(flat, out=buffer[begin:end])
-        return
-    memory = buffer.numpy()
-    for first, stop, begin, _ in piece.runs:
-        for tensor in tensors[first - piece.first : stop - piece.first]:
-            end = begin + tensor.nbytes
-            memory[begin:end] = as_bytes(tensor).numpy()
-            begin = end
-
-
-def land(views: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each view into its target, of the same dtype and shape.
-
-    numpy copies in this thread. torch would share a copy of some KiB among its OpenMP threads, and on a machine that
-    is busy (it is: the backend moves bytes) waiting for the slowest takes twenty times as long as the copy.
-    """
-    rest = []
-    for view, target in zip(views, targets, strict=True):
-        if target.device.type == "cpu" == view.device.type and target.is_contiguous() and not _lazy(target):
-            as_bytes(target.detach()).numpy()[:] = as_bytes(view).numpy()
-        else:
-            rest.append((target, view))
-    if rest:
-        torch._foreach_copy_([target for target, _ in rest], [view for _, view in rest])
-
-
-def unpack(piece: Piece, params: Sequence[ParamMeta], buffer: Tensor) -> list[Tensor]:
+def views(piece: Piece, params: Sequence[ParamMeta], buffer: Tensor) -> list[Tensor]:
     """Views of ``buffer``, one per parameter of ``piece``, with the parameter's dtype and shape."""
-    views: list[Tensor] = []
+    found: list[Tensor] = []
     for first, stop, begin, end in piece.runs:
         metas = params[first:stop]
         typed = buffer[begin:end].view(metas[0].dtype)
-        views += [
+        found += [
             part.view(meta.shape) for meta, part in zip(metas, typed.split([meta.numel for meta in metas]), strict=True)
         ]
-    return views
+    return found
+
+
+@torch.no_grad()
+def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each source into its target, of the same dtype and shape.
+
+    Large ones are copied by numpy, in this thread. torch would share such a copy among its OpenMP threads, and on a
+    machine whose cores are busy (they are: the backend moves bytes) waiting for the slowest of them was measured to
+    take twenty times as long as the copy.
+    """
+    pairs = list(zip(sources, targets, strict=True))
+    shared = [(source, target) for source, target in pairs if target.numel() >= _SHARED_ELEMENTS]
+    rest = [(source, target) for source, target in pairs if target.numel() < _SHARED_ELEMENTS]
+    for source, target in shared:
+        if _plain_memory(source) and _plain_memory(target):
+            as_bytes(target.detach()).numpy()[:] = as_bytes(source.detach()).numpy()
+        else:
+            rest.append((source, target))
+    if rest:
+        torch._foreach_copy_([target for _, target in rest], [source for source, _ in rest])
 
 
 def landing(meta: ParamMeta, into: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
@@ -206,6 +196,10 @@ def landing(meta: ParamMeta, into: Mapping[str, Tensor], device: torch.device) -
     if target is None or target.device != device or not target.is_contiguous() or _lazy(target):
         return None
     return target.detach() if ParamMeta.of(meta.name, target) == meta else None
+
+
+def _plain_memory(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not _lazy(tensor)
 
 
 def _lazy(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.transports.buckets import BufferPool, Piece, as_bytes, chunks, land, landing, pack, plain, unpack
+from torchrl_ext.transports.buckets import BufferPool, Piece, as_bytes, chunks, copy_each, landing, plain, views
 from torchrl_ext.transports.groups import Group
 from torchrl_ext.types import ParamMeta
 
@@ -91,15 +91,15 @@ def send_pieces(
     window, pool = Window(group, bucket_bytes), BufferPool(group.device)
     capacity = min(bucket_bytes, sum(piece.nbytes for piece in pieces if not piece.direct))
     for piece in pieces:
-        tensors = [plain(tensor, group.device) for _, tensor in islice(stream, piece.stop - piece.first)]
+        tensors = [tensor for _, tensor in islice(stream, piece.stop - piece.first)]
         flat = None
         if piece.direct:
-            flat = as_bytes(tensors[0])
+            flat = as_bytes(plain(tensors[0], group.device))
         elif piece.nbytes:
             while window.packed_full:
                 window.land()
             flat = pool.take(capacity)[: piece.nbytes]
-            pack(piece, tensors, flat)
+            copy_each(tensors, views(piece, params, flat))
         del tensors
         window.start(piece, flat, flat)
         del flat
@@ -191,18 +191,21 @@ class Incoming:
 
     def _unpacked(self, piece: Piece, arrived: Tensor) -> Iterator[tuple[str, Tensor]]:
         metas = self._params[piece.first : piece.stop]
-        views = [arrived] if piece.direct else unpack(piece, self._params, arrived)
+        tensors = [arrived] if piece.direct else views(piece, self._params, arrived)
         del arrived
-        targets = [self._into.get(meta.name) for meta in metas]
-        copies = [
-            (target, view)
-            for target, view in zip(targets, views, strict=True)
-            if target is not None and target.data_ptr() != view.data_ptr() and _alike(target, view)
-        ]
-        if copies:
-            land([view for _, view in copies], [target for target, _ in copies])
-        for meta, target, view in zip(metas, targets, views, strict=True):
-            yield meta.name, view if target is None or not _alike(target, view) else target
+        copied: list[tuple[Tensor, Tensor]] = []
+        for index, (meta, tensor) in enumerate(zip(metas, tensors, strict=True)):
+            target = self._into.get(meta.name)
+            if target is None or target is tensor or not _alike(target, tensor):
+                continue
+            if target.data_ptr() != tensor.data_ptr():
+                copied.append((tensor, target))
+            tensors[index] = target
+        if copied:
+            copy_each([tensor for tensor, _ in copied], [target for _, target in copied])
+            copied.clear()
+        for meta, tensor in zip(metas, tensors, strict=True):
+            yield meta.name, tensor
 
 
 def _alike(target: Tensor, view: Tensor) -> bool:
