@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
-from torchrl_ext.plugins.vllm_patches import VLLMPatches
+from torchrl_ext.plugins.vllm_patches import VLLMPatches, pack_tied
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
@@ -166,6 +166,7 @@ class VLLMLoader(WeightLoader):
                 hint="send the version again",
             )
         finalize_layerwise_reload(self._model, self._config.model_config)
+        pack_tied(self._model)
         self._loading = False
 
     def digests(self) -> dict[str, str]:

@@ -7,13 +7,14 @@ and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
@@ -26,7 +27,7 @@ from torchrl_ext.weights.loader import Staging
 from torchrl_ext.weights.placement import Placement
 from torchrl_ext.weights.position_digest import PositionDigest, position_digest
 
-__all__ = ["VLLMPatches"]
+__all__ = ["VLLMPatches", "pack_tied"]
 
 
 class VLLMPatches:
@@ -82,11 +83,13 @@ class VLLMPatches:
             self._begin(frozenset(self._layers(name for name, _ in whole)))
             self._model.load_weights(iter(whole))
             finalize_layerwise_reload(self._model, self._config.model_config)
+            pack_tied(self._model)
 
     def _pieces(self, forms: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
         if self._config.quant_config is not None or any(isinstance(m, MLAAttention) for m in self._model.modules()):
             return {}  # what is derived from these parameters would not follow
         live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        copied = {tensor.data_ptr() for tensor in _also_packed(self._model)}
         found = {}
         for meta in self._placement.params:
             landings = self._placement.landings[meta.name]
@@ -95,6 +98,7 @@ class VLLMPatches:
                 and landing.dtype == meta.dtype
                 and landing.param in live
                 and _form(live[landing.param]) == _form(forms[landing.param])
+                and live[landing.param].data_ptr() not in copied
                 for landing in landings
             )
             if plain and not meta.dtype.is_complex:
@@ -142,6 +146,34 @@ class VLLMPatches:
                     (PositionDigest(one % 2**64, two % 2**64) for one, two, _, _ in shares), PositionDigest()
                 )
         return found
+
+
+def pack_tied(model: nn.Module) -> None:
+    """Let output embeddings that share the input embedding's weight follow it.
+
+    A layerwise reload processes the layer that was loaded, and the other one's packed copy (CPU) would stay as it was.
+    """
+    heads = [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)]
+    inputs = [layer for layer in model.modules() if type(layer) is VocabParallelEmbedding]
+    for head in heads:
+        if any(_same_weight(head, layer) for layer in inputs):
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _same_weight(one: nn.Module, other: nn.Module) -> bool:
+    return one.weight.numel() > 0 and one.weight.data_ptr() == other.weight.data_ptr()
+
+
+def _also_packed(model: nn.Module) -> Iterator[Tensor]:
+    """Weights of layers that compute with a packed copy of them, which a write to the weight would not reach.
+
+    vLLM on a CPU (`dispatch_cpu_unquantized_gemm`) keeps the weight of an output embedding beside the copy. What it
+    calls holds the copy in its closure; where nothing was packed, it holds nothing.
+    """
+    for layer in model.modules():
+        looked_up = type(layer) is VocabParallelEmbedding  # it never multiplies
+        if not looked_up and getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
+            yield from (parameter for parameter in layer.parameters(recurse=False) if parameter.numel())
 
 
 _SIGN = 1 << 63

@@ -18,18 +18,12 @@ from torchrl_ext.codecs.layout import layout_of
 from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.weights.position_digest import PositionDigest, digest_at
+from torchrl_ext.weights.scatter import Copy, Scatter, as_bits, commit, flat, gather
 
 if TYPE_CHECKING:
     from torchrl_ext.weights.loader import Staging
 
 __all__ = ["Coverage", "Patcher", "Piece", "Staged", "as_bits", "compare", "identity", "piece_digest", "stage"]
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bits(tensor: Tensor) -> Tensor:
-    """The same memory seen as integers of the same width, so that NaN payloads and -0.0 survive every copy."""
-    return tensor.detach().view(_BITS[tensor.element_size()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,48 +41,23 @@ class Piece:
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scatter:
-    """Elements of one parameter that will change: ``flat[offsets] = values``."""
-
-    flat: Tensor
-    offsets: Tensor
-    values: Tensor
-
-    @property
-    def elements(self) -> int:
-        return self.offsets.numel()
-
-    def commit(self) -> None:
-        self.flat[self.offsets] = self.values
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """A view that changes as a whole."""
-
-    destination: Tensor
-    source: Tensor
-
-    @property
-    def elements(self) -> int:
-        return self.destination.numel()
-
-    def commit(self) -> None:
-        self.destination.copy_(self.source)
-
-
 class Staged:
     """Writes that wait for the pause, and the digests of the tensors that they make."""
 
     def __init__(self) -> None:
-        self._writes: list[_Scatter | _Copy] = []
+        self._writes: list[Scatter | Copy] = []
         self.digests: dict[str, PositionDigest] = {}
 
     @property
     def elements(self) -> int:
         """Number of runtime elements that will be written."""
         return sum(write.elements for write in self._writes)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the writes hold until they are made, in bytes."""
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for w in self._writes for t in w.tensors}
+        return sum(held.values())
 
     def add(self, pieces: Sequence[Piece], patch: Patch, digest: PositionDigest) -> None:
         """Translate one tensor's change.
@@ -101,29 +70,42 @@ class Staged:
         if isinstance(patch, DensePatch):
             digest = self._add_dense(pieces, patch)
         else:
-            for flat, chosen, offsets in stage(pieces, patch.places()):
-                old = flat[offsets]
-                part = patch.only(chosen if isinstance(chosen, slice) else chosen.cpu().numpy())
-                bits = old.cpu().numpy().view(layout_of(patch.meta.dtype).dtype)
-                resolved = part.resolve(bits) if isinstance(part, StepPatch) else part
-                digest = digest.updated(resolved.indices, bits, resolved.values)
-                self._writes.append(_Scatter(flat=flat, offsets=offsets, values=resolved.bits().to(flat.device)))
+            for piece, chosen, offsets in stage(pieces, torch.from_numpy(patch.indices)):
+                target = flat(piece.destination)
+                old = gather(target, offsets).numpy().view(layout_of(patch.meta.dtype).dtype)
+                part = patch.only(chosen if isinstance(chosen, slice) else chosen.numpy())
+                resolved = part.resolve(old) if isinstance(part, StepPatch) else part
+                digest = digest.updated(resolved.indices, old, resolved.values)
+                self._writes.append(_write(piece, target, offsets, resolved.bits()))
         self.digests[patch.meta.name] = digest
 
     def _add_dense(self, pieces: Sequence[Piece], patch: DensePatch) -> PositionDigest:
         tensor, digest = patch.tensor(), PositionDigest()
-        whole = as_bits(torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+        whole = as_bits(_in_units(tensor)).reshape(-1)
         for piece in pieces:
             source = whole.as_strided(tuple(piece.destination.shape), piece.strides, piece.offset)
-            self._writes.append(_Copy(destination=as_bits(piece.destination), source=source))
             digest = digest + piece_digest(piece, source)
+            self._writes.append(
+                Copy(destination=as_bits(piece.destination), source=source.to(piece.destination.device))
+            )
         return digest
 
     def commit(self) -> None:
-        """One indexed write per piece: the only part that a pause has to cover."""
-        for write in self._writes:
-            write.commit()
+        """The writes: the only part that a pause has to cover."""
+        commit(self._writes)
         self._writes.clear()
+
+
+def _write(piece: Piece, target: Tensor, offsets: Tensor, values: Tensor) -> Scatter | Copy:
+    """Some writes, or where most of a block changes the whole block: that is quicker, and takes less memory."""
+    own = piece.destination.numel() == target.numel()  # nothing between its elements belongs to others
+    if own and target.numel() * target.element_size() <= offsets.nbytes + values.nbytes:
+        source = target.cpu().clone() if target.device.type == "cpu" else target.cpu()
+        Scatter(target=source, offsets=offsets, values=values).commit()
+        return Copy(destination=target, source=source.to(target.device))
+    if target.device.type != "cpu":
+        offsets, values = offsets.to(target.device, torch.int64), values.to(target.device)
+    return Scatter(target=target, offsets=offsets, values=values)
 
 
 Coverage = tuple[PositionDigest, int]
@@ -222,46 +204,51 @@ def piece_digest(piece: Piece, bits: Tensor) -> PositionDigest:
     return digest_at(bits.reshape(-1), positions=order)
 
 
-def stage(pieces: Sequence[Piece], positions: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+def stage(pieces: Sequence[Piece], positions: Tensor) -> Iterable[tuple[Piece, Tensor | slice, Tensor]]:
     """Where changed elements of one checkpoint tensor land here.
 
     Args:
         pieces: the copies that the loader makes of the tensor on this rank.
-        positions: int64, shape ``(n,)``, increasing: flat positions in the checkpoint tensor.
+        positions: int32 or int64, shape ``(n,)``, increasing: flat positions in the checkpoint tensor.
 
     Yields:
-        ``(flat, chosen, offsets)`` per piece: the destination as 1-D integers; which of ``positions`` land there (a
-        slice or int64 indices); and where.
+        ``(piece, chosen, offsets)``: which of ``positions`` land there (a slice or int64 indices); and where, counted
+        in elements from the first one of the destination. Offsets are int32 where the destination's reach allows.
     """
     for piece in pieces:
-        destination = piece.destination
         chosen, offsets = _translate(positions, piece)
         if offsets.numel():
-            yield _flat(destination), chosen, offsets
-
-
-def _flat(view: Tensor) -> Tensor:
-    """The memory of ``view`` from its first to its last element, as 1-D integers."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    return as_bits(view.detach().as_strided((reach,), (1,), view.storage_offset()))
+            yield piece, chosen, offsets
 
 
 def _translate(positions: Tensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
     shape, strides = tuple(piece.destination.shape), piece.strides
     to = piece.destination.stride()
-    numel = piece.destination.numel()
-    if numel == 0:
+    if piece.destination.numel() == 0:
         return slice(0, 0), positions[:0]
-    last = piece.offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    bounds = torch.tensor([piece.offset, last + 1], device=positions.device)
+    last = piece.offset + _reach(shape, strides)
+    bounds = torch.tensor([piece.offset, last], dtype=positions.dtype)
     first, end = (int(bound) for bound in torch.searchsorted(positions, bounds))
-    rest = positions[first:end] - piece.offset
+    rest = positions[first:end]
+    if piece.offset:
+        rest = rest - piece.offset
+    if _dense(shape, strides) and _dense(shape, to):
+        return slice(first, end), _narrowed(rest, last - piece.offset)
+    fits, offsets = _spread(rest.to(torch.int64), shape, strides, to)
+    offsets = _narrowed(offsets, _reach(shape, to))
     if _dense(shape, strides):
-        if _dense(shape, to):
-            return slice(first, end), rest
-        return slice(first, end), _spread(rest, shape, strides, to)[1]
-    fits, offsets = _spread(rest, shape, strides, to)
+        return slice(first, end), offsets
     return fits.nonzero().flatten() + first, offsets[fits]
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one of a view."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _narrowed(offsets: Tensor, reach: int) -> Tensor:
+    """int32 where that can count to ``reach``: half the memory to read in the pause."""
+    return offsets.to(torch.int32 if reach <= 2**31 - 1 else torch.int64)
 
 
 def _dense(shape: tuple[int, ...], strides: Sequence[int]) -> bool:
@@ -292,9 +279,14 @@ def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     """The placement of a model that stores its parameters as they are loaded."""
     found = {}
     for name, tensor in tensors.items():
-        units = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        units = _in_units(tensor)
         found[name] = [Piece(destination=units, offset=0, strides=_contiguous(tuple(units.shape)))]
     return found
+
+
+def _in_units(tensor: Tensor) -> Tensor:
+    """complex128 has two units per element (`torchrl_ext.codecs.layout`); every other dtype has one."""
+    return torch.view_as_real(tensor) if tensor.is_complex() and tensor.element_size() == 16 else tensor
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,275 @@
+"""Changes land where a loader would have put them: whatever it narrows, turns, stacks and fuses."""
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_ext.codecs.layout import from_units, layout_of, units
+from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
+from torchrl_ext.errors import IntegrityError, NotConnectedError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.landing import Patcher, Piece, Staged, compare, identity, piece_digest
+from torchrl_ext.weights.placement import record
+from torchrl_ext.weights.position_digest import PositionDigest, position_digest
+from torchrl_ext.weights.scatter import as_bits
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+SIZES = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "gate": (10, 6), "up": (10, 6), "down": (6, 10), "turned": (6, 4)}
+SIZES |= {"packed_qkv": (24, 6), "embed": (9, 6), **{f"expert{e}": (4, 6) for e in range(3)}, "norm": (6,), "scale": ()}
+
+
+class Engine:
+    """Parameters as engines keep them, and a loader of a few lines, for worker ``rank`` of ``world``."""
+
+    def __init__(self, make, rank, world):
+        self.rank, self.world = rank, world
+        shapes = {
+            "qkv": (16 // world, 6),
+            "gate_up": (20 // world, 6),
+            "down": (6, 10 // world),
+            "turned": (4, 6),
+            "unpacked": (24 // world, 6),
+            "embed": (10 // world, 6),
+            "experts": (3, 4, 6),
+            "norm": (6,),
+            "scale": (),
+        }
+        self.params = {name: make(shape) for name, shape in shapes.items()}
+
+    def load_weights(self, pairs):
+        params, rank, world = self.params, self.rank, self.world
+        starts = {"q": 0, "k": 8 // world, "v": 12 // world, "gate": 0, "up": 10 // world}
+        for name, tensor in pairs:
+            rows = (tensor.shape[0] if tensor.dim() else 0) // world
+            if name in starts:
+                fused = params["gate_up" if name in ("gate", "up") else "qkv"]
+                fused.narrow(0, starts[name], rows).copy_(tensor.narrow(0, rank * rows, rows))
+            elif name == "down":
+                params["down"].copy_(tensor.narrow(1, rank * 10 // world, 10 // world))
+            elif name == "turned":
+                params["turned"].copy_(tensor.t())
+            elif name == "packed_qkv":  # heads of (q, k, v) one after the other in the checkpoint, apart in the engine
+                heads = tensor.view(4, 3, 2, 6)[rank * 4 // world : (rank + 1) * 4 // world]
+                for part in range(3):
+                    own = params["unpacked"].view(3, 4 // world, 2, 6)[part]
+                    own.copy_(heads[:, part])
+            elif name == "embed":  # nine rows in ten places
+                first = rank * 10 // world
+                held = tensor[first : min(9, first + 10 // world)]
+                params["embed"][: held.shape[0]].copy_(held)
+            elif name.startswith("expert"):
+                params["experts"][int(name[-1])].copy_(tensor)
+            else:
+                params[name].copy_(tensor)
+
+
+def random_bits(shape, dtype, generator):
+    meta = ParamMeta("any", dtype, tuple(shape))
+    layout = layout_of(dtype)
+    raw = generator.integers(0, 2 if dtype == torch.bool else 256, (layout.count(meta) * layout.width,), np.uint8)
+    return from_units(raw.view(layout.dtype), meta)
+
+
+def pieces_of(engine, metas):
+    """The placement, recorded on tensors without data, on the engine's own parameters."""
+    stand_in = Engine(lambda shape: torch.empty(shape, dtype=metas[0].dtype, device="meta"), engine.rank, engine.world)
+    placement = record(stand_in.load_weights, metas, stand_in.params)
+    found = {}
+    for meta in metas:
+        found[meta.name] = []
+        for landing in placement.landings[meta.name]:
+            live = engine.params[landing.param]
+            view = live.as_strided(landing.shape, landing.strides, landing.offset)
+            found[meta.name].append(
+                Piece(destination=view, offset=landing.source_offset, strides=landing.source_strides)
+            )
+    return found
+
+
+def patched_copy(tensor, density, generator):
+    """Another tensor, some of whose elements have other bits."""
+    fresh, own = units(random_bits(tensor.shape, tensor.dtype, generator)), units(tensor)
+    return from_units(np.where(generator.random(own.shape) < density, fresh, own), ParamMeta.of("any", tensor))
+
+
+def as_kind(patch, kind, old, new):
+    if kind == "dense":
+        return DensePatch(patch.meta, units(new).copy())
+    if kind == "sparse":
+        return patch
+    layout = layout_of(patch.meta.dtype)
+    before = units(old)[patch.indices].astype(np.uint64)
+    steps = line(patch.values.astype(np.uint64), layout) - line(before, layout)
+    return StepPatch(patch.meta, patch.indices, (steps & layout.mask).astype(layout.dtype))
+
+
+def line(bits, layout):
+    """Bits on the ordered line: of sign-magnitude formats the negative ones run backwards."""
+    negative = (bits & layout.top) != 0
+    return np.where(negative, layout.mask - bits, bits | layout.top) & layout.mask if layout.ordered else bits
+
+
+def held_digest(pieces):
+    return sum((piece_digest(piece, as_bits(piece.destination)) for piece in pieces), PositionDigest())
+
+
+@pytest.mark.parametrize("kind", ["sparse", "steps", "dense"])
+@pytest.mark.parametrize("density", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize(("rank", "world"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64])
+def test_a_patched_engine_equals_one_that_loaded_the_new_tensors(dtype, rank, world, density, kind):
+    generator = np.random.default_rng(7)
+    old = {name: random_bits(shape, dtype, generator) for name, shape in SIZES.items()}
+    new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
+    metas = [ParamMeta.of(name, tensor) for name, tensor in old.items()]
+    patched, loaded = (Engine(lambda shape: torch.zeros(shape, dtype=dtype), rank, world) for _ in range(2))
+    patched.load_weights(old.items())
+    loaded.load_weights(new.items())
+    pieces, staged = pieces_of(patched, metas), Staged()
+    for meta in metas:
+        patch = as_kind(diff(meta, old[meta.name], new[meta.name]), kind, old[meta.name], new[meta.name])
+        if patch.changed:
+            staged.add(pieces[meta.name], patch, held_digest(pieces[meta.name]))
+    before = {name: as_bits(tensor).clone() for name, tensor in patched.params.items()}
+    assert all(torch.equal(as_bits(tensor), before[name]) for name, tensor in patched.params.items())
+    staged.commit()
+    for name, tensor in loaded.params.items():
+        assert torch.equal(as_bits(patched.params[name]), as_bits(tensor)), name
+    for name, digest in staged.digests.items():
+        assert digest == held_digest(pieces[name]), name
+
+
+@pytest.mark.parametrize("kind", ["sparse", "steps", "dense"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_lands_in_tensors_that_are_stored_as_sent(dtype, kind):
+    generator = np.random.default_rng(11)
+    old, new = (random_bits((13, 7), dtype, generator) for _ in range(2))
+    new[3:] = old[3:]
+    live, meta = {"w": old.clone()}, ParamMeta.of("w", old)
+    staged = Staged()
+    staged.add(identity(live)["w"], as_kind(diff(meta, old, new), kind, old, new), position_digest(old))
+    assert np.array_equal(units(live["w"]), units(old))
+    staged.commit()
+    assert np.array_equal(units(live["w"]), units(new))
+    assert staged.digests["w"] == position_digest(live["w"])
+
+
+def test_the_workers_shares_add_up_to_the_digest_of_the_whole():
+    generator = np.random.default_rng(3)
+    tensors = {name: random_bits(SIZES[name], torch.bfloat16, generator) for name in ("q", "down", "packed_qkv")}
+    metas = [ParamMeta.of(name, tensor) for name, tensor in tensors.items()]
+    shares = []
+    for rank in range(2):
+        engine = Engine(lambda shape: torch.zeros(shape, dtype=torch.bfloat16), rank, 2)
+        engine.load_weights(tensors.items())
+        shares.append(pieces_of(engine, metas))
+    for name, tensor in tensors.items():
+        assert held_digest(shares[0][name]) + held_digest(shares[1][name]) == position_digest(tensor)
+
+
+class Step:
+    """What a transport hands to `Patcher.stage`."""
+
+    def __init__(self, old, new):
+        self.digests = {name: position_digest(tensor).hex() for name, tensor in new.items()}
+        self._pairs = [(ParamMeta.of(name, tensor), tensor, new[name]) for name, tensor in old.items()]
+
+    def patches(self):
+        return (patch for patch in (diff(*pair) for pair in self._pairs) if patch.changed)
+
+    def whole(self, names):
+        return iter(())
+
+
+def state(seed):
+    generator = np.random.default_rng(seed)
+    return {name: random_bits((40, 50), torch.bfloat16, generator) for name in ("a", "b")}
+
+
+def test_a_patcher_follows_step_after_step_and_its_digests_stay_those_of_the_bytes():
+    generator, old = np.random.default_rng(0), state(1)
+    live = {name: tensor.clone() for name, tensor in old.items()}
+    patcher = Patcher(identity(live))
+    for density in (0.01, 0.5, 0.0, 0.01):
+        new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
+        step = Step(old, new)
+        compare({name: digest for name, (digest, _) in patcher.stage(step).items()}, step.digests)
+        patcher.commit()
+        assert all(torch.equal(as_bits(live[name]), as_bits(tensor)) for name, tensor in new.items())
+        assert {name: digest.hex() for name, (digest, _) in patcher.held().items()} == step.digests
+        old = new
+
+
+def test_another_base_is_found_while_staging_and_named():
+    old = state(1)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["b"].view(-1)[5] = 1.0
+    live = {name: tensor.clone() for name, tensor in old.items()}
+    live["b"].view(-1)[17] = 2.0
+    kept = {name: tensor.clone() for name, tensor in live.items()}
+    patcher, step = Patcher(identity(live)), Step(old, new)
+    found = patcher.stage(step)
+    with pytest.raises(IntegrityError, match="tensor 'b'"):
+        compare({name: digest for name, (digest, _) in found.items()}, step.digests)
+    patcher.drop()
+    assert all(torch.equal(as_bits(live[name]), as_bits(tensor)) for name, tensor in kept.items())
+    with pytest.raises(NotConnectedError):
+        patcher.commit()
+
+
+def test_what_waits_for_the_pause_takes_no_more_than_twice_the_payload():
+    generator = np.random.default_rng(5)
+    old = random_bits((1000, 300), torch.bfloat16, generator)
+    for density in (0.001, 0.01, 0.3, 0.5, 1.0):
+        new = patched_copy(old, density, generator)
+        live = {"fused": torch.zeros(2000, 300, dtype=torch.bfloat16)}
+        piece = Piece(destination=live["fused"][500:1500], offset=0, strides=(300, 1))
+        piece.destination.copy_(old)
+        patch = diff(ParamMeta.of("w", old), old, new)
+        staged = Staged()
+        staged.add([piece], patch, position_digest(old))
+        assert staged.elements >= patch.changed
+        assert staged.nbytes <= 2 * (patch.indices.nbytes + patch.values.nbytes)
+        staged.commit()
+        assert torch.equal(as_bits(live["fused"][500:1500]), as_bits(new))
+        assert not live["fused"][:500].any() and not live["fused"][1500:].any()
+
+
+def test_large_changes_are_written_by_several_threads_to_the_same_end():
+    generator = np.random.default_rng(9)
+    old, new = (random_bits((3000, 1000), torch.bfloat16, generator) for _ in range(2))
+    new[::2] = old[::2]
+    live = {"w": torch.zeros(3000, 2000, dtype=torch.bfloat16)}
+    piece = Piece(destination=live["w"][:, 700:1700], offset=0, strides=(1000, 1))
+    piece.destination.copy_(old)
+    staged = Staged()
+    staged.add([piece], diff(ParamMeta.of("w", old), old, new), position_digest(old))
+    staged.commit()
+    assert torch.equal(as_bits(live["w"][:, 700:1700]), as_bits(new))
+    assert not as_bits(live["w"][:, :700]).any() and not as_bits(live["w"][:, 1700:]).any()
+
+
+def test_a_patch_that_touches_nothing_here_writes_nothing():
+    old = torch.zeros(8, 6)
+    new = old.clone()
+    new[0, 0] = 1.0
+    staged, own = Staged(), torch.zeros(4, 6)
+    piece = Piece(destination=own, offset=24, strides=(6, 1))  # the second worker's half
+    patch = diff(ParamMeta.of("q", old), old, new)
+    staged.add([piece], patch, held_digest([piece]))
+    assert staged.elements == 0 and isinstance(patch, SparsePatch)
+    staged.commit()
+    assert not own.any() and staged.digests["q"] == held_digest([piece])
