@@ -34,6 +34,7 @@ NAMES = {
     "WeightSender",
     "WeightSource",
     "WeightSyncError",
+    "WeightUpdateConfig",
     "__version__",
     "as_source",
     "connect",

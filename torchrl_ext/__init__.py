@@ -33,6 +33,7 @@ _HOME = {
     "WeightSender": "sync.sender",
     "WeightSource": "weights.source",
     "WeightSyncError": "errors",
+    "WeightUpdateConfig": "configs.update",
     "as_source": "weights.source",
     "connect": "rpc.discovery",
     "discover": "rpc.discovery",
