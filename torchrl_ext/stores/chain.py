@@ -237,7 +237,7 @@ class Chain:
         while True:
             if held is not None and number == held[1]:
                 run = deltas[-1][1].base_run_id if deltas else self.run_id(number)
-                if run == held[0]:
+                if run in ("", held[0]):
                     routes.append(Route(keyframe=None, deltas=tuple(reversed(deltas))))
                     break
             try:
@@ -251,6 +251,16 @@ class Chain:
                 if routes:  # what lies below the keyframe need not be right
                     break
                 raise
+            if deltas and deltas[-1][1].base_run_id not in ("", self.run_id(number)):
+                if not routes:
+                    raise IntegrityError(
+                        f"version {deltas[-1][1].version} in {self.store.url} is a delta on version {number} of run "
+                        f"{deltas[-1][1].base_run_id!r}",
+                        expected=f"run {self.run_id(number)!r}, which published version {number} there",
+                        state="nothing was read",
+                        hint="let the trainer publish a keyframe",
+                    )
+                break
             if full is not None and not any(route.keyframe for route in routes):
                 routes.append(Route(keyframe=full, deltas=tuple(reversed(deltas))))
             if delta is None or (routes and (held is None or number <= held[1])):

@@ -50,7 +50,7 @@ class DeltaManifest:
         version: the version that it leads to.
         base_version: the version that it starts from.
         run_id: the trainer process that published it.
-        base_run_id: the one that published the base.
+        base_run_id: the one that published the base; "" where another library wrote the delta, which does not say.
         container: how payloads are laid out in files (`torchrl_ext.transports.containers`).
         codecs: JSON of every codec used.
         params: every parameter, changed or not, in the order of the source.

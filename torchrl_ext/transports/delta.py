@@ -153,7 +153,7 @@ class DeltaTransport(Transport):
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         self._store.own()
         self._connected = True
-        whole = self._codec.needs == "all"
+        whole = self._codec.needs == "all" and self._codec.to_json().get("whole_base", True)
         if self._wire is not None:
             self._publisher.restart()  # nobody knows what the workers of a new group hold
             group = self._wire.open(workers)

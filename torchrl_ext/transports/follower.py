@@ -69,7 +69,9 @@ class Follower:
             if not own or any(meta.name not in own and meta.name not in mirrored for meta in params):
                 return
             for _, delta in deltas if not mirrored else ():
-                base = self.chain.version(delta.base_version)[1] if delta.base_version else None
+                base = None
+                with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
+                    base = self.chain.version(delta.base_version)[1] if delta.base_version else None
                 if base is not None and all(own.get(row.meta.name) == row.digest for row in base[1].params):
                     self.held, self._params = (base[1].run_id, base[1].version), params
                     return

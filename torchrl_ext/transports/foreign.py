@@ -142,7 +142,7 @@ def _delta(
         version=number,
         base_version=base,
         run_id=_RUN,
-        base_run_id=_RUN,
+        base_run_id="",  # whatever has the number
         container=container,
         codecs=codecs,
         params=params,

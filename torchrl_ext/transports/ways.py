@@ -122,8 +122,13 @@ def open_way(
         IntegrityError: no way leads there, or something on it is damaged; names the file.
     """
     for last in range(_ATTEMPTS - 1, -1, -1):
-        origin = chain.origin(target) if base is not None and held is None else None
-        route = chain.route(target, held if origin is None else (origin.base_run_id, 0))
+        try:
+            origin = chain.origin(target) if base is not None and held is None else None
+            route = chain.route(target, held if origin is None else (origin.base_run_id, 0))
+        except IntegrityError as error:
+            if last and chain.latest() > target:  # collection overtook us between two manifests
+                raise FileNotFoundError(f"version {target} in {chain.store.url}") from error
+            raise
         try:
             with chain.lease(route):
                 return _opened(chain, open_full, route, target, held, base)
