@@ -12,12 +12,13 @@ README = HERE / "README.md"
 EXTRAS = {
     "ray": ["ray>=2.40"],
     "peft": ["peft>=0.14"],
+    "s3": ["s3fs>=2024.6"],
     "vllm": ["vllm>=0.32"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "docs": ["sphinx>=7", "myst-parser>=3", "furo"],
     "lint": ["ruff>=0.6"],
     "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
 }
-EXTRAS["test"] = ["pytest>=8", "pytest-timeout>=2.3", "psutil>=5.9", *EXTRAS["peft"]]
+EXTRAS["test"] = ["pytest>=8", "pytest-timeout>=2.3", "psutil>=5.9", "moto[server]>=5", *EXTRAS["peft"], *EXTRAS["s3"]]
 
 setup(
     name="torchrl_ext",
@@ -48,5 +49,6 @@ setup(
     entry_points={
         "console_scripts": ["torchrl-ext = torchrl_ext.cli.main:main"],
         "vllm.general_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm:register"],
+        "vllm.endpoint_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm_endpoint:UpdateFromDisk"],
     },
 )

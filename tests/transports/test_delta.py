@@ -149,7 +149,7 @@ class TestVersions:
         reader = trainer_at(root, pre_read_hook=f"{__name__}:reads")
         trainer.send_weights("policy", weights())
         reader.receive_weights(WAIT_S)
-        assert CALLS == [("wrote", str(root), "weight_v000001", b"1\n"), ("reads", str(root))]
+        assert [("wrote", str(root), "weight_v000001", b"1\n"), ("reads", str(root))] == CALLS
         with pytest.raises(ConfigError, match="cannot be imported"):
             trainer_at(root, post_write_hook="nowhere:nothing")
 
@@ -338,7 +338,7 @@ class TestBase:
 
     def test_a_checkpoint_of_another_model_is_refused_when_the_trainer_starts(self, tmp_path, root):
         base = checkpoint(tmp_path / "base", {"a.weight": torch.zeros(3)})
-        with pytest.raises(ConfigError, match="a.weight"):
+        with pytest.raises(ConfigError, match=r"a.weight"):
             trainer_at(root, base=base).send_weights("policy", weights())
         assert not [path for path in root.iterdir() if path.name != "latest"]
 
@@ -481,7 +481,7 @@ class TestDamage:
                 return made
 
         sender = tx.WeightSender(Spoiled(root), tx.InProcessEngine(served))
-        with pytest.raises(UpdateError, match="model.safetensors is damaged"):
+        with pytest.raises(UpdateError, match=r"model.safetensors is damaged"):
             sender.update_weights(own)
         assert not any(tensor.view(torch.uint8).any() for tensor in served.values())
         assert sender.update_weights(own).verified
@@ -656,7 +656,7 @@ class TestCollection:
                     if received is not None:
                         assert int(received["c.count"][0]) == reader.received_version
                         seen.append(reader.received_version)
-            except BaseException as error:
+            except Exception as error:
                 failures.append(error)
 
         own["c.count"][0] = 1
@@ -712,5 +712,5 @@ def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):
     shutil.copytree(folder(tmp_path / "other", 2), folder(root, 3))
     rewrite(folder(root, 3) / "manifest.json", lambda m: m.update(version=3, base_version=2, base_run_id=run))
     (root / "latest").write_text("3\n")
-    with pytest.raises(ManifestError, match="a.weight"):
+    with pytest.raises(ManifestError, match=r"a.weight"):
         reader.receive_weights(WAIT_S)

@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": ("torchrl_ext.cli.demo", "train a tiny policy and keep an engine at its newest weights, with proof"),
     "discover": ("torchrl_ext.cli.discover", "say which engines run at the given addresses"),
     "serve": ("torchrl_ext.cli.serve", "install and start an engine that can follow a trainer"),
+    "chain": ("torchrl_ext.cli.chain", "list, check, thin out and unpack the versions under a root"),
     "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),
 }
 INTERRUPTED = 130

@@ -1,0 +1,113 @@
+"""``torchrl-ext chain`` on real roots."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import torchrl_ext as tx
+from tests.models import tiny_model
+from tests.transports.contract import same_bits
+from torchrl_ext.cli.main import main
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Four versions, the third a keyframe with its delta; element 0 of ``a`` moves each time."""
+    trainer = tx.make_transport(
+        "delta", root=tmp_path / "root", encoding="ulp", keyframe_every=2, keep_files=True, files={"config.json": b"{}"}
+    )
+    own = {"a": torch.zeros(100), "b": torch.ones(50, dtype=torch.bfloat16)}
+    for version in range(1, 5):
+        own["a"][0] = version
+        trainer.send_weights("policy", own)
+    trainer.shutdown()
+    return tmp_path / "root"
+
+
+def asked(capsys, *argv, status=0):
+    assert main(["chain", *map(str, argv), "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls_names_kind_base_bytes_encoding_and_density(root, capsys):
+    found = asked(capsys, "ls", root)
+    assert found["latest"] == 4
+    rows = {row["version"]: row for row in found["versions"]}
+    assert [rows[n]["kind"] for n in (1, 2, 3, 4)] == ["keyframe", "delta", "keyframe+delta", "delta"]
+    assert [rows[n]["base"] for n in (1, 2, 3, 4)] == [None, 1, 2, 3]
+    assert rows[2]["encoding"] == ["ulp"] and rows[2]["density"] == 1 / 150 and 0 < rows[2]["bytes"] < 100
+    assert main(["chain", "ls", str(root)]) == 0
+    assert "keyframe+delta" in capsys.readouterr().out
+
+
+def test_show_lists_the_tensors_of_a_version(root, capsys):
+    found = asked(capsys, "show", root, 2)
+    assert [(row["name"], row["changed"]) for row in found["tensors"]] == [("a", 1), ("b", 0)]
+    assert "version 9" in asked(capsys, "show", root, 9, status=1)["error"]
+
+
+def test_verify_recomputes_and_names_what_is_damaged(root, capsys):
+    assert asked(capsys, "verify", root)["damaged"] == []
+    file = root / "weight_v000003" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    found = asked(capsys, "verify", root, status=1)
+    assert found["damaged"][0] == 3
+    assert "model.safetensors is damaged" in found["versions"][2]["error"]
+    assert "'b'" in found["versions"][2]["error"]
+
+
+def test_gc_keeps_what_the_newest_keyframes_need(root, capsys):
+    assert asked(capsys, "gc", root, "--keep", 2) == {"root": str(root), "removed": [], "kept": [1, 2, 3, 4]}
+    assert asked(capsys, "gc", root)["removed"] == [1, 2]
+    assert asked(capsys, "verify", root)["damaged"] == []
+
+
+def test_gc_is_refused_while_a_trainer_publishes(root, capsys):
+    trainer = tx.make_transport("delta", root=root)
+    trainer.open(1, ())
+    assert "another trainer" in asked(capsys, "gc", root, status=1)["error"]
+    trainer.shutdown()
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_materialize_writes_the_version_whole(root, tmp_path, capsys, version):
+    out = tmp_path / "out" / "model"
+    assert asked(capsys, "materialize", root, version, out)["path"] == str(out)
+    found = load_file(out / "model.safetensors")
+    expected = torch.zeros(100)
+    expected[0] = version
+    assert same_bits(found["a"], expected) and same_bits(found["b"], torch.ones(50, dtype=torch.bfloat16))
+    assert (out / "config.json").read_bytes() == b"{}"
+    assert "exists already" in asked(capsys, "materialize", root, version, out, status=1)["error"]
+
+
+def test_a_materialized_model_loads_with_from_pretrained(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    model, trainer = tiny_model(), tx.make_transport("delta", root=tmp_path / "root")
+    for _ in range(2):
+        trainer.send_weights("policy", model)
+        with torch.no_grad():
+            model.lm_head.weight[3] += 1
+    with torch.no_grad():
+        model.lm_head.weight[3] -= 1
+    asked(capsys, "materialize", tmp_path / "root", 2, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert same_bits(loaded.model.embed_tokens.weight.detach(), model.model.embed_tokens.weight.detach())
+
+
+def test_diff_says_which_tensors_changed_and_how_much(root, capsys):
+    found = asked(capsys, "diff", root, 1, 4)
+    assert found["tensors"] == [{"name": "a", "changed": 1, "elements": 100, "density": 0.01}]
+    assert found["density"] == 1 / 150
+    assert asked(capsys, "diff", root, 2, 2)["tensors"] == []
+
+
+def test_a_root_that_is_not_there_is_an_error(tmp_path, capsys):
+    assert "nothing at" in asked(capsys, "ls", tmp_path / "nowhere", status=1)["error"]

@@ -1,0 +1,181 @@
+"""Chains of versions: the way that costs least, what may go, and a thousand versions on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.transports.contract import WAIT_S, same_bits
+from torchrl_ext.errors import IntegrityError
+from torchrl_ext.stores import LocalStore
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.deltas import DeltaManifest
+from torchrl_ext.stores.manifest import Manifest
+from torchrl_ext.stores.memory import MemoryStore
+from torchrl_ext.stores.versions import version_name
+from torchrl_ext.transports.follower import Follower
+from torchrl_ext.transports.published import PublishedVersion
+
+VERSIONS, EVERY = 1000, 40
+
+
+def delta(version, base=None, run="r", base_run="r", nbytes=10):
+    return DeltaManifest(
+        version=version,
+        base_version=version - 1 if base is None else base,
+        run_id=run,
+        base_run_id=base_run,
+        container="packed",
+        codecs=(),
+        params=(),
+        files={"delta-00001.bin": nbytes},
+    ).to_bytes()
+
+
+def full(version, run="r", nbytes=1000):
+    return Manifest(version=version, run_id=run, params=(), files={"model.safetensors": nbytes}).to_bytes()
+
+
+def chain_of(**versions):
+    """``f`` full, ``d`` delta, ``b`` both."""
+    store = MemoryStore()
+    for name, kind in versions.items():
+        number = int(name[1:])
+        if kind in "fb":
+            store.put(f"{version_name(number)}/manifest.json", full(number))
+        if kind in "db":
+            beside = "delta/" if kind == "b" else ""
+            store.put(f"{version_name(number)}/{beside}manifest.json", delta(number))
+    store.put("latest", f"{max(int(name[1:]) for name in versions)}\n".encode())
+    return Chain(store)
+
+
+def taken(route):
+    return (route.keyframe and route.keyframe.version, [manifest.version for _, manifest in route.deltas])
+
+
+class TestRoutes:
+    def test_one_that_joins_reads_the_newest_keyframe_and_what_follows(self):
+        chain = chain_of(v1="f", v2="d", v3="b", v4="d", v5="d")
+        assert taken(chain.route(5)) == (3, [4, 5])
+        assert taken(chain.route(2)) == (1, [2])
+        assert taken(chain.route(3)) == (3, [])
+
+    def test_one_that_follows_reads_deltas_past_a_keyframe(self):
+        chain = chain_of(v1="f", v2="d", v3="b", v4="d")
+        assert taken(chain.route(4, ("r", 2))) == (None, [3, 4])
+        assert taken(chain.route(4, ("r", 4))) == (None, [])
+
+    def test_one_of_another_run_begins_at_a_keyframe(self):
+        assert taken(chain_of(v1="f", v2="d", v3="d").route(3, ("other", 2))) == (1, [2, 3])
+
+    def test_a_gap_is_named_and_bridged_by_what_lies_after_it(self):
+        chain = chain_of(v1="f", v2="d", v4="d", v5="b")
+        with pytest.raises(IntegrityError, match=r"weight_v000003.*is missing"):
+            chain.route(4)
+        assert taken(chain.route(5)) == (5, [])
+
+    def test_a_target_that_is_gone_is_told_apart(self):
+        with pytest.raises(FileNotFoundError):
+            chain_of(v1="f").route(2)
+
+    def test_a_delta_on_another_runs_version_is_refused(self):
+        chain = chain_of(v1="f")
+        chain.store.put(f"{version_name(2)}/manifest.json", delta(2, base_run="other"))
+        with pytest.raises(IntegrityError, match="'other'"):
+            chain.route(2)
+
+
+class TestCollection:
+    def test_keeps_the_newest_keyframe_and_everything_after_it(self):
+        chain = chain_of(v1="f", v2="d", v3="b", v4="d", v5="b", v6="d")
+        assert chain.collect(keep_keyframes=2) == [1, 2]
+        assert chain.collect() == [3, 4]
+        assert chain.collect() == []
+
+    def test_without_a_keyframe_nothing_goes(self):
+        assert chain_of(v1="d", v2="d").collect() == []
+
+    def test_a_lease_holds_what_its_reader_needs_until_it_ends(self):
+        chain = chain_of(v1="f", v2="d", v3="b")
+        with chain.lease(chain.route(2)):
+            assert chain.collect() == []
+        assert chain.collect() == [1, 2]
+        assert chain.store.list("readers") == []
+
+
+class Counting(LocalStore):
+    """A local store that counts the payload bytes that go through it; manifests are no payload."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.nbytes = 0
+
+    def get(self, key):
+        data = super().get(key)
+        self.nbytes += 0 if key.endswith((".json", "latest")) else len(data)
+        return data
+
+    def local(self, folder, names):
+        self.nbytes += sum(self.path(f"{folder}/{name}").stat().st_size for name in names)
+        return super().local(folder, names)
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory):
+    """A root with a thousand versions, and what each of some of them was."""
+    root, generator = tmp_path_factory.mktemp("thousand") / "root", torch.Generator().manual_seed(0)
+    trainer = tx.make_transport("delta", root=root, encoding="ulp", keyframe_every=EVERY, keep_files=True)
+    own, kept = {"w": torch.randn(4000, generator=generator).bfloat16(), "b": torch.zeros(3)}, {}
+    for version in range(1, VERSIONS + 1):
+        where = torch.randint(0, 4000, (40,), generator=generator)
+        own["w"][where] *= 1.01
+        own["b"][0] = version
+        trainer.send_weights("policy", own)
+        if version % 37 == 1 or version % EVERY in (0, 1, EVERY - 1):
+            kept[version] = {name: tensor.clone() for name, tensor in own.items()}
+    trainer.shutdown()
+    return root, kept
+
+
+def follower_on(root):
+    store = Counting(root)
+    chain = Chain(store)
+    follower = Follower(chain, lambda number, manifest: PublishedVersion(store, number, manifest))
+    follower.retain(lambda name: True)
+    return store, follower
+
+
+class TestAThousandVersions:
+    def test_any_of_them_can_be_joined_within_the_bytes_of_one_keyframe_and_its_deltas(self, thousand):
+        root, kept = thousand
+        for version, expected in kept.items():
+            store, follower = follower_on(root)
+            way = follower.open(version)
+            needed = follower.chain.route(version).nbytes
+            received = dict(follower.tensors(way, {}))
+            assert store.nbytes <= 1.2 * needed
+            assert all(same_bits(received[name], tensor) for name, tensor in expected.items())
+
+    def test_one_that_follows_reads_only_deltas_however_far_it_is_behind(self, thousand):
+        root, kept = thousand
+        store, follower = follower_on(root)
+        versions = sorted(kept)
+        dict(follower.tensors(follower.open(versions[0]), {}))
+        for version in versions[1:]:
+            before, held = store.nbytes, follower.held
+            needed = follower.chain.route(version, held).nbytes
+            received = dict(follower.tensors(follower.open(version), {}))
+            assert store.nbytes - before <= 1.2 * needed
+            assert all(same_bits(received[name], tensor) for name, tensor in kept[version].items())
+
+    def test_collection_leaves_one_keyframe_and_its_deltas(self, thousand, tmp_path):
+        root, kept = thousand
+        chain = Chain(LocalStore(root))
+        removed = chain.collect()
+        left = chain.versions.numbers()
+        assert len(removed) + len(left) == VERSIONS
+        assert len(left) <= EVERY
+        received = tx.make_transport("delta", root=root).receive_weights(WAIT_S)
+        assert all(same_bits(received[name], tensor) for name, tensor in kept[VERSIONS].items())

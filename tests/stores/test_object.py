@@ -1,0 +1,145 @@
+"""Object stores: a real S3-compatible server in a process of its own, and fsspec's memory filesystem."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import uuid
+
+import httpx
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.processes import WAIT_S
+from tests.transports.contract import same_bits
+from tests.transports.test_contract import free_port
+from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.stores import open_store
+from torchrl_ext.stores.chain import Chain
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """Address of a server that lives as long as this module's tests."""
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    port = free_port()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + WAIT_S
+        while True:
+            assert child.poll() is None and time.monotonic() < until
+            try:
+                httpx.get(url, timeout=5)
+                break
+            except httpx.TransportError:
+                continue
+        httpx.put(f"{url}/bucket", timeout=30).raise_for_status()
+        yield {"endpoint_url": url, "key": "k", "secret": "s"}
+    finally:
+        child.kill()
+        child.wait(WAIT_S)
+
+
+@pytest.fixture(params=["s3", "memory"])
+def place(request):
+    """A root's URL and the options for it."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/root", {}
+    return f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue("s3")
+
+
+@pytest.fixture
+def store(place):
+    return open_store(place[0], place[1])
+
+
+def test_values_come_back_are_listed_and_go(store):
+    assert store.list() == [] and store.list("a") == []
+    store.put("a/one", b"1")
+    store.put("a/.hidden", b"2")
+    store.put("b", b"3")
+    store.put("a/one", b"4")
+    assert store.get("a/one") == b"4"
+    assert (store.list(), store.list("a")) == (["a", "b"], ["one"])
+    store.delete("a")
+    store.delete("a")
+    assert store.list() == ["b"]
+    with pytest.raises(FileNotFoundError):
+        store.get("a/one")
+    with pytest.raises(StoreError, match=r"without '\.\.'"):
+        store.get("../b")
+
+
+def test_a_draft_that_fails_leaves_nothing(store):
+    with pytest.raises(ValueError, match="half-way"), store.draft("folder") as draft:
+        draft.write("one", b"1")
+        raise ValueError("half-way")
+    assert store.list() == []
+    with store.draft("folder") as draft:
+        (draft.path / "large").write_bytes(b"2")
+        draft.write("manifest.json", b"3")
+    assert store.list("folder") == ["large", "manifest.json"]
+    with store.local("folder", ["large"]) as path:
+        assert (path / "large").read_bytes() == b"2"
+    assert not path.exists()
+    with pytest.raises(StoreError, match="exists already"), store.draft("folder"):
+        pass
+
+
+@pytest.mark.parametrize("encoding", ["auto", "xor", "deltas_zstd"])
+def test_a_chain_is_published_followed_joined_and_collected(place, encoding):
+    url, options = place
+    trainer, follower = (
+        tx.make_transport("delta", root=url, storage_options=options, encoding=encoding, keyframe_every=3)
+        for _ in range(2)
+    )
+    own = {"w": torch.randn(50, 60).bfloat16(), "b": torch.arange(7)}
+    for version in range(1, 6):
+        trainer.send_weights("policy", own)
+        joined = tx.make_transport("delta", root=url, storage_options=options)
+        for reader in (follower, joined):
+            received = reader.receive_weights(WAIT_S)
+            assert reader.received_version == version
+            assert all(same_bits(received[name], tensor) for name, tensor in own.items())
+        own["w"][torch.rand(50, 60) < 0.05] += 1
+    assert trainer.check_connection()
+    store = open_store(url, options)
+    assert Chain(store).versions.numbers() == [4, 5]
+    assert store.list("readers") == []
+
+
+def test_an_engine_follows_a_bucket():
+    url = f"memory://{uuid.uuid4().hex}/root"  # an engine elsewhere takes the options of S3 from its environment
+    policy, served = torch.nn.Linear(30, 20), torch.nn.Linear(30, 20)
+    sender = tx.WeightSender(tx.make_transport("delta", root=url), tx.InProcessEngine(served))
+    for _ in range(3):
+        with torch.no_grad():
+            policy.weight[0] += 1
+        assert sender.update_weights(policy).verified
+        assert same_bits(policy.weight.detach(), served.weight.detach())
+    sender.shutdown()
+
+
+def test_a_server_that_is_gone_is_told(s3):
+    dead = {**s3, "endpoint_url": f"http://127.0.0.1:{free_port()}", "config_kwargs": {"retries": {"max_attempts": 0}}}
+    store = open_store("s3://bucket/x", dead)
+    with pytest.raises(StoreError, match="s3://bucket/x"):
+        store.put("a", b"1")
+
+
+def test_a_protocol_nobody_knows_is_refused():
+    with pytest.raises(ConfigError, match="nonsense"):
+        open_store("nonsense://x")
+
+
+def test_options_for_a_directory_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="takes no storage_options"):
+        open_store(tmp_path, {"key": "k"})

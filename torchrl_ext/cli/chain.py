@@ -1,0 +1,287 @@
+"""``torchrl-ext chain``: look at, check, thin out and unpack the versions that a delta transport published."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
+from torchrl_ext.stores import LocalStore, Root, open_store, version_name
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.transports.follower import Follower
+from torchrl_ext.transports.foreign import ForeignVersions
+from torchrl_ext.transports.published import PublishedVersion
+from torchrl_ext.transports.ways import Way
+from torchrl_ext.types import Info, ParamMeta, dtype_name
+from torchrl_ext.weights.source import WeightSource
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser("chain", help="list, check, thin out and unpack the versions under a root")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("root", metavar="ROOT", help="directory, or URL of an object store")
+    common.add_argument(
+        "--base", metavar="DIR", help="checkpoint that is version 0, where the chain begins with a delta"
+    )
+    common.add_argument(
+        "--storage-option", action="append", default=[], metavar="KEY=VALUE", help="setting of the fsspec filesystem"
+    )
+    common.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=summary, parents=[common])
+
+    action("ls", "every version: kind, base, bytes, encoding, density")
+    action("show", "one version and its tensors").add_argument("version", type=int)
+    action("verify", "recompute every digest; status 1 where a version is damaged")
+    collect = action("gc", "remove what the newest keyframes and readers do not need")
+    collect.add_argument("--keep", type=int, default=1, metavar="N", help="keyframes to keep, with all that follows")
+    unpack = action("materialize", "write a version as a complete Hugging Face checkpoint")
+    unpack.add_argument("version", type=int)
+    unpack.add_argument("out", metavar="OUT_DIR")
+    unpack.add_argument("--shard-bytes", type=int, default=4 << 30, help="bound on the tensors of one file")
+    compare = action("diff", "which tensors differ between two versions, and how much of them")
+    compare.add_argument("a", type=int)
+    compare.add_argument("b", type=int)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one action; with ``--json`` one document. Status 1 where `verify` finds damage."""
+    options = dict(_option(text) for text in args.storage_option)
+    chain = _Reader(open_store(args.root, options), args.base)
+    if not chain.store.available():
+        raise ConfigError(f"there is nothing at {args.root}", expected="a root that a delta transport publishes into")
+    document, lines = _ACTIONS[args.action](chain, args)
+    if args.json:
+        print(json.dumps(document))
+    else:
+        print("\n".join(lines))
+    return 1 if document.get("damaged") else 0
+
+
+class _Reader:
+    """The chain under a root, and ways to read it."""
+
+    def __init__(self, store: Root, base: str | None) -> None:
+        self.store, self.base = store, base and os.path.abspath(base)
+        self.chain = Chain(store, foreign=ForeignVersions(store, self.base))
+
+    def follower(self, keep: bool = False) -> Follower:
+        found = Follower(self.chain, lambda number, full: PublishedVersion(self.store, number, full), self.base)
+        found.retain(lambda name: keep)
+        return found
+
+    def way(self, version: int, follower: Follower) -> Way:
+        try:
+            return follower.open(version)
+        except FileNotFoundError:
+            numbers = self.chain.versions.numbers()
+            known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+            raise ConfigError(f"{self.store.url} holds no version {version}", expected=f"one of {known}") from None
+
+    def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        follower = self.follower()
+        return follower.tensors(self.way(version, follower), {})
+
+    def summary(self, number: int) -> Info:
+        full, delta = self.chain.version(number)
+        total = sum(meta.numel for meta in self.chain.params(number))
+        changed = delta[1].changed if delta else None
+        known = delta is not None and not delta[1].container.startswith("foreign")
+        return {
+            "version": number,
+            "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
+            "base": delta[1].base_version if delta else None,
+            "bytes": delta[1].nbytes if delta else 0,
+            "keyframe_bytes": sum(full.files.values()) if full else 0,
+            "encoding": sorted({codec["name"] for codec in delta[1].codecs}) if delta else [],
+            "density": changed / max(1, total) if known else None,
+            "run_id": self.chain.run_id(number),
+        }
+
+
+def _ls(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+    rows = [reader.summary(number) for number in reader.chain.versions.numbers()]
+    document = {"root": reader.store.url, "latest": reader.chain.latest(), "versions": rows}
+    lines = [f"{'version':>8}  {'kind':<15}{'base':>8}{'delta bytes':>14}{'full bytes':>16}  {'density':>9}  encoding"]
+    lines += [_line(row) for row in rows]
+    return document, [*lines, f"latest: {document['latest']}"]
+
+
+def _line(row: Info) -> str:
+    base, density = ("" if row[key] is None else row[key] for key in ("base", "density"))
+    share = f"{density:.4%}" if density != "" else ""
+    full = f"{row['keyframe_bytes']:,}" if row["keyframe_bytes"] else ""
+    encoding = ", ".join(row["encoding"])
+    return (
+        f"{row['version']:>8}  {row['kind']:<15}{base:>8}{row['bytes']:>14,}{full:>16}  {share:>9}  {encoding}".rstrip()
+    )
+
+
+def _show(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+    try:
+        document = reader.summary(args.version)
+    except FileNotFoundError:
+        raise ConfigError(f"{reader.store.url} holds no version {args.version}") from None
+    full, delta = reader.chain.version(args.version)
+    changes = {row.meta.name: row for row in delta[1].params} if delta else {}
+    names = delta[1].codecs if delta else ()
+    tensors = []
+    for meta in reader.chain.params(args.version):
+        row = changes.get(meta.name)
+        changed = row.changed if row else None
+        tensors.append(
+            {
+                "name": meta.name,
+                "dtype": dtype_name(meta.dtype),
+                "shape": list(meta.shape),
+                "changed": changed,
+                "bytes": row.nbytes if row else None,
+                "encoding": names[row.codec]["name"] if row and row.changed else None,
+                "file": row.file if row and row.changed else None,
+                "digest": row.digest if row else None,
+            }
+        )
+    document |= {"files": {**(full.files if full else {}), **(delta[1].files if delta else {})}, "tensors": tensors}
+    lines = [_line(document), *(f"    {name}  {size:,} bytes" for name, size in document["files"].items())]
+    lines += [f"    {t['name']}  {t['dtype']}{t['shape']}  {t['changed'] or 0:,} changed" for t in tensors]
+    return document, lines
+
+
+def _verify(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+    from torchrl_ext.weights.digest import tensor_digest
+
+    follower, rows = reader.follower(keep=True), []
+    for number in reader.chain.versions.numbers():
+        try:
+            way = reader.way(number, follower)
+            full = reader.chain.version(number)[0]
+            checksums = {row.meta.name: row.checksum for row in full.params if row.checksum} if full else {}
+            for name, tensor in follower.tensors(way, {}):
+                if name in checksums and tensor_digest(tensor) != checksums[name]:
+                    raise IntegrityError(
+                        f"tensor {name!r} by the delta is not that of the keyframe of version {number}"
+                    )
+            if full is not None:
+                with closing(PublishedVersion(reader.store, number, full)) as published:
+                    published.verify()
+            rows.append({"version": number, "ok": True, "error": None})
+        except WeightSyncError as error:
+            rows.append({"version": number, "ok": False, "error": str(error)})
+            follower = reader.follower(keep=True)
+        print(f"version {number}: {'ok' if rows[-1]['ok'] else 'damaged'}", file=sys.stderr)
+    damaged = [row["version"] for row in rows if not row["ok"]]
+    document = {"root": reader.store.url, "versions": rows, "damaged": damaged}
+    lines = [f"version {row['version']}: {row['error']}" for row in rows if not row["ok"]]
+    return document, [*lines, f"{len(rows) - len(damaged)} of {len(rows)} versions are what their digests say"]
+
+
+def _gc(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+    if args.keep < 1:
+        raise ConfigError(f"--keep is {args.keep}", expected="1 or more keyframes")
+    reader.store.own()  # where locks exist: a trainer at work collects by itself
+    try:
+        removed = reader.chain.collect(keep_keyframes=args.keep)
+    finally:
+        reader.store.disown()
+    document = {"root": reader.store.url, "removed": removed, "kept": reader.chain.versions.numbers()}
+    return document, [f"removed {len(removed)} versions, kept {len(document['kept'])}"]
+
+
+def _materialize(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+    from torchrl_ext.transports.full import FullWriter
+
+    out = Path(os.path.abspath(args.out))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists already", expected="a new or empty directory", state="nothing was written")
+    follower = reader.follower()
+    way = reader.way(args.version, follower)
+    with way:
+        source = _Unpacked(reader, way, follower)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists():
+            out.rmdir()
+        with LocalStore(out.parent).draft(out.name, needed_bytes=sum(m.nbytes for m in way.params)) as draft:
+            manifest = FullWriter(args.shard_bytes).write(
+                draft, source, args.version, reader.chain.run_id(args.version)
+            )
+    document = {"version": args.version, "path": str(out), "bytes": sum(manifest.files.values())}
+    return document, [f"version {args.version} is in {out}, {document['bytes']:,} bytes"]
+
+
+def _diff(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+    from torchrl_ext.codecs.patch import diff
+
+    new, rows, total, changed, seen = dict(reader.tensors(args.b)), [], 0, 0, set()
+    for name, tensor in reader.tensors(args.a):
+        meta, other = ParamMeta.of(name, tensor), new.get(name)
+        seen.add(name)
+        if other is None or ParamMeta.of(name, other) != meta:
+            rows.append({"name": name, "changed": None, "elements": meta.numel, "density": None})
+            continue
+        count = diff(meta, tensor, other.contiguous()).changed
+        total, changed = total + meta.numel, changed + count
+        if count:
+            rows.append({"name": name, "changed": count, "elements": meta.numel, "density": count / meta.numel})
+    rows += [
+        {"name": name, "changed": None, "elements": tensor.numel(), "density": None}
+        for name, tensor in new.items()
+        if name not in seen
+    ]
+    document = {"a": args.a, "b": args.b, "density": changed / max(1, total), "changed": changed, "tensors": rows}
+    lines = [
+        f"{row['name']}  " + ("another parameter" if row["density"] is None else f"{row['density']:.4%}")
+        for row in rows
+    ]
+    return document, [*lines, f"{changed:,} of {total:,} elements, {document['density']:.4%}"]
+
+
+class _Unpacked(WeightSource):
+    """The end of a way, with the files that make it a model."""
+
+    def __init__(self, reader: _Reader, way: Way, follower: Follower) -> None:
+        self._reader, self._way, self._follower = reader, way, follower
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        if self._way.published is not None:
+            return self._way.published.params()
+        own = {meta.name for meta in self._way.params}
+        base = self._way.base
+        return tuple(meta for meta in base.params() if meta.name in own) if base is not None else ()
+
+    def files(self) -> Mapping[str, bytes]:
+        published = self._way.published
+        if published is None:
+            return {} if self._way.base is None else self._way.base.files()
+        names = [
+            name
+            for name in published.manifest.files
+            if not name.endswith((".safetensors", ".index.json"))  # the writer makes these anew
+        ]
+        return {name: self._reader.store.get(f"{version_name(published.number)}/{name}") for name in names}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._follower.tensors(self._way, {})
+
+
+def _option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ConfigError(f"--storage-option {text!r}", expected="KEY=VALUE")
+    return key, value
+
+
+_ACTIONS = {"ls": _ls, "show": _show, "verify": _verify, "gc": _gc, "materialize": _materialize, "diff": _diff}
