@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -123,9 +127,15 @@ class Counting(LocalStore):
 
 
 @pytest.fixture(scope="module")
-def thousand(tmp_path_factory):
-    """A root with a thousand versions, and what each of some of them was."""
-    root, generator = tmp_path_factory.mktemp("thousand") / "root", torch.Generator().manual_seed(0)
+def thousand():
+    """A root with a thousand versions, and what each of some of them was; in memory where that has a filesystem."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        yield _thousand(Path(folder) / "root")
+
+
+def _thousand(root):
+    generator = torch.Generator().manual_seed(0)
     trainer = tx.make_transport("delta", root=root, encoding="ulp", keyframe_every=EVERY, keep_files=True)
     own, kept = {"w": torch.randn(4000, generator=generator).bfloat16(), "b": torch.zeros(3)}, {}
     for version in range(1, VERSIONS + 1):
@@ -133,7 +143,7 @@ def thousand(tmp_path_factory):
         own["w"][where] *= 1.01
         own["b"][0] = version
         trainer.send_weights("policy", own)
-        if version % 37 == 1 or version % EVERY in (0, 1, EVERY - 1):
+        if version in (2, VERSIONS) or version % 97 == 1 or version % (5 * EVERY) in (0, 1, EVERY - 1):
             kept[version] = {name: tensor.clone() for name, tensor in own.items()}
     trainer.shutdown()
     return root, kept
