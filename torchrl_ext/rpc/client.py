@@ -87,7 +87,7 @@ class EngineClient(ABC):
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """`begin`, the body, `commit`. After an exception in the body the engine stays paused: it may hold half an update."""
+        """`begin`, the body, `commit`; after an exception in the body the engine stays paused: it may be half updated."""
         self.begin(version)
         yield
         self.commit(version)

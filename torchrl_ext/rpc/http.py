@@ -115,12 +115,10 @@ class HTTPSession:
         self.url = normalise_url(url)
         self.timeout_s = timeout_s
         self._max_body_bytes = max_body_bytes
-        self._client = httpx.Client(
-            headers={"authorization": f"Bearer {api_key}"} if api_key else None,
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=0),
-            follow_redirects=False,
-            trust_env=False,
-        )
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else None
+        self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=0)
+        self._client: httpx.Client | None = None
+        self._opening = threading.Lock()
 
     def get(self, route: str, *, query: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         """``GET route``; returns the JSON answer (``{}`` for an empty one).
@@ -184,8 +182,19 @@ class HTTPSession:
         return answer
 
     def close(self) -> None:
-        """Drop all connections. May be called twice."""
-        self._client.close()
+        """Drop all connections. May be called twice; a later call opens anew."""
+        with self._opening:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _http(self) -> httpx.Client:
+        with self._opening:
+            if self._client is None:
+                self._client = httpx.Client(
+                    headers=self._headers, limits=self._limits, follow_redirects=False, trust_env=False
+                )
+            return self._client
 
     def _send(
         self,
@@ -197,7 +206,8 @@ class HTTPSession:
         watchdog: _Watchdog,
     ) -> Answer:
         left_s = watchdog.left_s()
-        request = self._client.build_request(
+        client = self._http()
+        request = client.build_request(
             method,
             self.url + route,
             json=body,
@@ -205,7 +215,7 @@ class HTTPSession:
             timeout=httpx.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S)),
             extensions={"trace": watchdog.trace},
         )
-        response = self._client.send(request, stream=True)
+        response = client.send(request, stream=True)
         try:
             chunks, size = [], 0
             for chunk in response.iter_bytes():
