@@ -1,0 +1,63 @@
+"""A delta transport and an engine in a process of its own: damage is refused before the pause, and the next one lands."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.errors import UpdateError
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.rollout.client import InferenceClient
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as running:
+        yield running
+
+
+def test_a_damaged_delta_is_refused_and_the_old_version_serves_until_the_next_one_lands(server, tmp_path):
+    damaged = set()
+
+    class Spoiled(tx.DeltaTransport):
+        def prepare(self, source, version):
+            made = super().prepare(source, version)
+            if version in damaged:
+                file = tmp_path / f"weight_v{version:06d}" / "delta-00001.bin"
+                data = bytearray(file.read_bytes())
+                data[len(data) // 2] ^= 1
+                file.write_bytes(data)
+            return made
+
+    def served():
+        (found,) = client.generate([PROMPT], max_tokens=12, temperature=0.0, ignore_eos=True)
+        return list(found.token_ids)
+
+    client, policy = InferenceClient(server.url, timeout_s=120), tiny_model(seed=1)
+    sender = tx.WeightSender(Spoiled(tmp_path, keyframe_every=0), tx.make_engine("embedded", url=server.url))
+
+    def train():
+        with torch.no_grad():
+            policy.lm_head.weight.copy_(policy.lm_head.weight[torch.randperm(policy.lm_head.weight.shape[0])])
+
+    for _ in range(2):
+        report = sender.update_weights(policy)
+        assert report.verified and served() == greedy(policy, PROMPT, 12)
+        train()
+    assert 0 < report.bytes < report.model_bytes
+    before, version = served(), sender.version
+    damaged.add(version + 1)
+    with pytest.raises(UpdateError, match=r"tensor '.*' in .*/delta-00001.bin is damaged") as refused:
+        sender.update_weights(policy)
+    assert refused.value.rows[0].state == "serving"
+    assert served() == before
+    assert httpx.get(f"{server.url}/weight_info").json()["weight_version"] == str(version)
+    assert sender.update_weights(policy).verified
+    assert served() == greedy(policy, PROMPT, 12)
+    train()
+    last = sender.update_weights(policy)
+    assert last.verified and last.bytes < last.model_bytes and served() == greedy(policy, PROMPT, 12)
+    sender.shutdown()
