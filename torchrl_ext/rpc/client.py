@@ -87,7 +87,7 @@ class EngineClient(ABC):
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """`begin`, the body, `commit`; after an exception in the body the engine stays paused: it may be half updated."""
+        """`begin`, the body, `commit`; after an exception in the body the engine stays paused, maybe half updated."""
         self.begin(version)
         yield
         self.commit(version)
