@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -21,6 +22,10 @@ from torchrl_ext.types import BACKEND
 
 __all__ = ["VLLMServer"]
 
+_PLUGINS = {
+    "vllm.general_plugins": "vllm:register",
+    "vllm.endpoint_plugins": "vllm_endpoint:UpdateFromDisk",
+}
 _PACKAGE = Path(torchrl_ext.__file__).resolve().parent
 
 
@@ -83,7 +88,10 @@ class VLLMServer:
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
         command += [f"--{name}={value}" for name, value in arguments.items() if value is not None]
         on_cpu = python != Path(sys.executable) or not torch.cuda.is_available()  # what we make is for CPUs
-        command += ["--enable-scale-out", *(["--enforce-eager"] if on_cpu else [])]  # the former: /inference/v1/generate
+        command += [
+            "--enable-scale-out",
+            *(["--enforce-eager"] if on_cpu else []),
+        ]  # the former: /inference/v1/generate
         self._overlay = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-"))
         try:
             make_overlay(self._overlay)
@@ -91,7 +99,7 @@ class VLLMServer:
                 [*command, *extra_args],
                 name="vllm",
                 url=f"http://{_reachable(host)}:{port}",
-                environ=_environ(self._overlay, on_cpu, plain_linears),
+                environ=_environ(self._overlay, python, on_cpu, plain_linears),
                 log_path=log_path,
                 start_timeout_s=start_timeout_s,
             )
@@ -133,10 +141,11 @@ def make_overlay(folder: Path) -> None:
     info = folder / f"torchrl_ext-{torchrl_ext.__version__}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchrl_ext\nVersion: {torchrl_ext.__version__}\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ntorchrl_ext = torchrl_ext.plugins.vllm:register\n")
+    groups = (f"[{group}]\ntorchrl_ext = torchrl_ext.plugins.{target}\n" for group, target in _PLUGINS.items())
+    (info / "entry_points.txt").write_text("".join(groups))
 
 
-def _environ(overlay: Path, on_cpu: bool, plain_linears: bool) -> dict[str, str]:
+def _environ(overlay: Path, python: Path, on_cpu: bool, plain_linears: bool) -> dict[str, str]:
     paths = [str(overlay), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environ = {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -144,15 +153,24 @@ def _environ(overlay: Path, on_cpu: bool, plain_linears: bool) -> dict[str, str]
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None:  # an allow-list, where it is set
-        environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, allowed.split(",")), "torchrl_ext"]))
+    allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins that are on it
+    others = _installed_plugins(python) if allowed is None else filter(None, allowed.split(","))
+    environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, "torchrl_ext"]))
     if on_cpu:
         environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if plain_linears:
         environ["TORCHRL_EXT_PLAIN_LINEARS"] = "1"
     return environ
+
+
+def _installed_plugins(python: Path) -> list[str]:
+    """Names of the plugins that vLLM finds in an environment by itself."""
+    here = python == Path(sys.executable)
+    folders = None if here else [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
+    found = importlib.metadata.distributions(**({} if folders is None else {"path": folders}))
+    points = (point for distribution in found for point in distribution.entry_points)
+    return sorted({point.name for point in points if point.group.startswith("vllm.") and "endpoint" not in point.group})
 
 
 def _reachable(host: str) -> str:

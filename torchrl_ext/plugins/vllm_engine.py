@@ -21,7 +21,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.plugins.vllm_loader import VLLMLoader
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import OPEN_UPDATE, STILL_STAGING, Info, ParamMeta
@@ -31,6 +31,7 @@ __all__ = ["TorchRLExtEngine"]
 log = logging.getLogger("torchrl_ext")
 
 _STAGING_WAIT_S = 0.1  # that a question may keep a worker from generating
+_SETTLE_TIMEOUT_S = 600.0
 _WORDS_BYTES = 4096  # of each worker's failure that the others get to see
 
 
@@ -72,20 +73,20 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return UpdateInfo(dict(update_dict))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join a transport, or prefetch a version from the one that was joined."""
+        """Join a transport, prefetch a version from the one that was joined, or forget what the model holds."""
         info = init_info.info
-        if "prefetch" in info or "prefetched" in info:
+        if "doubt" in info:  # somebody loaded past us
+            self._settle()
+            self._receiver.doubt()
+        elif "prefetch" in info or "prefetched" in info:
             if self._together(lambda: self._stage(info), expected=STILL_STAGING):
                 self._together(self._receiver.confirm)
         elif self._together(lambda: self._check(info)):
-            self._receiver.abort()  # whatever an earlier trainer's staging waits for
-            self._settle()
-            self._together(lambda: self._receiver.connect(info))
+            self._together(lambda: self._join(info))
 
     def start_weight_update(self) -> None:
         """Make ready to load; what an earlier update left behind is cleared first."""
-        self._settle()
-        self._open = self._together(self._receiver.start)
+        self._open = self._together(self._start)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one handoff, compare digests, or seal."""
@@ -112,6 +113,15 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._settle()
         self._receiver.close()
 
+    def _join(self, info: Info) -> None:
+        self._receiver.abort()  # whatever an earlier trainer's staging waits for
+        self._settle()
+        self._receiver.connect(info)
+
+    def _start(self) -> None:
+        self._settle()
+        self._receiver.start()
+
     def _stage(self, info: Info) -> None:
         """Prefetch in a thread of its own: this one generates."""
         if "prefetch" in info:
@@ -131,7 +141,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _settle(self) -> None:
         """No staging goes on behind this line."""
         if self._staging is not None:
-            wait([self._staging])
+            if not wait([self._staging], _SETTLE_TIMEOUT_S).done:
+                raise DeadlineError(f"staging did not end within {_SETTLE_TIMEOUT_S:g} s", hint="restart the engine")
             self._staging = None
 
     def _check(self, info: Info) -> None:

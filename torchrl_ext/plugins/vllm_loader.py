@@ -117,6 +117,11 @@ class VLLMLoader(WeightLoader):
     def stage(self, changes: Staging) -> None:
         self._checked().stage(changes)
 
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that staged changes hold until the commit, in bytes."""
+        return self._checked().staged_bytes
+
     def confirm(self) -> None:
         self._checked().confirm()
 

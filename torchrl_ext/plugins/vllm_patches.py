@@ -70,6 +70,11 @@ class VLLMPatches:
         self._whole = list(changes.whole(self._with_neighbours(touched))) if touched else []
         compare({name: position_digest(tensor) for name, tensor in self._whole}, self._expected)
 
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that waits for the commit."""
+        return self._patcher.staged_bytes + sum(tensor.nbytes for _, tensor in self._whole)
+
     def confirm(self) -> None:
         """Hold what all workers of the engine staged against the trainer's digests."""
         compare(self._together(self._found), self._expected)

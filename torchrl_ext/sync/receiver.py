@@ -101,11 +101,14 @@ class WeightReceiver:
         loader = self._require_loader()
         if "verify" in info:
             self._verify(info["verify"])
-            return
+        if info.keys() - {"verify", "seal"}:
+            self._receive(info)
         if "seal" in info:
             loader.finish()
             self._sealed = True
-            return
+
+    def _receive(self, info: Info) -> None:
+        loader = self._require_loader()
         transport, staged, self._staged = self._require_transport(), self._staged, None
         if staged is not None and staged.reached[1] == info["version"]:
             self._intact = False
@@ -124,6 +127,10 @@ class WeightReceiver:
         self._sealed = False
         self._intact = True
         self.version = version
+
+    def doubt(self) -> None:
+        """The model was loaded by somebody else: the next version does not build on what it holds."""
+        self._staged, self._intact = None, False
 
     def abort(self) -> None:
         """Unblock a wait in another thread."""

@@ -150,6 +150,11 @@ class Patcher:
             name: (staged.digests.get(name, self._coverage(name)[0]), self._coverage(name)[1]) for name in self.pieces
         }
 
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that staged changes hold until the commit."""
+        return 0 if self._staged is None else self._staged.nbytes
+
     def drop(self) -> None:
         """Forget what was staged."""
         self._staged = None

@@ -1,0 +1,207 @@
+"""Entry point of group ``vllm.endpoint_plugins``: ``POST /update_weights_from_disk``, as slime's trainers call it.
+
+vLLM loads the plugin only where ``VLLM_PLUGINS`` names it (`torchrl_ext`, the name of our general plugin too). The
+server needs ``--weight-transfer-config '{"backend": "torchrl_ext"}'``: the route drives that backend, no other trainer
+process is involved.
+
+Request: ``{"model_path", "load_format", "weight_version", "files", "flush_cache", "abort_all_requests"}``, of which
+only the first is needed. With load format ``"delta"``, ``model_path`` is a version directory ``weight_v000007`` or the root
+that holds it (then the newest version is taken): the version is fetched, verified and staged while the engine serves,
+and committed in a short pause. Without, it is a checkpoint directory, loaded whole.
+
+Answer: ``{"success": bool, "message": str, "num_paused_requests": 0}``, with status 400 where ``success`` is false. The
+message says whether the engine serves what it served, or is paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError
+from torchrl_ext.stores import open_store
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.versions import version_name, version_number
+from torchrl_ext.transports.foreign import ForeignVersions
+from torchrl_ext.transports.shared_root import SharedRoot
+from torchrl_ext.types import STILL_STAGING, Info
+
+__all__ = ["UpdateFromDisk"]
+
+ROUTE = "/update_weights_from_disk"
+_STAGING_S = 600.0
+_LONGEST_S = 0.5  # between two questions whether staging is over
+
+
+class UpdateFromDisk:
+    """The plugin, as vLLM's `EndpointPlugin` wants it."""
+
+    name: ClassVar[str] = "torchrl_ext"
+    required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._model = ""
+        self._joined: tuple[str, Any] | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the route."""
+        app.add_api_route(ROUTE, self.update, methods=["POST"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Remember the engine, and the checkpoint that it was started with."""
+        del state
+        self._engine, self._model = engine_client, args.model
+
+    async def update(self, request: Request) -> JSONResponse:
+        """Serve one call."""
+        try:
+            body = await request.json()
+            if not isinstance(body, Mapping) or not isinstance(body.get("model_path"), str):
+                raise ConfigError("the body names no model_path", expected='{"model_path": "...", ...}')
+            async with self._one_at_a_time:
+                message = await self._update(body)
+        except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
+            return _answer(False, str(error) if isinstance(error, WeightSyncError) else f"{error or type(error)}")
+        return _answer(True, message)
+
+    async def _update(self, body: Mapping[str, Any]) -> str:
+        load_format = body.get("load_format")
+        if load_format not in (None, "auto", "safetensors", "delta"):
+            raise ConfigError(f"there is no load_format {load_format!r}", expected='"delta", "auto" or null')
+        label = body.get("weight_version")
+        if load_format == "delta":
+            return await self._land(body["model_path"], None if label is None else str(label), body.get("files"))
+        return await self._reload(body["model_path"], None if label is None else str(label))
+
+    async def _land(self, path: str, label: str | None, files: Any) -> str:
+        root, version = await asyncio.to_thread(_locate, path)
+        params = await asyncio.to_thread(_params, root, version, self._model, files)
+        target = (root, params)
+        known = self._joined == target
+        if not known:
+            await self._join(root, params)
+        try:
+            await self._stage(version)
+        except Exception:
+            self._joined = None
+            if not known:
+                raise
+            await self._join(root, params)  # a trainer had the workers join something else meanwhile
+            await self._stage(version)
+        self._joined = target
+        await self._commit(version, {"transport": "delta", "version": version, "params": params}, label or str(version))
+        return f"version {version} of {root} is in service"
+
+    async def _join(self, root: str, params: list[Any]) -> None:
+        probe = SharedRoot(open_store(root), f"reader-{os.getpid()}")
+        base = self._model if os.path.isdir(self._model) else None
+        try:
+            info = {"transport": "delta", "base": base, "needs_base": False, "params": params}
+            await self._init({**info, **await asyncio.to_thread(probe.invite)})
+        finally:
+            await asyncio.to_thread(probe.clear)
+
+    async def _stage(self, version: int) -> None:
+        request, until, pause_s = {"prefetch": version}, time.monotonic() + _STAGING_S, 0.01
+        while True:
+            try:
+                return await self._init(request)
+            except Exception as error:
+                if STILL_STAGING not in str(error):
+                    raise
+            if time.monotonic() > until:
+                raise DeadlineError(f"staging version {version} takes longer than {_STAGING_S:g} s")
+            request, pause_s = {"prefetched": version}, min(_LONGEST_S, 1.5 * pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _commit(self, version: int, info: Info, label: str) -> None:
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        try:
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={**info, "seal": version}))
+            await self._engine.finish_weight_update(label)
+            await self._engine.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            self._joined = None
+            raise StoreError(
+                f"version {version} did not land: {error}",
+                state="the engine is paused, and holds part of an update",
+                hint="send a full version; the next good update resumes it",
+            ) from error
+        await self._engine.resume_generation()
+
+    async def _reload(self, path: str, label: str | None) -> str:
+        folder = Path(path)
+        if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+            raise StoreError(f"{path} is no checkpoint directory", state="the engine serves what it served")
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        self._joined = None
+        try:
+            await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder.absolute())})
+            await self._init({"doubt": True})
+            if label is not None:
+                await self._engine.update_weight_version(label)
+            await self._engine.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            raise StoreError(
+                f"{path} did not land: {error}", state="the engine is paused, and holds part of an update"
+            ) from error
+        await self._engine.resume_generation()
+        return f"{path} is in service"
+
+    async def _init(self, info: Info) -> None:
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+
+def _answer(success: bool, message: str) -> JSONResponse:
+    status = 200 if success else 400
+    return JSONResponse({"success": success, "message": message, "num_paused_requests": 0}, status_code=status)
+
+
+def _locate(path: str) -> tuple[str, int]:
+    """Root and version that a path names."""
+    given = Path(path).absolute()
+    version = version_number(given.name)
+    if version is not None:
+        return str(given.parent), version
+    if not given.is_dir():
+        raise StoreError(f"{path} is no directory", state="the engine serves what it served")
+    store = open_store(given)
+    version = Chain(store, foreign=ForeignVersions(store, None)).latest()
+    if not version:
+        raise StoreError(f"{path} holds no version", state="the engine serves what it served")
+    return str(given), version
+
+
+def _params(root: str, version: int, base: str, files: Any) -> list[Any]:
+    """What a version holds, as JSON. ``files``, where given, has to be all of the version's."""
+    store = open_store(root)
+    chain = Chain(store, foreign=ForeignVersions(store, base if os.path.isdir(base) else None))
+    try:
+        params = chain.params(version)
+        names = set(store.list(version_name(version)))
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{root} holds no version {version}",
+            state="the engine serves what it served",
+            hint="publish every file of a version before the engine is told of it",
+        ) from error
+    lost = sorted(name for name in names - set(files or names) if name.endswith((".safetensors", ".bin")))
+    if lost and MANIFEST not in names:
+        raise ConfigError(
+            f"the call names only a part of version {version}: not {lost[0]}",
+            expected="one call per version, when all of its files are there",
+            state="the engine serves what it served",
+        )
+    return [meta.to_json() for meta in params]
