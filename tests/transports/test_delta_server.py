@@ -1,4 +1,4 @@
-"""A delta transport and an engine in a process of its own: damage is refused before the pause, and the next one lands."""
+"""A delta transport and an engine in a process of its own: damage is refused, and the next version lands."""
 
 from __future__ import annotations
 
