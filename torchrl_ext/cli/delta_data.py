@@ -115,24 +115,20 @@ def synthetic_pair(
     """Normal weights of std 0.02 in bfloat16 and a uniform step of the size that changes ``density`` of them.
 
     Args:
-        density: share of elements that change, 0 to 1; 1 replaces every weight by an independent one.
+        density: share of elements that change, 0 to 1; above 0.995 as for 0.995, since some steps are always too small.
         clustered: only some runs of 1,024 elements are touched, half of whose elements change.
     """
     generator = torch.Generator().manual_seed(int(density * 1e6) + clustered)
-    inner = max(density, 0.5) if clustered else density
+    inner = min(0.995, max(density, 0.5) if clustered else density)
     step, pair = _step_for(inner), []
     for name, shape in _shapes(hidden, layers, vocabulary):
         master = torch.empty(shape).normal_(0, 0.02, generator=generator)
         old = master.to(torch.bfloat16)
-        if density >= 1:
-            new = torch.empty(shape).normal_(0, 0.02, generator=generator).to(torch.bfloat16)
-        else:
-            change = torch.empty(shape).uniform_(-step, step, generator=generator)
-            if clustered:
-                runs = torch.rand(-(-master.numel() // 1024), generator=generator) < density / inner
-                change *= runs.repeat_interleave(1024)[: master.numel()].reshape(shape)
-            new = (master + change).to(torch.bfloat16)
-        pair.append((name, old, new))
+        change = torch.empty(shape).uniform_(-step, step, generator=generator)
+        if clustered:
+            runs = torch.rand(-(-master.numel() // 1024), generator=generator) < density / inner
+            change *= runs.repeat_interleave(1024)[: master.numel()].reshape(shape)
+        pair.append((name, old, (master + change).to(torch.bfloat16)))
     return pair
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.codecs.models import BITS, TOTAL, choose_model, read_model
+from torchrl_ext.codecs.models import BITS, TOTAL, choose_model, clear, read_model
 from torchrl_ext.jit import helper, njit
 
 __all__ = ["ERRORS", "decode_body", "encode_body"]
@@ -115,18 +115,28 @@ def _encode_run(tokens, low, high, lanes, limit, scale, shift, bias, rest, state
 
 
 @helper
+def _joint_bits(counts, c, d, both, spare, nothing):
+    """Cost of contexts ``c`` and ``d`` with one step table."""
+    for t in range(256):
+        both[t] = counts[c, t] + counts[d, t]
+    return choose_model(both, spare, nothing, -1)[1]
+
+
+@helper
 def _merge_steps(counts, group):
     """Let neighbouring contexts share a step table as long as that saves bits; ``group[c]`` becomes the table of c."""
     number = counts.shape[0]
-    spare, nothing = np.zeros(256, np.int64), np.zeros(1, np.uint8)
+    spare, both, nothing = np.zeros(256, np.int64), np.zeros(256, np.int64), np.zeros(1, np.uint8)
     cost = np.empty(number)
     for c in range(number):
         group[c] = c
         cost[c] = choose_model(counts[c], spare, nothing, -1)[1]
-    joint = np.full(number, np.inf)  # cost of group c and the next living one together
-    after = np.arange(1, number + 1)
-    for c in range(number - 1):
-        joint[c] = choose_model(counts[c] + counts[c + 1], spare, nothing, -1)[1]
+    joint = np.zeros(number)  # cost of group c and the next living one together
+    after = np.zeros(number, np.int64)
+    for c in range(number):
+        after[c] = c + 1
+        if c + 1 < number:
+            joint[c] = _joint_bits(counts, c, c + 1, both, spare, nothing)
     while True:
         best, saved = -1, 0.0
         c = 0
@@ -138,18 +148,19 @@ def _merge_steps(counts, group):
         if best < 0:
             break
         gone = after[best]
-        counts[best] += counts[gone]
+        for t in range(256):
+            counts[best, t] += counts[gone, t]
         cost[best] = joint[best]
         after[best] = after[gone]
         for c in range(number):
             if group[c] == gone:
                 group[c] = best
         if after[best] < number:
-            joint[best] = choose_model(counts[best] + counts[after[best]], spare, nothing, -1)[1]
+            joint[best] = _joint_bits(counts, best, after[best], both, spare, nothing)
         c = 0
         while c < best:
             if after[c] == best:
-                joint[c] = choose_model(counts[c] + counts[best], spare, nothing, -1)[1]
+                joint[c] = _joint_bits(counts, c, best, both, spare, nothing)
             c = after[c]
 
 
@@ -177,9 +188,9 @@ def encode_body(gaps, steps, starts, ids, named, raw_words, most, head, words):
     freq = np.zeros(256, np.int64)
     tables = np.empty((2 * number, 5, 256), np.uint64)
     step_counts = np.zeros((number, 256), np.int64)
-    bits = 0.0
+    counts, bits = np.zeros(256, np.int64), 0.0
     for c in range(number):
-        counts = np.zeros(256, np.int64)
+        clear(counts)
         for k in range(starts[c], starts[c + 1]):
             counts[gaps[k]] += 1
             step_counts[c, steps[k]] += 1
@@ -212,7 +223,9 @@ def encode_body(gaps, steps, starts, ids, named, raw_words, most, head, words):
             _prepare(freq, table[0], table[1], table[2], table[3], table[4])
     if bits / 8 + raw_words * 4 > most:
         return -1, 0
-    states = np.full(4, _LOWEST, np.uint64)
+    states = np.zeros(4, np.uint64)
+    for lane in range(4):
+        states[lane] = _LOWEST
     first, lanes = words.size, _lanes(starts[number])
     for c in range(number - 1, -1, -1):
         low, high = starts[c], starts[c + 1]
@@ -321,9 +334,10 @@ def decode_body(data, size, named):
     lanes = _lanes(starts[number])
     if at < 0 or at + 4 * (lanes + 1) + 4 * raw_words + 2 * coded != end:
         return 1, nothing, nothing, nothing, no_starts, 0, 0
-    states = np.full(4, _LOWEST, np.uint64)
+    states = np.zeros(4, np.uint64)
+    for lane in range(4):
+        states[lane] = np.uint64(0) if lane <= lanes else _LOWEST
     for lane in range(lanes + 1):
-        states[lane] = 0
         for byte in range(4):
             states[lane] |= np.uint64(data[at]) << np.uint64(8 * byte)
             at += 1
@@ -337,6 +351,9 @@ def decode_body(data, size, named):
         low, high = starts[c], starts[c + 1]
         word = _decode_run(gap_tokens, low, high, lanes, freq[c], slots, states, data, word, end - 2)
         word = _decode_run(step_tokens, low, high, lanes, freq[number + group[c]], slots, states, data, word, end - 2)
-    if word != end or (states != _LOWEST).any():
+    for lane in range(4):
+        if states[lane] != _LOWEST:
+            word = -1
+    if word != end:
         return 4, nothing, nothing, nothing, no_starts, 0, 0
     return 0, gap_tokens, step_tokens, ids, starts, at, raw_end

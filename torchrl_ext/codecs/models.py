@@ -15,11 +15,27 @@ import numpy as np
 
 from torchrl_ext.jit import bit_length, helper
 
-__all__ = ["BITS", "TOTAL", "choose_model", "read_model"]
+__all__ = ["BITS", "TOTAL", "choose_model", "clear", "read_model"]
 
 BITS = 12
 TOTAL = 1 << BITS
 _POWERS = np.array([round(2 ** (32 - r / 8)) for r in range(8)], np.uint64)  # 2^(-r/8) in units of 2^-32
+
+
+# Plain loops where numpy has a word: they compile in a tenth of the time.
+
+
+@helper
+def _copy(source, target):
+    for t in range(256):
+        target[t] = source[t]
+
+
+@helper
+def clear(target):
+    """Fill a table with zeros."""
+    for t in range(256):
+        target[t] = 0
 
 
 @helper
@@ -51,7 +67,7 @@ def _geometric(q, last, freq):
     one = np.uint64(1) << np.uint64(32)
     half = np.uint64(32)
     keep = one - (_POWERS[q & 7] >> np.uint64(q >> 3))  # 1 - p
-    freq[:] = 0
+    clear(freq)
     here, power = one, keep  # P(value >= first value of token), keep^(width of token)
     for t in range(last + 1):
         if t >= 16 and (t & 3) == 0:  # tokens 16 to 19 are 4 wide, each four after them twice as wide
@@ -67,7 +83,7 @@ def _geometric(q, last, freq):
 @helper
 def _quantise(counts, last, total, bits, freq):
     """Frequencies in proportion to ``counts``, summing to 2^bits; every token that occurs keeps at least one."""
-    freq[:] = 0
+    clear(freq)
     for t in range(last + 1):
         if counts[t]:
             freq[t] = max(np.int64(1), ((counts[t] << bits) + total // 2) // total)
@@ -113,24 +129,24 @@ def choose_model(counts, freq, out, at):
                 low = np.float64(4 + (t & 3)) * 2.0 ** ((t >> 2) - 2)
                 middle = low + 2.0 ** ((t >> 2) - 3)
             weight += counts[t] * middle
-    freq[:] = 0
+    clear(freq)
     if kinds == 1:
         freq[last] = TOTAL
         if at >= 0:
             out[at], out[at + 1] = 0x20, last
         return at + 2, 16.0
-    q = min(255, max(0, np.int64(np.round(8 * np.log2(weight / total + 1)))))
+    q = min(255, max(0, np.int64(8 * np.log2(weight / total + 1) + 0.5)))
     trial = np.zeros(256, np.int64)
     best, choice = np.inf, -1
     if last < 128 and _geometric(q, last, trial):
         best, choice = _data_bits(counts, last, trial, BITS) + 16, 0
-        freq[:] = trial
+        _copy(trial, freq)
     for bits in (5, 6, 7, 8, 10, 12):
         if _quantise(counts, last, total, bits, trial):
             cost = _data_bits(counts, last, trial, bits) + _table_bits(trial, last)
             if cost < best:
                 best, choice = cost, bits
-                freq[:] = trial
+                _copy(trial, freq)
     if at < 0:
         return at, best
     if choice == 0:
@@ -161,7 +177,7 @@ def read_model(data, at, end, freq):
     Returns:
         Index after it, or -1 where the bytes are no table.
     """
-    freq[:] = 0
+    clear(freq)
     if at < 0 or at + 2 > end:
         return -1
     kind, last = np.int64(data[at]), np.int64(data[at + 1])
