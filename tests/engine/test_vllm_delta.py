@@ -15,6 +15,7 @@ import torchrl_ext as tx
 from tests.engine.conftest import Served
 from tests.models import greedy, tiny_model, tiny_tokenizer
 from torchrl_ext.launch.vllm import VLLMServer
+from torchrl_ext.weights.position_digest import position_digest
 
 pytestmark = pytest.mark.engine
 
@@ -126,8 +127,8 @@ def test_a_delta_on_another_base_is_refused_before_the_pause_and_the_next_update
         before = sender.update_weights(good).version
         name = "model.layers.1.mlp.down_proj.weight"
         copies = sender._transport._publisher._baseline  # a trainer whose copy is not what the engines hold
-        wrong = copies.tensor(name).view(-1)[7:9]
-        wrong.add_(1.0)
+        copies.tensor(name).view(-1)[7:9].add_(1.0)
+        copies._digests[name] = position_digest(copies.tensor(name))
         other = nudged(good, 0.01, 13)
         with pytest.raises(tx.WeightSyncError, match=rf"did not prefetch version(.|\n)*{name}"):
             sender.update_weights(other)

@@ -138,9 +138,10 @@ def make_overlay(folder: Path) -> None:
     The layout is that of an installed distribution (https://packaging.python.org, "Recording installed projects").
     """
     (folder / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
-    info = folder / f"torchrl_ext-{torchrl_ext.__version__}.dist-info"
+    name = "torchrl_ext_overlay"  # not the package's own: of two distributions with one name Python sees only the first
+    info = folder / f"{name}-{torchrl_ext.__version__}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchrl_ext\nVersion: {torchrl_ext.__version__}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {torchrl_ext.__version__}\n")
     groups = (f"[{group}]\ntorchrl_ext = torchrl_ext.plugins.{target}\n" for group, target in _PLUGINS.items())
     (info / "entry_points.txt").write_text("".join(groups))
 

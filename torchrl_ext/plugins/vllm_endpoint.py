@@ -5,9 +5,9 @@ server needs ``--weight-transfer-config '{"backend": "torchrl_ext"}'``: the rout
 process is involved.
 
 Request: ``{"model_path", "load_format", "weight_version", "files", "flush_cache", "abort_all_requests"}``, of which
-only the first is needed. With load format ``"delta"``, ``model_path`` is a version directory ``weight_v000007`` or the root
-that holds it (then the newest version is taken): the version is fetched, verified and staged while the engine serves,
-and committed in a short pause. Without, it is a checkpoint directory, loaded whole.
+only the first is needed. With load format ``"delta"``, ``model_path`` is a version directory ``weight_v000007`` or the
+root that holds it (then the newest version is taken): the version is fetched, verified and staged while the engine
+serves, and committed in a short pause. Without, it is a checkpoint directory, loaded whole.
 
 Answer: ``{"success": bool, "message": str, "num_paused_requests": 0}``, with status 400 where ``success`` is false. The
 message says whether the engine serves what it served, or is paused.
