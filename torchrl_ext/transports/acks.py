@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Mapping
 
-from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.groups import Group
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["acknowledge", "await_workers", "receiving_failed", "sending_failed", "stop_reason", "tell_stopped", "why"]
+__all__ = [
+    "acknowledge",
+    "await_workers",
+    "check_agreed",
+    "receiving_failed",
+    "refusal",
+    "sending_failed",
+    "stop_reason",
+    "tell_stopped",
+    "why",
+    ,
+]
 
 _LAST_WORDS_S = 1.0
 """How long one side waits, after a failure, for those that are alive to say so."""
@@ -36,6 +48,33 @@ def await_workers(group: Group, info: Info) -> dict[int, str]:
     for rank in group.workers:
         group.board.drop(_key(group, info, rank))
     return said
+
+
+def refusal(group: Group, info: Info, said: Mapping[int, str]) -> TransportError | None:
+    """Trainer: the error that tells which workers have every byte and could not take them, and why."""
+    refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
+    if not refusals:
+        return None
+    return TransportError(
+        f"weights version {info['version']} was not taken by {refusals}",
+        state="the other workers have it, and the group is intact",
+    )
+
+
+def check_agreed(agreed: Mapping[str, ParamMeta], params: Iterable[ParamMeta]) -> None:
+    """Trainer: hold what is to be sent against what the group agreed on, if it agreed on anything.
+
+    Raises:
+        ManifestError: names the first parameter that differs.
+    """
+    for meta in params if agreed else ():
+        if agreed.get(meta.name) != meta:
+            raise ManifestError(
+                f"parameter {meta.name!r} is {meta}",
+                expected=f"what the group agreed on: {agreed.get(meta.name, 'no such parameter')}",
+                state="nothing was sent",
+                hint="call init_all_workers_group with the metadata of what is sent",
+            )
 
 
 def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:

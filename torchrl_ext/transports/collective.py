@@ -11,27 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import (
-    ConfigError,
-    DeadlineError,
-    ManifestError,
-    NotConnectedError,
-    TransportError,
-    WeightSyncError,
-)
-from torchrl_ext.transports.acks import (
-    acknowledge,
-    await_workers,
-    receiving_failed,
-    sending_failed,
-    stop_reason,
-    tell_stopped,
-    why,
-)
-from torchrl_ext.transports.base import TransferStats, Transport, deadline
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.transports import acks
+from torchrl_ext.transports.announcements import Announcements
+from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.buckets import BUCKET_BYTES, Plan
 from torchrl_ext.transports.groups import Group
-from torchrl_ext.transports.membership import AGAIN, Membership, choose_device
+from torchrl_ext.transports.membership import Membership, choose_backend
 from torchrl_ext.transports.pipeline import Incoming, send_pieces
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked
@@ -77,11 +63,8 @@ class VLLMCollectiveTransport(Transport):
         super().__init__(timeout_s=timeout_s)
         self.master_address, self.master_port = master_address, int(master_port)
         self.rank, self.world_size = rank or 0, world_size
-        self.device = choose_device(device, backend)
-        self.backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        self.device, self.backend = choose_backend(device, backend)
         self.bucket_bytes, self.vllm_engine = bucket_bytes, vllm_engine
-        if self.backend not in ("gloo", "nccl"):
-            raise ConfigError(f"there is no collective backend {self.backend!r}", expected="'gloo' or 'nccl'")
         if bucket_bytes < 0 or timeout_s <= 0:
             raise ConfigError(f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}", expected="0 or more; more than 0")
         if world_size is not None and not 0 <= self.rank < world_size:
@@ -90,9 +73,9 @@ class VLLMCollectiveTransport(Transport):
             self.master_address, self.master_port, device=self.device, backend=self.backend, timeout_s=timeout_s
         )
         self._agreed: dict[str, ParamMeta] = {}
-        self._handoffs = self._announced = 0
+        self._handoffs = 0
         self._plan = Plan()
-        self._rows: list[Any] | None = None
+        self._announcements: Announcements
 
     @classmethod
     def from_info(cls, info: Info) -> VLLMCollectiveTransport:
@@ -152,17 +135,8 @@ class VLLMCollectiveTransport(Transport):
                     f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
                     expected=f"world_size {size} (1 + workers), or None to take it from the engines",
                 )
-        board = self._member.board()
-        info = {
-            "transport": self.name,
-            "master_address": self.master_address,
-            "master_port": board.port,
-            "world_size": size,
-            "room": room,
-            "backend": self.backend,
-            "bucket_bytes": self.bucket_bytes,
-            "timeout_s": self.timeout_s,
-        }
+        info = {"transport": self.name, "world_size": size, "room": room, "bucket_bytes": self.bucket_bytes}
+        info |= self._member.address_info()
         return Handoff(info=info, transfer=lambda: self._host(room, size, params))
 
     def join(self, info: Info) -> None:
@@ -191,8 +165,8 @@ class VLLMCollectiveTransport(Transport):
         self._count_anew()
 
     def _count_anew(self) -> None:
-        self._handoffs = self._announced = 0
-        self._rows = None
+        self._handoffs = 0
+        self._announcements = Announcements(self._member.group())
 
     def _standalone_size(self) -> int:
         if self.world_size is None:
@@ -207,14 +181,7 @@ class VLLMCollectiveTransport(Transport):
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
         self._require_trainer("send_weights")
         group, params = self._member.group(), source.params()
-        for meta in params if self._agreed else ():
-            if self._agreed.get(meta.name) != meta:
-                raise ManifestError(
-                    f"parameter {meta.name!r} is {meta}",
-                    expected=f"what the group agreed on: {self._agreed.get(meta.name, 'no such parameter')}",
-                    state="nothing was sent",
-                    hint="call init_all_workers_group with the metadata of what is sent",
-                )
+        acks.check_agreed(self._agreed, params)
         self._handoffs += 1
         info = {
             "transport": self.name,
@@ -231,42 +198,39 @@ class VLLMCollectiveTransport(Transport):
         try:
             pieces = self._plan.pieces(params, self.bucket_bytes)
             send_pieces(group, pieces, params, checked(source, params), bucket_bytes=self.bucket_bytes)
-            said = await_workers(group, info)
+            said = acks.await_workers(group, info)
         except BaseException as error:
-            tell_stopped(group, why(error))
+            acks.tell_stopped(group, acks.why(error))
             group.sever()
             if isinstance(error, (TransportError, DeadlineError)):
-                raise sending_failed(group, info, error) from error
+                raise acks.sending_failed(group, info, error) from error
             raise
         self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
-        refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
-        if refusals:
-            raise TransportError(
-                f"weights version {info['version']} was not taken by {refusals}",
-                state="the other workers have it, and the group is intact",
-            )
+        refused = acks.refusal(group, info, said)
+        if refused is not None:
+            raise refused
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         group = self._member.group()
         incoming = self._incoming(group, info, into)
         name = None
         try:
-            for name, tensor in incoming.pairs(lambda: acknowledge(group, info)):
+            for name, tensor in incoming.pairs(lambda: acks.acknowledge(group, info)):
                 yield name, tensor
         except GeneratorExit:
             self._drain(group, incoming, info, f"it stopped loading after {name!r}")
             raise
         except BaseException as error:
             with contextlib.suppress(NotConnectedError):
-                acknowledge(group, info, why(error))
+                acks.acknowledge(group, info, acks.why(error))
             group.sever()
             if isinstance(error, WeightSyncError):
-                raise receiving_failed(group, info, error) from error
+                raise acks.receiving_failed(group, info, error) from error
             raise
 
     def decline(self, info: Info, error: BaseException) -> None:
         group = self._member.group()
-        self._drain(group, self._incoming(group, info, {}), info, why(error))
+        self._drain(group, self._incoming(group, info, {}), info, acks.why(error))
 
     def _incoming(self, group: Group, info: Info, into: Mapping[str, Tensor]) -> Incoming:
         if info["group"] != group.generation:
@@ -284,20 +248,15 @@ class VLLMCollectiveTransport(Transport):
             return
         try:
             incoming.drain()
-            acknowledge(group, info, words)
+            acks.acknowledge(group, info, words)
         except WeightSyncError:
             group.sever()
 
     # alone
 
     def announce(self, info: Info) -> None:
-        group = self._member.group()
-        self._announced += 1
-        rows = info["params"]
-        short = {**info, "params": None} if rows == self._rows else info  # a model's list of parameters rarely changes
-        group.board.put(f"announced/{group.generation}/{self._announced}", short)
-        group.board.drop(f"announced/{group.generation}/{self._announced - 1}")
-        self._rows = rows
+        self._member.group()
+        self._announcements.put(info)
 
     def poll(self, timeout_s: float) -> Info | None:
         """The next announcement.
@@ -310,18 +269,8 @@ class VLLMCollectiveTransport(Transport):
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
-        group = self._member.group()
-        key = f"announced/{group.generation}/{self._announced + 1}"
-        if group.board.missing([key], deadline(timeout_s)):
-            reason = stop_reason(group)
-            if reason is not None:
-                group.sever()
-                raise NotConnectedError(f"the trainer, {group.call([0])}, ended the group: {reason}", hint=AGAIN)
-            return None
-        self._announced += 1
-        info = group.board.get(key)
-        self._rows = info["params"] = self._rows if info["params"] is None else info["params"]
-        return info
+        self._member.group()
+        return self._announcements.get(timeout_s)
 
     # both ends
 

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ __all__ = ["Group"]
 _SLICE = timedelta(seconds=0.1)
 _GLOO_DEVICES = 2
 """Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
-_GLOO_THREADS = 4
+_GLOO_THREADS = 8
 _LAST_RITES_S = 2.0
 _CREATING = threading.Lock()
 """Devices are created one group at a time, so that a group knows its own listening sockets."""
@@ -72,7 +73,7 @@ class Group:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = patience
-            self._pg: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            make = partial(dist.ProcessGroupNCCL, store, rank, world_size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
             with _CREATING:
@@ -81,7 +82,9 @@ class Group:
                 self._listeners = set(listening()) - before
             options._threads, options._timeout = _GLOO_THREADS, patience
             board.put(f"listeners/{generation}/{rank}", sorted(self._listeners))
-            self._pg = dist.ProcessGroupGloo(store, rank, world_size, options)
+            make = partial(dist.ProcessGroupGloo, store, rank, world_size, options)
+        self._pg: Any = _made(make, timeout_s, board.stop)
+        if backend == "gloo":
             for peer in range(world_size):
                 self._listeners |= {tuple(name) for name in board.get(f"listeners/{generation}/{peer}")}
             self._connections = self._count_connections()
@@ -153,22 +156,48 @@ class Group:
         self._severed = True
         pg, self._pg = self._pg, None
         if self.backend == "nccl":
-            _bury(pg.abort)
+            _start(pg.abort)
             return
         shut_down(self._listeners)
         remains = [self._begun, pg]
         del pg
-        _bury(lambda: _put_to_rest(remains))
+        _start(lambda: _put_to_rest(remains))
+
+
+def _made(make: Callable[[], Any], timeout_s: float, stop: threading.Event) -> Any:
+    """What a backend's constructor returns; gloo's waits several timeouts for a peer that died, so it gets a thread."""
+    made: list[Any] = []
+    failed: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = _start(run)
+    until = time.monotonic() + timeout_s
+    while thread.is_alive() and time.monotonic() < until and not stop.is_set():
+        thread.join(0.05)
+    if made:
+        return made[0]
+    if failed:
+        raise TransportError(f"connections could not be made: {brief(failed[0])}") from failed[0]
+    if stop.is_set():
+        raise TransportError("forming the group was aborted")
+    raise DeadlineError(f"connections were not made within {timeout_s:g} s")
 
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
-_BURIALS: list[threading.Thread] = []
+_THREADS: list[threading.Thread] = []
 
 
-def _bury(last_rites: Callable[[], None]) -> None:
-    thread = threading.Thread(target=last_rites, name="torchrl-ext-bury", daemon=True)
-    _BURIALS[:] = [other for other in _BURIALS if other.is_alive()] + [thread]
+def _start(call: Callable[[], None]) -> threading.Thread:
+    """A thread around a call into a backend that may take its time."""
+    thread = threading.Thread(target=call, name="torchrl-ext-group", daemon=True)
+    _THREADS[:] = [other for other in _THREADS if other.is_alive()] + [thread]
     thread.start()
+    return thread
 
 
 def _put_to_rest(remains: list[Any]) -> None:
@@ -190,7 +219,7 @@ def _end_groups() -> None:
     for group in list(_GROUPS):
         group.sever()
     until = time.monotonic() + _LAST_RITES_S
-    for thread in _BURIALS:
+    for thread in _THREADS:
         thread.join(max(0.0, until - time.monotonic()))
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.errors import NotConnectedError, TransportError
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.acks import tell_stopped
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.groups import Group
-from torchrl_ext.transports.rendezvous import Board, brief, enter, host, process_text
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.transports.rendezvous import Board, enter, host, process_text
+from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["AGAIN", "Membership", "choose_device"]
+__all__ = ["Membership", "choose_backend"]
 
-AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
+_AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
 
 
 class Membership:
@@ -49,7 +49,7 @@ class Membership:
         """
         if self._group is None or not self._group.alive:
             closed = "" if self._group is None else ": its group was closed after a failure"
-            raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=AGAIN)
+            raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=_AGAIN)
         return self._group
 
     def board(self) -> Board:
@@ -62,6 +62,15 @@ class Membership:
             until = deadline(self.timeout_s)
             self._board = Board(self.address, self.port, host=True, until=until, stop=self.stop)
         return self._board
+
+    def address_info(self) -> Info:
+        """Trainer: what a worker needs to reach its board, and to speak the same backend."""
+        return {
+            "master_address": self.address,
+            "master_port": self.board().port,
+            "backend": self.backend,
+            "timeout_s": self.timeout_s,
+        }
 
     def host(self, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
         """Trainer: form the next group with the workers that stand in ``room``.
@@ -120,9 +129,9 @@ class Membership:
             self._group = Group(
                 board, generation, rank, peers, device=self.device, backend=self.backend, timeout_s=self.timeout_s
             )
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {rank} could not form a {self.backend} group of {len(peers)}: {brief(error)}",
+        except (TransportError, DeadlineError) as error:
+            raise type(error)(
+                f"rank {rank} could not form a {self.backend} group of {len(peers)}: {error.what}",
                 expected=f"connections to {', '.join(f'rank {r} ({p})' for r, p in peers.items() if r != rank)}",
                 state="no group was formed",
             ) from error
@@ -136,13 +145,21 @@ class Membership:
         }
 
 
-def choose_device(device: torch.device | str | int | None, backend: str | None) -> torch.device:
-    """Where tensors travel; an index is filled in, so that devices compare."""
+def choose_backend(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
+    """Where tensors travel, and over what: gloo on the CPU, NCCL on CUDA.
+
+    Raises:
+        ConfigError: no such backend, or one that cannot move tensors of this device.
+    """
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigError(f"there is no collective backend {backend!r}", expected="'gloo' or 'nccl'")
     if device is None:
         device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cuda" and backend == "gloo":
-        return torch.device("cpu")  # gloo moves host memory; CUDA tensors are copied to it and from it
+        chosen = torch.device("cpu")  # gloo moves host memory; CUDA tensors are copied to it and from it
     if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
+        chosen = torch.device("cuda", torch.cuda.current_device())  # an index is needed for devices to compare
+    if backend == "nccl" and chosen.type != "cuda":
+        raise ConfigError(f"NCCL cannot move tensors on {chosen}", expected="a CUDA device, or backend='gloo'")
+    return chosen, backend or ("nccl" if chosen.type == "cuda" else "gloo")

@@ -18,8 +18,8 @@ __all__ = ["Incoming", "Window", "send_pieces"]
 _PACKED = 2
 """Buckets in flight: a send holds at most two buckets of memory of its own."""
 
-_PIECES = 6
-_BUCKETS = 4
+_PIECES = 16
+_BUCKETS = 8
 """Pieces in flight, and their bytes in buckets (or two tensors, if they are larger): what travels as it lies in memory
 costs none, unless the source makes its tensors on the way (a gather, a cast)."""
 
