@@ -20,7 +20,6 @@ __all__ = [
     "stop_reason",
     "tell_stopped",
     "why",
-    ,
 ]
 
 _LAST_WORDS_S = 1.0
