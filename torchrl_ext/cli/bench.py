@@ -21,7 +21,7 @@ __all__ = ["SUBJECTS", "Ratio", "add_parser", "ratio", "resident_bytes", "rounds
 
 SUBJECTS = {
     "transport": ("torchrl_ext.cli.bench_transport", "full updates: collective and disk against the plainest way"),
-    "landing": ("torchrl_ext.cli.bench_landing", "what a pause costs when a delta lands in vLLM, and when everything does"),
+    "landing": ("torchrl_ext.cli.bench_landing", "what a pause costs: a delta that lands in vLLM, and full files"),
 }
 """Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""
 
