@@ -38,6 +38,7 @@ setup(
         "safetensors>=0.4",
         "zstandard>=0.22",
         "xxhash>=3.4",
+        "numba>=0.60",  # compiled loops of the codecs; imported when a delta is first coded
         "httpx>=0.27",
         "rich>=13",
         "transformers>=4.56",

@@ -21,6 +21,7 @@ __all__ = ["SUBJECTS", "Ratio", "add_parser", "ratio", "resident_bytes", "rounds
 
 SUBJECTS = {
     "transport": ("torchrl_ext.cli.bench_transport", "full updates: collective and disk against the plainest way"),
+    "delta": ("torchrl_ext.cli.bench_delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
     "landing": ("torchrl_ext.cli.bench_landing", "what a pause costs: a delta that lands in vLLM, and full files"),
 }
 """Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""
