@@ -17,12 +17,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core.dispatcher import Dispatcher
-from numba.extending import intrinsic
+
+from torchrl_ext.errors import ConfigError
+
+try:
+    import numba
+    from llvmlite import ir
+    from numba import types
+    from numba.core.dispatcher import Dispatcher
+    from numba.extending import intrinsic
+except ImportError as error:
+    raise ConfigError(
+        f"deltas are coded and checked by compiled loops, and numba cannot be imported: {error}",
+        hint="pip install numba, in the engine's environment too",
+    ) from error
 
 __all__ = ["GOLDEN", "bit_length", "changed64", "count_ones", "count_trailing_zeros", "fingerprint", "njit"]
 
