@@ -93,8 +93,11 @@ def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSy
 
 
 def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
-    """The worker's ``error`` again, with what is known of the trainer."""
+    """The worker's ``error`` again, with what is known of the trainer, which is told."""
     try:
+        group.board.limit_waits(_LAST_WORDS_S)
+        acknowledge(group, info, why(error))
+        group.sever()
         group.board.missing([_stopped(group)], deadline(_LAST_WORDS_S))
         trainer = stop_reason(group) or "it is alive, so the network or another worker failed"
     except NotConnectedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from torchrl_ext.errors import NotConnectedError
@@ -11,6 +12,9 @@ from torchrl_ext.transports.groups import Group
 from torchrl_ext.types import Info
 
 __all__ = ["Announcements"]
+
+_LOOK_S = 0.5
+"""How often a worker that waits looks whether its group is still there."""
 
 
 class Announcements:
@@ -41,15 +45,17 @@ class Announcements:
             NotConnectedError: the trainer ended the group, or is gone, or another thread aborted.
         """
         group, key = self._group, self._key(self._count + 1)
+        until = deadline(timeout_s)
         try:
-            if group.board.missing([key], deadline(timeout_s)):
-                reason = "this rank aborted" if group.board.stop.is_set() else stop_reason(group)
-                if reason is None:
+            while group.board.missing([key], min(until, deadline(_LOOK_S))):
+                reason = self._ended()
+                if reason is not None:
+                    raise NotConnectedError(
+                        f"rank {group.rank} is no longer connected to the trainer, {group.call([0])}: {reason}",
+                        hint="connect again when the trainer does",
+                    )
+                if time.monotonic() >= until:
                     return None
-                raise NotConnectedError(
-                    f"rank {group.rank} is no longer connected to the trainer, {group.call([0])}: {reason}",
-                    hint="connect again when the trainer does",
-                )
             info = group.board.get(key)
         except NotConnectedError:
             group.sever()
@@ -57,6 +63,11 @@ class Announcements:
         self._count += 1
         self._rows = info["params"] = self._rows if info["params"] is None else info["params"]
         return info
+
+    def _ended(self) -> str | None:
+        if self._group.board.stop.is_set():
+            return "this rank aborted"
+        return stop_reason(self._group) or (None if self._group.whole else "a connection of the group was closed")
 
     def _key(self, number: int) -> str:
         return f"announced/{self._group.generation}/{number}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -220,13 +219,11 @@ class VLLMCollectiveTransport(Transport):
         except GeneratorExit:
             self._drain(group, incoming, info, f"it stopped loading after {name!r}")
             raise
-        except BaseException as error:
-            with contextlib.suppress(NotConnectedError):
-                acks.acknowledge(group, info, acks.why(error))
-            group.sever()
-            if isinstance(error, WeightSyncError):
-                raise acks.receiving_failed(group, info, error) from error
-            raise
+        except WeightSyncError as error:
+            raise acks.receiving_failed(group, info, error) from error
+        finally:
+            if not incoming.complete:
+                group.sever()
 
     def decline(self, info: Info, error: BaseException) -> None:
         group = self._member.group()

@@ -96,6 +96,11 @@ class Group:
         return not self._severed
 
     @property
+    def whole(self) -> bool:
+        """Whether no peer closed a connection, as far as that can be told."""
+        return self._count_connections() >= self._connections
+
+    @property
     def workers(self) -> range:
         """Ranks that receive."""
         return range(1, self.world_size)
@@ -137,7 +142,7 @@ class Group:
                 return
             if self.board.stop.is_set():
                 raise TransportError("the transfer was aborted")
-            if self._count_connections() < self._connections:  # gloo itself forgets sends that were half-way
+            if not self.whole:  # gloo itself forgets sends that were half-way
                 raise TransportError("a peer closed its connection")
             if time.monotonic() >= until:
                 raise DeadlineError(f"nothing moved for {self.timeout_s:g} s")

@@ -59,8 +59,7 @@ class Membership:
             TransportError: the port is taken.
         """
         if self._board is None:
-            until = deadline(self.timeout_s)
-            self._board = Board(self.address, self.port, host=True, until=until, stop=self.stop)
+            self._board = Board(self.address, self.port, host=True, timeout_s=self.timeout_s, stop=self.stop)
         return self._board
 
     def address_info(self) -> Info:
@@ -96,7 +95,7 @@ class Membership:
         """
         self.leave(rank)
         until = deadline(self.timeout_s)
-        self._board = board = Board(self.address, self.port, host=False, until=until, stop=self.stop)
+        self._board = board = Board(self.address, self.port, host=False, timeout_s=self.timeout_s, stop=self.stop)
         answer = enter(board, room, rank, self._note(size, params), until)
         self._form(board, answer["generation"], rank, dict(enumerate(answer["peers"])))
 

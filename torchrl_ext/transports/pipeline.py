@@ -173,6 +173,7 @@ class Incoming:
                 self._window.land()
         while self._window:
             self._window.land()
+        self.complete = True
 
     def _place(self, piece: Piece, into: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor]:
         """Bytes to receive into, and the tensor or buffer that they belong to."""

@@ -52,7 +52,7 @@ class Board:
     Args:
         address, port: of the trainer; port 0 lets the trainer's own board pick a free one.
         host: this is the trainer, which keeps the store.
-        until: monotonic moment at which a worker gives up waiting for the trainer.
+        timeout_s: how long a worker waits for the trainer to listen, and then for each of its answers, in seconds.
         stop: set by another thread to end every wait.
 
     Raises:
@@ -60,7 +60,8 @@ class Board:
         TransportError: the port is taken.
     """
 
-    def __init__(self, address: str, port: int, *, host: bool, until: float, stop: threading.Event) -> None:
+    def __init__(self, address: str, port: int, *, host: bool, timeout_s: float, stop: threading.Event) -> None:
+        until = time.monotonic() + timeout_s
         self.stop = stop
         if not host:
             _await_listener(address, port, until, stop)
@@ -78,10 +79,15 @@ class Board:
             ) from error
         self.port = port
         self._gone = ""
-        if not host:
-            found = socket.getaddrinfo(address, self.port, type=socket.SOCK_STREAM)
-            limit_waits({endpoint(entry[4]) for entry in found}, patience.total_seconds())
+        found = [] if host else socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        self._trainer = {endpoint(entry[4]) for entry in found}
+        self.limit_waits(timeout_s)
         self.address = f"{address}:{self.port}"
+
+    def limit_waits(self, timeout_s: float) -> None:
+        """Worker: how long the trainer may take for an answer from now on."""
+        if self._trainer:
+            limit_waits(self._trainer, timeout_s)
 
     def close(self) -> None:
         """Trainer: end the store. May be called twice."""
