@@ -7,7 +7,6 @@ the bytes; for a publication it is `safetensors.torch.save_file` and an fsync.
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import os
 import shutil
@@ -27,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchrl_ext.cli.bench import ratio, rounds, track_peak
+from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.errors import TransportError
 from torchrl_ext.transports.buckets import BUCKET_BYTES
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
@@ -39,36 +39,6 @@ __all__ = ["add_arguments", "measure", "tables"]
 TIMEOUT_S = 120.0
 SHARD_BYTES = 64 << 20
 """Shards of the publication whose memory is measured; its speed is measured with the default, one file."""
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def model_shapes(layers: int, hidden: int, vocab: int) -> Shapes:
-    """A Qwen3-like decoder, untied: with 28, 1024 and 32,000 it has 311 tensors and 418 M elements."""
-    heads, kv, mlp, head = hidden, hidden // 2, 3 * hidden, 128
-    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        shapes |= {
-            f"{at}.self_attn.q_proj.weight": (heads, hidden),
-            f"{at}.self_attn.k_proj.weight": (kv, hidden),
-            f"{at}.self_attn.v_proj.weight": (kv, hidden),
-            f"{at}.self_attn.o_proj.weight": (hidden, heads),
-            f"{at}.self_attn.q_norm.weight": (head,),
-            f"{at}.self_attn.k_norm.weight": (head,),
-            f"{at}.mlp.gate_proj.weight": (mlp, hidden),
-            f"{at}.mlp.up_proj.weight": (mlp, hidden),
-            f"{at}.mlp.down_proj.weight": (hidden, mlp),
-            f"{at}.input_layernorm.weight": (hidden,),
-            f"{at}.post_attention_layernorm.weight": (hidden,),
-        }
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
-
-
-SIZES: dict[str, dict[str, Shapes]] = {
-    "full": {"model": model_shapes(28, 1024, 32_000), "small": {f"small.{i:05d}": (8192,) for i in range(10_000)}},
-    "small": {"model": model_shapes(4, 256, 2000), "small": {f"small.{i:05d}": (8192,) for i in range(300)}},
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,8 +88,8 @@ class _End:
 
     def compare(self, shapes: Shapes, ways: Mapping[str, int | None], repeats: int) -> dict[str, list[float]]:
         """Seconds of each way (a bucket size, or None for one flat tensor) in each round."""
-        weights = _weights(shapes, self.rank)
-        flat = torch.ones(_bytes(shapes), dtype=torch.uint8)
+        weights = weights_of(shapes, self.rank)
+        flat = torch.ones(shapes_bytes(shapes), dtype=torch.uint8)
 
         def timed(bucket_bytes: int | None) -> float:
             self.meet()
@@ -135,7 +105,7 @@ class _End:
 
     def peak(self, shapes: Shapes, bucket_bytes: int) -> list[int]:
         """Memory that one transfer adds on this end (the second one: what the first one loads is the program)."""
-        weights = _weights(shapes, self.rank)
+        weights = weights_of(shapes, self.rank)
         self.move(weights, bucket_bytes)
         self.meet()
         with track_peak() as extra:
@@ -204,7 +174,7 @@ def _work(info: Info, size: str, bucket_bytes: int, repeats: int) -> None:
 def _numbers(
     part: str, shapes: Shapes, seconds: dict[str, list[float]], extra: list[int], bucket_bytes: int
 ) -> dict[str, Any]:
-    total = _bytes(shapes)
+    total = shapes_bytes(shapes)
     model = part == "model"
     return {
         "tensors": len(shapes),
@@ -222,7 +192,7 @@ def _numbers(
 
 
 def _disk(shapes: Shapes, args: argparse.Namespace) -> dict[str, Any]:
-    weights = _weights(shapes, 1)
+    weights = weights_of(shapes, 1)
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=args.dir) as folder:
         root = Path(folder)
 
@@ -249,7 +219,7 @@ def _disk(shapes: Shapes, args: argparse.Namespace) -> dict[str, Any]:
         seconds = rounds({"publish": partial(publish, "root"), "save_file": plain}, args.repeats)
         with track_peak() as extra:
             publish("shards", shard_bytes=SHARD_BYTES)
-    total = _bytes(shapes)
+    total = shapes_bytes(shapes)
     return {
         "bytes": total,
         "seconds": seconds,
@@ -298,11 +268,3 @@ def _mark(met: bool | None) -> str:
 def _bounded(extra: list[int], bound: int) -> dict[str, Any]:
     found = extra[0] if extra else None
     return {"bytes": found, "bound_bytes": bound, "met": None if found is None else found < bound}
-
-
-def _weights(shapes: Shapes, fill: int) -> dict[str, Tensor]:
-    return {name: torch.full(shape, fill, dtype=torch.bfloat16) for name, shape in shapes.items()}
-
-
-def _bytes(shapes: Shapes) -> int:
-    return 2 * sum(math.prod(shape) for shape in shapes.values())
