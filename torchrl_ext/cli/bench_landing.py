@@ -271,7 +271,7 @@ def _in_vllm(model: Path, elements: list[int], repeats: int) -> dict[str, Any]:
             timeout=_PROCESS_S,
         )
     if done.returncode:
-        raise EngineError(f"the process with vLLM's model failed: {done.stderr[-3000:]}")
+        raise EngineError(f"the process with vLLM's model ended with status {done.returncode}: {done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
