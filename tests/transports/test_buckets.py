@@ -13,6 +13,7 @@ from torchrl_ext.types import ParamMeta
 
 CPU = torch.device("cpu")
 BUCKET = 4096
+FILLED = BUCKET * 7 // 8
 
 
 def random_params(seed, count=200):
@@ -35,14 +36,14 @@ def test_buckets_keep_to_their_size_and_large_tensors_travel_alone(seed):
     for piece in layout(params, BUCKET):
         if piece.direct:
             assert piece.stop == piece.first + 1
-            assert piece.nbytes == params[piece.first].nbytes >= BUCKET
+            assert piece.nbytes == params[piece.first].nbytes >= FILLED
         else:
-            assert piece.nbytes <= BUCKET
-            assert all(meta.nbytes < BUCKET for meta in params[piece.first : piece.stop])
+            assert piece.nbytes <= FILLED
+            assert all(meta.nbytes < FILLED for meta in params[piece.first : piece.stop])
 
 
 def test_small_tensors_share_a_bucket_until_it_is_full():
-    params = tuple(ParamMeta(f"p{i}", torch.float32, (256,)) for i in range(9))
+    params = tuple(ParamMeta(f"p{i}", torch.float32, (224,)) for i in range(9))
     assert [(piece.first, piece.stop) for piece in layout(params, BUCKET)] == [(0, 4), (4, 8), (8, 9)]
 
 

@@ -38,6 +38,9 @@ BUCKET_BYTES = 8 << 20
 DIRECT_BYTES = 1 << 20
 """From this size on a copy into a bucket costs more than a broadcast of its own (measured with gloo)."""
 
+_SPARE = 8
+"""An eighth of a bucket stays free: two in flight, with the lists that go along, then take less than two buckets."""
+
 _SHARED_ELEMENTS = 32768
 """From here on torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
 
@@ -70,6 +73,7 @@ def layout(params: Sequence[ParamMeta], bucket_bytes: int) -> tuple[Piece, ...]:
         params: what travels.
         bucket_bytes: size of a bucket; 0 gives every tensor a piece of its own.
     """
+    bucket_bytes -= bucket_bytes // _SPARE
     direct_bytes = min(DIRECT_BYTES, bucket_bytes) or 1
     pieces: list[Piece] = []
     runs: list[tuple[int, int, int, int]] = []

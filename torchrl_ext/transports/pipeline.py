@@ -89,7 +89,7 @@ def send_pieces(
         ManifestError: the stream is not what ``params`` says.
     """
     window, pool = Window(group, bucket_bytes), BufferPool(group.device)
-    capacity = min(bucket_bytes, sum(piece.nbytes for piece in pieces if not piece.direct))
+    capacity = max((piece.nbytes for piece in pieces if not piece.direct), default=0)
     for piece in pieces:
         tensors = [tensor for _, tensor in islice(stream, piece.stop - piece.first)]
         flat = None
@@ -137,7 +137,7 @@ class Incoming:
         self._rest = iter(pieces)
         self._window = Window(group, bucket_bytes)
         self._pool = BufferPool(group.device)
-        self._capacity = min(bucket_bytes, sum(piece.nbytes for piece in pieces if not piece.direct))
+        self._capacity = max((piece.nbytes for piece in pieces if not piece.direct), default=0)
 
     def pairs(self, landed: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs in order; ``landed`` is called when every byte is here, before the last are yielded.
