@@ -1,4 +1,4 @@
-"""A real vLLM server follows by delta: packed and plain linears, one and two workers, and never a wrong word.
+"""A real vLLM server follows by delta: packed and plain linears, one worker.
 
 The servers are started one after the other; the tests of one run in the order of this file, and the first one needs an
 engine that still holds the checkpoint that it was started with.
@@ -22,8 +22,6 @@ pytestmark = pytest.mark.engine
 SERVERS = {
     "packed": {"dtype": "float32"},
     "plain": {"dtype": "float32", "plain_linears": True},
-    "packed and tied, two workers": {"dtype": "float32", "tensor_parallel_size": 2},
-    "plain, two workers, bfloat16": {"dtype": "bfloat16", "plain_linears": True, "tensor_parallel_size": 2},
 }
 
 

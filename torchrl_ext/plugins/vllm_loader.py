@@ -237,9 +237,8 @@ class VLLMLoader(WeightLoader):
         parallel = self._config.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel:
             return
-        tied = getattr(self._config.model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
         for name in placement.nowhere():
-            if not (tied and name.endswith("lm_head.weight")):
+            if not (self._is_tied() and name.endswith("lm_head.weight")):
                 raise ManifestError(
                     f"the engine's model has no parameter {name!r}",
                     expected="the names of the checkpoint that the engine was started with",
@@ -247,11 +246,17 @@ class VLLMLoader(WeightLoader):
                     hint="map the trainer's names with WeightSender(..., mapper=...)",
                 )
 
+    def _is_tied(self) -> bool:
+        """Whether the output embedding is the input embedding."""
+        return bool(getattr(self._config.model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
+
     def _refuse_gaps(self, placement: Placement, needed: dict[str, int]) -> None:
         """Parameters that the update would leave as they are. Quantised models make some of theirs themselves."""
         if self._config.quant_config is not None:
             return
         for param, numel in needed.items():
+            if self._is_tied() and param.endswith("lm_head.weight") and not placement.written[param]:
+                continue  # the live one is the input embedding's; only its stand-in is a tensor of its own
             if placement.written[param] < numel:
                 names = {meta.name for meta in placement.params}
                 prefix = param.rpartition(".")[0].rpartition(".")[0]
