@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
-from torchrl_ext.stores.base import checked_key
+from torchrl_ext.stores.manifest import checked_count, plain_name
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["DELTA_FORMAT", "DELTA_FORMAT_NUMBER", "DeltaManifest", "DeltaParam"]
@@ -125,14 +125,14 @@ class DeltaManifest:
                     expected=f"{DELTA_FORMAT!r} number {DELTA_FORMAT_NUMBER} with {_DIGEST} digests",
                     hint="use the same torchrl_ext version on both sides",
                 )
-            files = {_plain(name): _count(size) for name, size in found["files"].items()}
+            files = {plain_name(name): checked_count(size) for name, size in found["files"].items()}
             codecs = tuple(found["codecs"])
             params = tuple(_param(row, files, len(codecs)) for row in found["params"])
             if len({param.meta.name for param in params}) != len(params):
                 raise ValueError("a parameter is listed twice")
             manifest = cls(
-                version=_count(found["version"]),
-                base_version=_count(found["base_version"]),
+                version=checked_count(found["version"]),
+                base_version=checked_count(found["base_version"]),
                 run_id=str(found["run_id"]),
                 base_run_id=str(found["base_run_id"]),
                 container=str(found["container"]),
@@ -157,11 +157,11 @@ def _param(row: list[Any], files: Mapping[str, int], codecs: int) -> DeltaParam:
     param = DeltaParam(
         meta=meta,
         digest=digest,
-        changed=_count(changed),
-        codec=_count(codec),
+        changed=checked_count(changed),
+        codec=checked_count(codec),
         file=str(file),
-        offset=_count(offset),
-        nbytes=_count(nbytes),
+        offset=checked_count(offset),
+        nbytes=checked_count(nbytes),
         checksum=str(checksum),
     )
     if param.codec >= codecs or (file and param.offset + param.nbytes > files.get(param.file, -1)):
@@ -173,15 +173,3 @@ def _digest(name: str, text: Any) -> str:
     if not isinstance(text, str) or len(text) != 32:
         raise ValueError(f"digest of {name!r} is {text!r}")
     return text
-
-
-def _plain(name: Any) -> str:
-    if not isinstance(name, str) or "/" in checked_key(name):
-        raise ValueError(f"{name!r} is not a file name")
-    return name
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value

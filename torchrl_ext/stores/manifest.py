@@ -11,7 +11,7 @@ from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.stores.base import checked_key
 from torchrl_ext.types import ParamMeta, dtype_name
 
-__all__ = ["FORMAT", "FORMAT_NUMBER", "MANIFEST", "Manifest", "Placed"]
+__all__ = ["FORMAT", "FORMAT_NUMBER", "MANIFEST", "Manifest", "Placed", "checked_count", "plain_name"]
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_NUMBER = "torchrl_ext.weights", 1
@@ -89,11 +89,11 @@ class Manifest:
                     hint="use the same torchrl_ext version on both sides",
                 )
             params = tuple(_placed(row) for row in found["params"])
-            files = {_plain(name): _count(size) for name, size in found["files"].items()}
+            files = {plain_name(name): checked_count(size) for name, size in found["files"].items()}
             base = found["base_version"]
             manifest = cls(
-                version=_count(found["version"]),
-                base_version=None if base is None else _count(base),
+                version=checked_count(found["version"]),
+                base_version=None if base is None else checked_count(base),
                 run_id=str(found["run_id"]),
                 params=params,
                 files=files,
@@ -112,16 +112,18 @@ def _placed(row: Mapping[str, Any]) -> Placed:
     checksum = row["checksum"]
     if not isinstance(checksum, str) or len(checksum) != 32:
         raise ValueError(f"checksum of {meta.name!r} is {checksum!r}")
-    return Placed(meta=meta, file=_plain(row["file"]), checksum=checksum)
+    return Placed(meta=meta, file=plain_name(row["file"]), checksum=checksum)
 
 
-def _plain(name: Any) -> str:
+def plain_name(name: Any) -> str:
+    """``name``, if it is that of a file beside the manifest; else a ValueError."""
     if not isinstance(name, str) or "/" in checked_key(name):
         raise ValueError(f"{name!r} is not a file name")
     return name
 
 
-def _count(value: Any) -> int:
+def checked_count(value: Any) -> int:
+    """``value``, if it is an integer of 0 or more; else a ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
