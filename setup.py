@@ -11,14 +11,18 @@ README = HERE / "README.md"
 
 EXTRAS = {
     "ray": ["ray>=2.40"],
+    "hydra": ["hydra-core>=1.3"],
     "peft": ["peft>=0.14"],
     "s3": ["s3fs>=2024.6"],
+    "router": ["vllm-router>=0.1.17"],  # else made in an environment of its own on first use
     "vllm": ["vllm>=0.32"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
-    "docs": ["sphinx>=7", "myst-parser>=3", "furo"],
+    "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
+    "docs": ["sphinx>=7", "myst-parser>=3", "furo", "hydra-core>=1.3"],
     "lint": ["ruff>=0.6"],
     "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
 }
-EXTRAS["test"] = ["pytest>=8", "pytest-timeout>=2.3", "psutil>=5.9", "moto[server]>=5", *EXTRAS["peft"], *EXTRAS["s3"]]
+EXTRAS["test"] = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "psutil>=5.9", "moto[server]>=5"]
+EXTRAS["test"] += [*EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"]]
 
 setup(
     name="torchrl_ext",
@@ -45,11 +49,13 @@ setup(
         "starlette>=0.37",
         "uvicorn>=0.29",
         "filelock>=3.12",
+        "pyyaml>=6",
     ],
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["torchrl-ext = torchrl_ext.cli.main:main"],
         "vllm.general_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm:register"],
+        "sglang.srt.plugins": ["torchrl_ext = torchrl_ext.plugins.sglang:register"],
         "vllm.endpoint_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm_endpoint:UpdateFromDisk"],
     },
 )

@@ -104,3 +104,18 @@ def greedy(model, prompt=None, count=32):
         pad_token_id=2,
     )
     return output[0, ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def doubtful(model, tokens, prompt=None):
+    """Those of an engine's greedy ``tokens`` that `transformers` would not pick in their place, as (index, shortfall).
+
+    In float32 two implementations pick the same. In bfloat16 they sum in another order, so that a token whose logit is
+    within two units in the last place of the best one is as good.
+    """
+    prompt = PROMPT if prompt is None else prompt
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    best = logits.max(-1).values
+    allowed = 2 * torch.finfo(model.dtype).eps * best.abs() if model.dtype != torch.float32 else 1e-3
+    short = best - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return [(index, short[index].item()) for index in (short > allowed).nonzero()[:, 0].tolist()]

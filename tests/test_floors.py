@@ -37,14 +37,19 @@ TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "reques
 ENGINE_MODULES = [
     "torchrl_ext",
     "torchrl_ext.plugins.vllm",
+    "torchrl_ext.plugins.sglang",
     "torchrl_ext.sync.receiver",
     "torchrl_ext.weights.checkpoint",
     "torchrl_ext.transports.memory",
     "torchrl_ext.transports.disk",
     "torchrl_ext.transports.collective",
     "torchrl_ext.transports.delta",
+    "torchrl_ext.transports.ipc",
 ]
-NOT_IN_ENGINES = {"torchrl_ext/sync/sender.py", "torchrl_ext/sync/scheme.py", "torchrl_ext/sync/updater.py"}
+NOT_IN_ENGINES = {
+    f"torchrl_ext/sync/{name}.py"
+    for name in ("sender", "scheme", "scheme_base", "roster", "updater", "dropin", "dropin_ends")
+}
 
 
 def modules():

@@ -20,13 +20,26 @@ NAMES = {
     "EngineClient",
     "EngineInfo",
     "EngineRow",
+    "Facts",
+    "ExternalEngines",
     "Fleet",
     "Handoff",
+    "IPCTransport",
     "InProcessEngine",
+    "InferenceClient",
+    "MaxLag",
     "MemoryTransport",
+    "OwnedEngines",
+    "Pacer",
     "ParamMeta",
+    "Recommendation",
+    "RemoteInferenceClient",
+    "RemoteLLMPolicy",
+    "Routing",
     "SyncReport",
     "Transport",
+    "TransportWeightSyncScheme",
+    "TransportWeightUpdater",
     "VLLMCollectiveTransport",
     "VLLMEngine",
     "WeightLoader",
@@ -43,6 +56,7 @@ NAMES = {
     "errors",
     "make_engine",
     "make_transport",
+    "recommend",
     "regex_mapper",
     "transports",
 }
@@ -72,7 +86,7 @@ def test_other_names_are_attribute_errors():
 
 
 def test_transports_and_engines_are_listed_read_only():
-    assert set(tx.transports()) == {"collective", "delta", "disk", "memory"}
+    assert set(tx.transports()) == {"collective", "delta", "disk", "ipc", "memory"}
     assert {"embedded", "inprocess", "vllm"} <= set(tx.engines())
     for names in (tx.transports(), tx.engines()):
         assert all(isinstance(summary, str) and summary for summary in names.values())

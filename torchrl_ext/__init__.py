@@ -1,6 +1,7 @@
 """Weight synchronisation for TorchRL: a trainer's policy, followed by running engines over a transport picked by name.
 
-Everything here is imported on first use: an engine that only needs one worker end imports only that.
+Everything here is imported on first use: an engine that only needs one worker end imports only that. Where TorchRL is
+imported too, `WeightSyncScheme.from_backend` knows every transport by its name (`torchrl_ext.sync.backends`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from torchrl_ext.sync import backends
 
 __version__ = "0.1.0"
 
@@ -19,13 +22,26 @@ _HOME = {
     "EngineClient": "rpc.client",
     "EngineInfo": "types",
     "EngineRow": "types",
+    "Facts": "sync.facts",
+    "ExternalEngines": "rollout.serving",
     "Fleet": "rpc.fleet",
     "Handoff": "types",
+    "IPCTransport": "transports.ipc",
     "InProcessEngine": "rpc.inprocess",
+    "InferenceClient": "rollout.client",
+    "MaxLag": "rollout.staleness",
     "MemoryTransport": "transports.memory",
+    "OwnedEngines": "rollout.serving",
+    "Pacer": "rollout.pacing",
     "ParamMeta": "types",
+    "Recommendation": "sync.planner",
+    "RemoteInferenceClient": "rollout.remote",
+    "RemoteLLMPolicy": "rollout.policy",
+    "Routing": "rollout.routing",
     "SyncReport": "types",
     "Transport": "transports.base",
+    "TransportWeightSyncScheme": "sync.scheme",
+    "TransportWeightUpdater": "sync.updater",
     "VLLMCollectiveTransport": "transports.collective",
     "VLLMEngine": "rpc.vllm",
     "WeightLoader": "weights.loader",
@@ -38,6 +54,7 @@ _HOME = {
     "connect": "rpc.discovery",
     "discover": "rpc.discovery",
     "errors": "errors",
+    "recommend": "sync.planner",
     "regex_mapper": "weights.names",
 }
 
@@ -93,3 +110,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+backends.hook()

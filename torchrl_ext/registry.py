@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrl_ext.errors import ConfigError
 
-__all__ = ["Entry", "Registry", "engines", "receivers", "transports"]
+__all__ = ["Entry", "Registry", "engines", "launchers", "receivers", "switches", "transports"]
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,28 @@ transports.register(
     "disk", "torchrl_ext.transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"
 )
 transports.register("delta", "torchrl_ext.transports.delta:DeltaTransport", "only what changed, as a chain of versions")
+transports.register(
+    "ipc", "torchrl_ext.transports.ipc:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"
+)
 transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
 
 engines = Registry("engine")
 engines.register("vllm", "torchrl_ext.rpc.vllm:VLLMEngine", "a vLLM server over HTTP")
+engines.register("sglang", "torchrl_ext.rpc.sglang:SGLangEngine", "an SGLang server over HTTP")
 engines.register("embedded", "torchrl_ext.rpc.embedded:EmbeddedEngine", "the embedded transformers engine over HTTP")
 engines.register(
     "inprocess", "torchrl_ext.rpc.inprocess:InProcessEngine", "a module, a receiver or a vLLM object in this process"
 )
 
+engines.register("ray", "torchrl_ext.rpc.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines")
+
 receivers = Registry("receiver")
 receivers.register("default", "torchrl_ext.sync.receiver:WeightReceiver", "lands weights in a module or a TensorDict")
+
+switches = Registry("switch")
+switches.register("default", "torchrl_ext.sync.switching:Switch", "other weights for an engine of this process")
+
+launchers = Registry("engine to start")
+launchers.register("embedded", "torchrl_ext.launch.embedded:EmbeddedServer", "the embedded transformers engine")
+launchers.register("vllm", "torchrl_ext.launch.vllm:VLLMServer", "a stock vLLM server")
+launchers.register("sglang", "torchrl_ext.launch.sglang:SGLangServer", "a stock SGLang server")

@@ -12,7 +12,9 @@ import torch
 from torchrl_ext.errors import ManifestError
 
 __all__ = [
+    "ANSWERS",
     "BACKEND",
+    "CHANNEL",
     "OPEN_UPDATE",
     "STILL_STAGING",
     "EngineInfo",
@@ -31,6 +33,9 @@ Info = dict[str, Any]
 
 BACKEND = "torchrl_ext"
 """The name of our weight-transfer backend inside vLLM."""
+
+CHANNEL = "torchrl_ext:"
+"""What our messages to SGLang begin with; they travel as the ``action`` of its ``/weights_checker``."""
 
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """What an engine's refusal to join says when `/finish_weight_update` has to end an abandoned update first."""
@@ -54,6 +59,10 @@ def dtype_from_name(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ManifestError(f"{name!r} is no dtype of torch {torch.__version__}")
     return dtype
+
+
+ANSWERS = "torchrl_ext answers: "
+"""What vLLM's workers put before an answer in JSON; their route can hand nothing back but an error's words."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def test_the_demo_learns_and_proves_that_the_engine_followed():
     done = run("demo", "--json", "--steps", "8")
     told = document(done)
     assert done.returncode == 0, done.stderr
-    assert told["verified"] and told["weights_equal"] and told["greedy_equal"]
+    assert told["verified"] and told["weights_equal"] and told["greedy_equal"] and told["on_policy"]
     assert (told["transport"], told["engine"]) == ("collective", "embedded")
     assert [report["version"] for report in told["syncs"]] == list(range(1, 10))
     assert all(report["verified"] and report["engines"][0]["state"] == "serving" for report in told["syncs"])
@@ -64,7 +64,7 @@ def test_without_json_the_demo_prints_nothing_on_standard_output(server):
     [
         (["--transport", "pigeon"], ", ".join(sorted(tx.transports()))),
         (["--transport", "memory"], "within one process"),
-        (["--engine", "steam"], "embedded, vllm"),
+        (["--engine", "steam"], "embedded, sglang, vllm"),
         (["--steps", "0"], "at least 1"),
         (["--engines", "127.0.0.1:9"], "http://127.0.0.1:9"),
     ],

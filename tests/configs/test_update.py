@@ -5,6 +5,7 @@ import argparse
 import pytest
 
 import torchrl_ext as tx
+from torchrl_ext.configs.derived import transport_config
 from torchrl_ext.configs.update import WeightUpdateConfig
 from torchrl_ext.errors import ConfigError
 
@@ -48,12 +49,42 @@ def test_delta_over_a_group_broadcasts():
         ({"rollout_external_engine_addrs": ("h:1",), "vllm_config": "e.yaml"}, "exclude each other"),
         ({"rollout_external_engine_addrs": ("h:1",), "sglang_config": "e.yaml"}, "exclude each other"),
         ({"vllm_router_ip": "10.0.0.1"}, "vllm_router_port"),
-        ({"update_weight_local_checkpoint_dir": "/local"}, "in memory"),
+        ({"update_weight_local_checkpoint_dir": "/local"}, "no use in full mode"),
+        ({"update_weight_disk_keep_files": True}, "writes no files"),
+        ({"update_weight_encoding": "morse"}, "deltas_zstd"),
+        ({"update_weight_mode": "delta", "update_weight_transport": "disk"}, "no directory"),
+        ({"update_weight_transport": "disk", "update_weight_disk_dir": "s3://bucket/a"}, "object store"),
+        ({"rollout_external_engine_addrs": "h:1"}, "sequence of host:port"),
+        ({"rollout_external_engine_addrs": ("ftp://h:1",)}, "no engine address"),
+        ({"rollout_external_engine_addrs": ("h:1", "http://h:1/")}, "twice"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(options, reason):
     with pytest.raises(ConfigError, match=reason):
         WeightUpdateConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({}, transport_config("collective")()),
+        ({"colocate": True}, transport_config("ipc")()),
+        (
+            {"update_weight_transport": "disk", "update_weight_disk_dir": "/s", "update_weight_disk_keep_files": True},
+            transport_config("disk")(root="/s", keep_files=True),
+        ),
+        (
+            {"update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_disk_dir": "/s"},
+            transport_config("delta")(root="/s"),
+        ),
+        (
+            {"update_weight_mode": "delta", "update_weight_encoding": "indices"},
+            transport_config("delta")(carrier="collective", encoding="indices"),
+        ),
+    ],
+)
+def test_options_are_settings_of_a_transport_under_other_names(options, settings):
+    assert WeightUpdateConfig(**options).transport_config() == settings
 
 
 def test_flags_have_the_same_names():

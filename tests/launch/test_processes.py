@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -52,6 +53,33 @@ def test_a_server_starts_logs_and_ends_with_its_children(tmp_path):
         assert "listening" in server.log()
     assert not server.alive() and gone(server.pid)
     assert gone(child)  # although it ignores SIGTERM
+
+
+MAPPING = (
+    """
+import mmap, os, sys
+for name in sys.argv[2:]:
+    with open(name, "w+b") as file:
+        file.truncate(4096)
+        globals()[name] = mmap.mmap(file.fileno(), 4096)
+"""
+    + SERVER
+)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory as files")
+def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_path):
+    port, stem = free_port(), f"/dev/shm/torchrl_ext_test_{os.getpid()}"
+    mine, other = Path(f"{stem}_mine"), Path(f"{stem}_other")
+    command = [sys.executable, "-c", MAPPING, str(port), str(mine), str(other)]
+    settings = {"name": "toy", "url": f"http://127.0.0.1:{port}", "shared_memory": (mine.name,)}
+    try:
+        with ServerProcess(command, **settings):
+            assert mine.exists() and other.exists()
+        assert other.exists() and not mine.exists()
+    finally:
+        mine.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
 
 
 def test_a_server_that_ends_while_starting_shows_the_end_of_its_log(tmp_path):

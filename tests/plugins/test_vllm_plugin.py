@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.vllm import VLLMServer, make_overlay
+from torchrl_ext.launch.overlay import make_overlay
+from torchrl_ext.launch.vllm import VLLMServer
 
 LOOK = """
 import sys

@@ -53,7 +53,8 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         parts = urlsplit(self.path)
         call = f"{self.command} {parts.path}"
-        self.server.calls.append((call, dict(parse_qsl(parts.query)), json.loads(body) if body else None))
+        if parts.path not in ("/workers", "/list_workers"):  # how clients see that this is no router
+            self.server.calls.append((call, dict(parse_qsl(parts.query)), json.loads(body) if body else None))
         answers = self.server.answers.get(call, (404, {"detail": "Not Found"}))
         if isinstance(answers, list):  # one after the other, the last one for ever
             answers = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -80,11 +81,11 @@ class Running:
 
 
 @contextmanager
-def running(**changes):
-    """``changes`` as ``get_server_info=(404, {...})`` or ``post_pause=...``."""
+def running(good=None, /, **changes):
+    """``changes`` as ``get_server_info=(404, {...})`` or ``post_pause=...``; ``good`` in place of vLLM's answers."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    server.answers, server.calls = dict(GOOD), []
+    server.answers, server.calls = dict(GOOD if good is None else good), []
     for name, answer in changes.items():
         method, _, route = name.partition("_")
         server.answers[f"{method.upper()} /{route}"] = answer

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 import uuid
 
-import httpx
 import pytest
 import torch
 
@@ -18,34 +14,6 @@ from tests.transports.test_contract import free_port
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.chain import Chain
-
-
-@pytest.fixture(scope="module")
-def s3():
-    """Address of a server that lives as long as this module's tests."""
-    pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    port = free_port()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + WAIT_S
-        while True:
-            assert child.poll() is None and time.monotonic() < until
-            try:
-                httpx.get(url, timeout=5)
-                break
-            except httpx.TransportError:
-                continue
-        httpx.put(f"{url}/bucket", timeout=30).raise_for_status()
-        yield {"endpoint_url": url, "key": "k", "secret": "s"}
-    finally:
-        child.kill()
-        child.wait(WAIT_S)
 
 
 @pytest.fixture(params=["s3", "memory"])

@@ -20,6 +20,16 @@ class TestMemory(TransportContract):
         return tx.make_transport("memory")
 
 
+class TestIPC(TransportContract):
+    name = "ipc"
+
+    def make_ends(self, tmp_path):
+        return Ends(*(tx.make_transport("ipc", channel=str(tmp_path), bucket_bytes=SMALL_BYTES) for _ in range(2)))
+
+    def make_trainer(self, tmp_path):
+        return tx.make_transport("ipc", bucket_bytes=SMALL_BYTES)
+
+
 class TestDisk(TransportContract):
     name = "disk"
 

@@ -23,6 +23,8 @@ SUBJECTS = {
     "transport": ("torchrl_ext.cli.bench_transport", "full updates: collective and disk against the plainest way"),
     "delta": ("torchrl_ext.cli.bench_delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
     "landing": ("torchrl_ext.cli.bench_landing", "what a pause costs: a delta that lands in vLLM, and full files"),
+    "switch": ("torchrl_ext.cli.bench_switch", "what an in-process switch of vLLM's weights does to streams"),
+    "scheme": ("torchrl_ext.cli.bench_scheme", "an update of a collector's workers, beside TorchRL's own scheme"),
 }
 """Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""
 

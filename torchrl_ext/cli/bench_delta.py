@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,6 +33,7 @@ from torchrl_ext.codecs.stream import encode_tensors, worker_threads
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
 from torchrl_ext.transports.containers import Heading, Packed
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.position_digest import position_digest
 
 __all__ = ["add_arguments", "measure", "measure_encode", "measure_sizes", "tables"]
 
@@ -118,7 +119,13 @@ def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
     heading = Heading(version=2, base_version=1, codec=codec, tensor=dict((n, new) for n, _, new in pair).__getitem__)
     encoded = encode_tensors(pair, codec, threads=threads)
     written = Packed().write(heading, encoded, lambda name, data: sizes.append(len(data)))
-    rows = [written.params.get(name) or DeltaParam(meta=ParamMeta.of(name, new), digest="") for name, _, new in pair]
+    rows = [
+        replace(
+            written.params.get(name) or DeltaParam(meta=ParamMeta.of(name, new), digest=""),
+            digest=position_digest(new, threads=threads).hex(),  # a manifest is compressed, so that digits count
+        )
+        for name, _, new in pair
+    ]
     manifest = DeltaManifest(
         version=2,
         base_version=1,
@@ -129,7 +136,7 @@ def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
         params=tuple(rows),
         files=written.files,
     )
-    return sum(sizes) + len(manifest.to_bytes()) + 32 * len(rows)  # each row gets a digest of 32 digits
+    return sum(sizes) + len(manifest.to_bytes())
 
 
 def _shard_bytes(pair: Pair, name: str, threads: int) -> int:

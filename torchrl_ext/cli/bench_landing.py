@@ -25,9 +25,10 @@ from torch import Tensor
 
 from torchrl_ext.errors import EngineError
 from torchrl_ext.launch.environments import vllm_python
+from torchrl_ext.launch.overlay import make_overlay
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.tiny import make_tiny_lm
-from torchrl_ext.launch.vllm import VLLMServer, make_overlay
+from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.vllm import VLLMEngine
 from torchrl_ext.sync.sender import WeightSender
@@ -35,7 +36,7 @@ from torchrl_ext.transports.delta import DeltaTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-__all__ = ["add_arguments", "end_to_end", "measure", "measure_commit", "tables"]
+__all__ = ["add_arguments", "end_to_end", "in_vllm", "measure", "measure_commit", "model_config", "tables"]
 
 DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
 SIZES = {
@@ -73,7 +74,7 @@ def measure_commit(size: str, densities: list[float], repeats: int, say: Callabl
     Raises:
         EngineError: the process with the model failed; the message has the end of what it printed.
     """
-    config = _config(size)
+    config = model_config(size)
     layers = config["num_hidden_layers"]
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
         say("making a model")
@@ -104,7 +105,7 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-")))
         say("making a model")
-        start = make_tiny_lm(folder / "model", dtype=torch.bfloat16, **_config(size))
+        start = make_tiny_lm(folder / "model", dtype=torch.bfloat16, **model_config(size))
         weights = {name: tensor.clone() for name, tensor in CheckpointSource(start)}
         say("starting vLLM")
         server = stack.enter_context(VLLMServer(start, max_model_len=256, plain_linears=not packed))
@@ -249,21 +250,30 @@ def _cold(folder: Path, start: Path, weights: dict[str, Tensor]) -> Path:
 
 
 def _in_vllm(model: Path, elements: list[int], repeats: int) -> dict[str, Any]:
-    """Run `torchrl_ext.plugins.vllm_bench` where vLLM is."""
-    asked = {"model": str(model), "elements": elements, "repeats": repeats, "port": free_port()}
+    return in_vllm(
+        "vllm_bench", {"model": str(model), "elements": elements, "repeats": repeats, "port": free_port()}, plain=True
+    )
+
+
+def in_vllm(module: str, asked: dict[str, Any], *, plain: bool = False) -> dict[str, Any]:
+    """Run a module of `torchrl_ext.plugins` where vLLM is: one JSON object in, one out.
+
+    Raises:
+        EngineError: the process failed; the message has the end of what it printed.
+    """
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-overlay-") as overlay:
         make_overlay(Path(overlay))
         environ = {
             **os.environ,
             "PYTHONPATH": overlay,
-            "TORCHRL_EXT_PLAIN_LINEARS": "1",
+            **({"TORCHRL_EXT_PLAIN_LINEARS": "1"} if plain else {}),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         done = subprocess.run(
-            [str(vllm_python()), "-m", "torchrl_ext.plugins.vllm_bench"],
+            [str(vllm_python()), "-m", f"torchrl_ext.plugins.{module}"],
             input=json.dumps(asked),
             capture_output=True,
             text=True,
@@ -275,7 +285,7 @@ def _in_vllm(model: Path, elements: list[int], repeats: int) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _config(size: str) -> dict[str, Any]:
+def model_config(size: str) -> dict[str, Any]:
     """A Qwen3 of this size: heads of 64, two query heads for each of keys and values."""
     hidden = SIZES[size]["hidden_size"]
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64}

@@ -1,7 +1,8 @@
-"""``torchrl-ext bench transport``: full updates by collective and by disk, against the plainest way to move the bytes.
+"""``torchrl-ext bench transport``: full updates by every road, against the plainest way to move the same bytes.
 
-Two processes on this machine, over gloo. The reference for a collective is one broadcast of one flat tensor with all
-the bytes; for a publication it is `safetensors.torch.save_file` and an fsync.
+Two processes on this machine. The reference for a collective (gloo) is one broadcast of one flat tensor with all the
+bytes; for shared memory a copy of every tensor (`torchrl_ext.cli.bench_ipc`); for a publication it is
+`safetensors.torch.save_file` and an fsync.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchrl_ext.cli.bench import ratio, rounds, track_peak
+from torchrl_ext.cli.bench_ipc import measure_ipc
 from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.errors import TransportError
 from torchrl_ext.transports.buckets import BUCKET_BYTES
@@ -63,6 +65,9 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         "torch": torch.__version__,
     }
     numbers |= _collective(shapes, args, say)
+    say("shared memory against a plain copy")
+    numbers["ipc"] = measure_ipc(args.size, "model", args.repeats)
+    say(f"shared memory: {numbers['ipc']['ipc_vs_copy']['median']:.2f} of a plain copy")
     say("disk publication")
     numbers["disk"] = _disk(shapes["model"], args)
     return numbers
@@ -236,10 +241,10 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     """Speeds; then everything that was promised, with what was found."""
     speeds = Table("tensors", "bytes", "way", "GB/s", title=f"{results['cores']} cores, torch {results['torch']}")
     promises = Table("measured in one run", "median", "spread", "promised", "")
-    for part, what in (("model", "collective"), ("small", "collective"), ("disk", "disk")):
+    for part, what in (("model", "collective"), ("small", "collective"), ("ipc", "ipc"), ("disk", "disk")):
         found = results[part]
         for way, speed in found["gb_per_s"].items():
-            count = f"{found['tensors']:,}" if what == "collective" else ""
+            count = f"{found['tensors']:,}" if "tensors" in found else ""
             speeds.add_row(count, f"{found['bytes'] / 1e6:,.0f} MB", f"{what}: {way.replace('_', ' ')}", f"{speed:.2f}")
         for name in (name for name in found if "_vs_" in name):
             one = found[name]

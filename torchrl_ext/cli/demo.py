@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import inspect
 import json
+import logging
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,11 +23,10 @@ from typing import Any
 from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.cli.progress import Progress
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import Info, SyncReport
+from torchrl_ext.types import EngineInfo, Info, SyncReport
 
 __all__ = ["add_parser", "run"]
 
-_ENGINES = ("embedded", "vllm")
 _GROUP = 16
 _MAX_TOKENS = 24
 
@@ -38,7 +39,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description=__doc__.partition("\n\n")[2],
     )
     parser.add_argument("--transport", default="collective", help="how weights travel (default: %(default)s)")
-    parser.add_argument("--engine", default="embedded", help="the engine to start: embedded or vllm")
+    parser.add_argument("--engine", default="embedded", help="the engine to start: embedded, vllm or sglang")
     parser.add_argument("--engines", nargs="+", metavar="URL", help="follow with these running engines instead")
     parser.add_argument("--model", help="checkpoint directory to start from (default: a random tiny Qwen3)")
     parser.add_argument("--root", help="directory for transports that use files, seen by trainer and engines")
@@ -55,12 +56,14 @@ class _Result:
     rewards: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     syncs: list[SyncReport] = field(default_factory=list)
+    on_policy: bool = False
     weights_equal: bool = False
     greedy_equal: bool = False
 
     @property
     def verified(self) -> bool:
-        return self.weights_equal and self.greedy_equal and all(report.verified for report in self.syncs)
+        proven = self.on_policy and self.weights_equal and self.greedy_equal
+        return proven and all(report.verified for report in self.syncs)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from torchrl_ext.registry import transports
+    from torchrl_ext.registry import launchers, transports
 
     transports.load(args.transport)
     if args.transport == "memory":
@@ -88,8 +91,7 @@ def _check(args: argparse.Namespace) -> None:
             "transport 'memory' works within one process, and the demo's engine is a process of its own",
             expected=f"one of {', '.join(sorted(set(transports.names()) - {'memory'}))}",
         )
-    if args.engine not in _ENGINES:
-        raise ConfigError(f"the demo has no engine called {args.engine!r}", expected=f"one of {', '.join(_ENGINES)}")
+    launchers.load(args.engine)
     if args.steps < 1:
         raise ConfigError(f"--steps is {args.steps}", expected="at least 1")
 
@@ -101,19 +103,14 @@ def _engines(
     if args.engines:
         return [info.url for info in _discovered(args)], args.model or _served_model(args)
     from torchrl_ext.launch.tiny import make_tiny_lm
+    from torchrl_ext.registry import launchers
 
     model_dir = args.model or str(make_tiny_lm(root / "model", seed=args.seed))
     progress.say(f"starting the {args.engine} engine")
-    if args.engine == "vllm":
-        from torchrl_ext.launch.vllm import VLLMServer
-
-        server: Any = VLLMServer(model_dir, dtype="float32", log_path=root / "engine.log", report=progress.say)
-    else:
-        from torchrl_ext.launch.embedded import EmbeddedServer
-
-        server = EmbeddedServer(
-            model_dir, dtype="float32", threads=None if args.model else 1, log_path=root / "engine.log"
-        )
+    cls = launchers.load(args.engine)
+    threads = None if args.model else 1
+    settings = _taken(cls, dtype="float32", threads=threads, log_path=root / "engine.log", report=progress.say)
+    server = cls(model_dir, **settings)
     return [stack.enter_context(server).url], model_dir
 
 
@@ -125,9 +122,10 @@ def _discovered(args: argparse.Namespace) -> list[Any]:
 
 def _served_model(args: argparse.Namespace) -> str:
     model = _discovered(args)[0].model
-    if not (Path(model) / "config.json").is_file():
+    needed = ("config.json", "tokenizer_config.json")  # SGLang names what it loaded last, which may have no tokenizer
+    if not all((Path(model) / name).is_file() for name in needed):
         raise ConfigError(
-            f"{args.engines[0]} serves {model!r}, which is no checkpoint directory on this machine",
+            f"{args.engines[0]} serves {model!r}, which is no checkpoint directory with a tokenizer on this machine",
             hint="name the directory that training starts from with --model",
         )
     return model
@@ -137,64 +135,85 @@ def _train(
     args: argparse.Namespace, urls: Sequence[str], model_dir: str, root: str, progress: Progress, interrupts: Interrupts
 ) -> tuple[list[str], _Result]:
     import torch
+    from tensordict import set_list_to_stack
+    from torchrl.collectors.llm import LLMCollector
     from transformers.utils import logging as transformers_logging
 
     import torchrl_ext as tx
     from torchrl_ext.cli.training import Trainer
     from torchrl_ext.registry import transports
-    from torchrl_ext.rollout.client import InferenceClient
 
     transformers_logging.disable_progress_bar()
+    for handler in logging.getLogger("torchrl").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)  # standard output is for our document alone
     torch.manual_seed(args.seed)
     trainer = Trainer(model_dir, group=_GROUP)
     if not args.model:
         torch.set_num_threads(1)  # products this small lose more to waiting threads than they gain
-    takes = inspect.signature(transports.load(args.transport)).parameters
-    transport = tx.make_transport(args.transport, **({"root": root} if "root" in takes else {}))
+    transport = tx.make_transport(args.transport, **_taken(transports.load(args.transport), root=root))
     fleet = tx.connect(*urls)
-    for info in fleet.infos():
+    infos = fleet.infos()
+    for info in infos:
         if args.transport not in info.transports:
             raise ConfigError(
                 f"{info.url} cannot follow by {args.transport!r}", expected=f"one of {', '.join(info.transports)}"
             )
     sender = tx.WeightSender(transport, fleet)
     sender.register_model(trainer.model)
-    clients = [InferenceClient(url) for url in urls]
-    prompts, result = trainer.task.prompts, _Result()
-    try:
-        with interrupts.deferred("the first update"):
-            progress.say("bringing the engine to the trainer's weights")
-            result.syncs.append(sender.update_weights())
-        for step in range(args.steps):
-            client = clients[step % len(clients)]
-            generations = client.generate(
-                prompts,
-                n=_GROUP,
-                max_tokens=_MAX_TOKENS,
-                seed=args.seed * 1_000_003 + step * 10_007,
-                ignore_eos=True,  # equal lengths: batches need no padding
-            )
-            reward, loss = trainer.step(prompts, generations)
-            with interrupts.deferred("the update under way"):
-                report = sender.update_weights()
-            result.rewards.append(reward)
-            result.losses.append(loss)
-            result.syncs.append(report)
-            progress.step(step + 1, reward, loss, report)
-        progress.say("comparing the engine with the trainer")
-        result.weights_equal = _same_weights(trainer.model, fleet.infos(), result.syncs[-1])
-        result.greedy_equal = _same_greedy(trainer, clients)
-        return [info.kind for info in fleet.infos()], result
-    finally:
-        sender.shutdown()
-        for client in clients:
+    client = tx.InferenceClient(list(urls), kind=[info.kind for info in infos])
+    policy = tx.RemoteLLMPolicy(
+        client,
+        tokenizer=trainer.tokenizer,
+        input_mode="text",
+        generate_kwargs={"max_new_tokens": _MAX_TOKENS, "ignore_eos": True},  # to end early would be an easy reward
+        seed=args.seed * 1_000_003,
+    )
+    fresh, result = tx.MaxLag(0, lambda: sender.version), _Result()
+    with set_list_to_stack(True):  # as TorchRL's chat environments want it
+        turns = trainer.task.turns
+        collector = LLMCollector(
+            trainer.task.env(),
+            policy=policy,
+            dialog_turns_per_batch=turns,
+            total_dialog_turns=args.steps * turns,
+            track_policy_version=True,
+            postproc=fresh,
+        )
+        sender.register_collector(collector)
+        try:
+            with interrupts.deferred("the first update"):
+                progress.say("bringing the engine to the trainer's weights")
+                result.syncs.append(sender.update_weights())
+            for step, rollouts in enumerate(collector, 1):
+                reward, loss = trainer.step(rollouts)
+                with interrupts.deferred("the update under way"):
+                    report = sender.update_weights()
+                result.rewards.append(reward)
+                result.losses.append(loss)
+                result.syncs.append(report)
+                progress.step(step, reward, loss, report)
+            progress.say("comparing the engine with the trainer")
+            result.on_policy = fresh.seen > 0 and fresh.stale == 0
+            result.weights_equal = _same_weights(trainer.model, urls, result.syncs[-1])
+            result.greedy_equal = all(_same_greedy(trainer, info) for info in infos)
+            return [info.kind for info in infos], result
+        finally:
+            sender.shutdown()
             client.close()
+            collector.shutdown()
 
 
-def _same_weights(model: Any, engines: Sequence[Any], last: SyncReport) -> bool:
+def _taken(cls: Any, **settings: Any) -> dict[str, Any]:
+    """Those of ``settings`` that ``cls`` has."""
+    known = inspect.signature(cls).parameters
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
     """Whether every engine holds the bytes of ``model``.
 
-    The embedded engine is asked for digests of its live weights now. Others took and compared them, parameter by
+    An engine that can is asked for digests of its live weights now. Others took and compared them, parameter by
     parameter, when the last version landed: that is what ``verified`` of a report says.
     """
     from torchrl_ext.rpc.http import HTTPSession
@@ -202,12 +221,11 @@ def _same_weights(model: Any, engines: Sequence[Any], last: SyncReport) -> bool:
     from torchrl_ext.weights.source import as_source
 
     own = {name: tensor_digest(tensor) for name, tensor in as_source(model)}
-    for info in engines:
-        if info.kind != "embedded":
-            continue
-        session = HTTPSession(info.url)
+    for url in urls:
+        session = HTTPSession(url)
         try:
-            held = session.get("/weights_digest")["digests"]
+            answer = session.call("GET", "/weights_digest")
+            held = answer.json()["digests"] if answer.ok else own
             if any(held.get(name) != digest for name, digest in own.items()):
                 return False  # what else it lists are second names of tied tensors, and buffers that no checkpoint has
         finally:
@@ -215,11 +233,14 @@ def _same_weights(model: Any, engines: Sequence[Any], last: SyncReport) -> bool:
     return last.verified
 
 
-def _same_greedy(trainer: Any, clients: Sequence[Any]) -> bool:
-    """Whether every engine continues every prompt as the trainer does."""
-    own = [trainer.greedy(prompt, _MAX_TOKENS) for prompt in trainer.task.prompts]
-    found = [client.generate(trainer.task.prompts, max_tokens=_MAX_TOKENS, temperature=0.0) for client in clients]
-    return all([generation.token_ids for generation in generations] == own for generations in found)
+def _same_greedy(trainer: Any, engine: EngineInfo) -> bool:
+    """Whether ``engine`` continues every prompt as the trainer does."""
+    from torchrl_ext.rollout.client import InferenceClient
+
+    client = InferenceClient(engine.url, kind=engine.kind)
+    found = client.generate(trainer.task.prompts, max_tokens=_MAX_TOKENS, temperature=0.0)
+    client.close()
+    return [one.token_ids for one in found] == [trainer.greedy(prompt, _MAX_TOKENS) for prompt in trainer.task.prompts]
 
 
 def _document(
@@ -227,6 +248,7 @@ def _document(
 ) -> Info:
     return {
         "verified": result.verified,
+        "on_policy": result.on_policy,
         "weights_equal": result.weights_equal,
         "greedy_equal": result.greedy_equal,
         "transport": args.transport,

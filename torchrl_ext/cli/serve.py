@@ -19,18 +19,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "serve",
         help="install and start an engine that can follow a trainer",
-        description="Start an engine for one model and serve until Ctrl-C. vLLM comes from this environment where it "
-        "is installed, else a CPU build is installed once into a cache folder of its own ($TORCHRL_EXT_CACHE).",
+        description="Start an engine for one model and serve until Ctrl-C. vLLM and SGLang come from this "
+        "environment where they are installed, else a CPU build is installed once into a cache folder of its own "
+        "($TORCHRL_EXT_CACHE).",
     )
-    parser.add_argument("engine", choices=["vllm", "embedded"], help="which engine")
+    parser.add_argument("engine", choices=["vllm", "sglang", "embedded"], help="which engine")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (vllm)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (vllm, sglang)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 picks a free one")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="workers that share the model (vllm)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="workers that share the model (vllm, sglang)")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
     parser.add_argument("--plain-linears", action="store_true", help="keep linear weights unpacked on a CPU (vllm)")
-    parser.add_argument("--log", help="file for what the server prints (vllm)")
+    parser.add_argument("--log", help="file for what the server prints (vllm, sglang)")
     parser.add_argument("--start-timeout-s", type=float, default=300.0, help="deadline of the start, in seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON document when the engine is ready")
     return parser
@@ -85,16 +86,14 @@ def _start(args: argparse.Namespace) -> Any:
         from torchrl_ext.launch.embedded import EmbeddedServer
 
         return EmbeddedServer(args.model, **shared)
+    shared |= {"host": args.host, "tensor_parallel_size": args.tp, "log_path": args.log}
+    if args.engine == "sglang":
+        from torchrl_ext.launch.sglang import SGLangServer
+
+        return SGLangServer(args.model, **shared)
     from torchrl_ext.launch.vllm import VLLMServer
 
-    return VLLMServer(
-        args.model,
-        host=args.host,
-        tensor_parallel_size=args.tp,
-        plain_linears=args.plain_linears,
-        log_path=args.log,
-        **shared,
-    )
+    return VLLMServer(args.model, plain_linears=args.plain_linears, **shared)
 
 
 def _announce(args: argparse.Namespace, server: Any) -> None:

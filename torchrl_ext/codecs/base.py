@@ -73,6 +73,8 @@ class Codec(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
+    framed: ClassVar[bool] = False
+    """Whether a payload ends with the xxh3-64 of everything before, little-endian (see `codecs.blocks.frame`)."""
 
     def piece_units(self, layout: Layout, count: int) -> int:
         """Units per independently coded range of a tensor of ``count`` units; all of them unless a codec cuts."""

@@ -2,7 +2,7 @@
 
 A payload, little-endian, varints as in LEB128:
 
-    byte     1, the version of this format
+    byte     2, the version of this format
     byte     b: a block is 2^b units, 12 to 28; the last one is shorter
     varint   units in the tensor
     varint per block   bytes of its body, 0 where nothing changed
@@ -33,7 +33,7 @@ from torchrl_ext.types import ParamMeta
 
 __all__ = ["ContextCodec", "UlpCodec", "frame", "unframe"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _CODED, _STEPS = b"\x01", b"\x02"
 
 
@@ -60,7 +60,7 @@ def unframe(payload: Buffer, meta: ParamMeta, count: int) -> tuple[int, list[mem
         raise _damaged(meta, "its checksum does not match its bytes")
     log2 = data[1]
     if data[0] != _FORMAT or not 12 <= log2 <= 28:
-        raise _damaged(meta, f"it starts with format {data[0]}, block size 2^{log2}", "format 1, 2^12 to 2^28")
+        raise _damaged(meta, f"it starts with format {data[0]}, block size 2^{log2}", f"format {_FORMAT}, 2^12 to 2^28")
     end, at = len(data) - 8, 2
 
     def varint() -> int:
@@ -125,6 +125,7 @@ class _BlockCodec(Codec):
         ConfigError: a block size outside 2^12 to 2^28.
     """
 
+    framed: ClassVar[bool] = True
     block_log2: int = 22
 
     def __post_init__(self) -> None:
@@ -220,7 +221,7 @@ class _BlockCodec(Codec):
             return (where + start).astype(dtype), every[where]
         if body[:1] != _CODED:
             raise _damaged(meta, f"a block is of kind {body[0]}", "1 or 2")
-        from torchrl_ext.codecs.entropy import ERRORS, decode_body
+        from torchrl_ext.codecs.entropy_reader import ERRORS, decode_body
 
         data = np.frombuffer(body[1:], np.uint8)
         data.flags.writeable = False  # whatever memory it came from: one compiled version for all
@@ -252,7 +253,7 @@ class UlpCodec(_BlockCodec):
         return np.zeros(1, np.uint8), np.array([0, found]), raw[:used]
 
     def _place(self, layout, base, start, decoded, indices, steps, size):
-        from torchrl_ext.codecs.scan import place_plain
+        from torchrl_ext.codecs.place import place_plain
 
         gaps, values, _, _, raw = decoded
         return place_plain(gaps, values, raw, size, start, layout.mask, indices, steps)
@@ -287,7 +288,7 @@ class ContextCodec(_BlockCodec):
         return ids.astype(np.uint8), np.append(starts[ids], found), raw[:used]
 
     def _place(self, layout, base, start, decoded, indices, steps, size):
-        from torchrl_ext.codecs.scan import place_contexts
+        from torchrl_ext.codecs.place import place_contexts
 
         gaps, values, ids, starts, raw = decoded
         shift, select = np.uint64(layout.shift), np.uint64(layout.select)

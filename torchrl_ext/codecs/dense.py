@@ -42,6 +42,7 @@ class DenseCodec(Codec):
 
     name: ClassVar[str] = "dense"
     needs: ClassVar[Needs] = "nothing"
+    framed: ClassVar[bool] = True
     block_log2: int = 22
     level: int = 1
 

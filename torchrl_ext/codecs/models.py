@@ -6,7 +6,7 @@ A table gives each of 256 tokens a frequency; frequencies sum to 4096. Three way
     geometric   0x80 | last token, q                 gaps of a Bernoulli process with p = 2^(-q/8)
     explicit    b, last token, gamma codes           frequencies + 1 as Elias-gamma codes, summing to 2^b, b 4..12
 
-These are compiled into `torchrl_ext.codecs.entropy`, the one file that uses them.
+These are compiled into `torchrl_ext.codecs.entropy` and `torchrl_ext.codecs.entropy_reader`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = ["BITS", "TOTAL", "choose_model", "clear", "read_model"]
 
 BITS = 12
 TOTAL = 1 << BITS
+_LOGS = np.log2(np.maximum(1, np.arange(TOTAL + 1)))
 _POWERS = np.array([round(2 ** (32 - r / 8)) for r in range(8)], np.uint64)  # 2^(-r/8) in units of 2^-32
 
 
@@ -95,7 +96,7 @@ def _data_bits(counts, last, freq, bits):
     cost = 0.0
     for t in range(last + 1):
         if counts[t]:
-            cost += counts[t] * (bits - np.log2(freq[t]))
+            cost += counts[t] * (bits - _LOGS[freq[t]])
     return cost
 
 
@@ -142,6 +143,9 @@ def choose_model(counts, freq, out, at):
         best, choice = _data_bits(counts, last, trial, BITS) + 16, 0
         _copy(trial, freq)
     for bits in (5, 6, 7, 8, 10, 12):
+        # A bit more for each frequency pays where there is much to code, and never where there is little.
+        if (total > 4096 and bits < 8) or (total > 65536 and bits < 10) or (total < 256 and bits > 8):
+            continue
         if _quantise(counts, last, total, bits, trial):
             cost = _data_bits(counts, last, trial, bits) + _table_bits(trial, last)
             if cost < best:

@@ -111,7 +111,7 @@ class StepPatch(_Places):
         Args:
             old: unsigned, of the unit's width, shape (k,).
         """
-        from torchrl_ext.codecs.scan import move
+        from torchrl_ext.codecs.place import move
 
         layout, values = layout_of(self.meta.dtype), np.empty_like(self.steps)
         move(np.ascontiguousarray(old), self.steps, layout.top, layout.mask, layout.ordered, values)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Encoded
-from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Piece
+from torchrl_ext.codecs.layout import Layout, layout_of, writable_units
 from torchrl_ext.codecs.patch import Patch, same
 from torchrl_ext.types import ParamMeta
 
@@ -30,7 +31,7 @@ def worker_threads() -> int:
 
 
 def encode_tensors(
-    pairs: Iterable[tuple[str, Tensor, Tensor]], codec: Codec, *, threads: int | None = None
+    pairs: Iterable[tuple[str, Tensor, Tensor]], codec: Codec, *, threads: int | None = None, follow: bool = False
 ) -> Iterator[Encoded]:
     """Code the change of many tensors.
 
@@ -41,6 +42,8 @@ def encode_tensors(
         pairs: ``(name, old, new)``; both tensors stay as they are until their result was yielded.
         codec: how.
         threads: worker threads; by default one per core.
+        follow: make each old tensor the new one as soon as a piece of it was coded, while the processor has it at hand;
+            old tensors must be contiguous on the host then.
 
     Yields:
         One result per pair, in order; an empty payload where nothing changed.
@@ -59,34 +62,51 @@ def encode_tensors(
                 small.append((meta, old, new))
                 held += meta.numel
                 if held >= _SMALL:
-                    yield _batch(submit, codec, small)
+                    yield _batch(submit, codec, small, follow)
                     small, held = [], 0
                 continue
             if small:
-                yield _batch(submit, codec, small)
+                yield _batch(submit, codec, small, follow)
                 small, held = [], 0
-            yield [_large(submit, codec, meta, old, new)]
+            yield [_large(submit, codec, meta, old, new, follow)]
         if small:
-            yield _batch(submit, codec, small)
+            yield _batch(submit, codec, small, follow)
 
     yield from _ordered(tasks, threads)
 
 
-def _batch(submit, codec, small):
-    future = submit(lambda: [codec.encode(*row) for row in small])
+def _batch(submit, codec, small, follow):
+    def whole(meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
+        coded = codec.encode(meta, old, new)
+        if follow and coded.changed:
+            old.copy_(new)
+        return coded
+
+    future = submit(lambda: [whole(*row) for row in small])
     return [lambda row=row: future.result()[row] for row in range(len(small))]
 
 
-def _large(submit, codec, meta, old, new):
+def _large(submit, codec, meta, old, new, follow):
     layout = layout_of(meta.dtype)
     before, after = same(meta, old, new)
     chosen = codec.choose(layout, before, after)
+    if follow:
+        before = writable_units(old)
     size = chosen.piece_units(layout, after.size)
     futures = [
-        submit(chosen.encode_piece, layout, before[at : at + size], after[at : at + size], at)
+        submit(_piece, chosen, layout, before[at : at + size], after[at : at + size], at, follow)
         for at in range(0, after.size, size)
     ]
     return lambda: chosen.finish(meta, [future.result() for future in futures])
+
+
+def _piece(codec: Codec, layout: Layout, old: np.ndarray, new: np.ndarray, start: int, follow: bool) -> Piece:
+    piece = codec.encode_piece(layout, old, new, start)
+    if follow and piece.changed:
+        from torchrl_ext.codecs.scan import follow as write_changes
+
+        write_changes(old, new)
+    return piece
 
 
 def decode_tensors(

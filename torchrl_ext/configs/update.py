@@ -12,10 +12,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_ext.configs.derived import Parameter, TransportConfig, parameters, transport_config
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import transports
 
-__all__ = ["WeightUpdateConfig"]
+__all__ = ["WeightUpdateConfig", "options"]
 
 
 def _option(default: Any, text: str, **more: Any) -> Any:
@@ -35,7 +35,8 @@ class WeightUpdateConfig:
         update_weight_encoding: encoding of deltas, one of `DeltaTransport.encodings`.
         update_weight_disk_dir: directory that trainer and engines see under the same path.
         update_weight_disk_keep_files: keep versions that every engine has loaded.
-        update_weight_local_checkpoint_dir: accepted for its name only: engines keep what they need in memory.
+        update_weight_local_checkpoint_dir: directory on each engine's host for the copies that it keeps of parameters
+            which a delta cannot patch in place; None keeps them in memory.
         rollout_external_engine_addrs: ``host:port`` of engines that somebody else started.
         vllm_config, sglang_config: YAML of engines that the training job owns.
         vllm_router_ip, vllm_router_port: a router that runs already.
@@ -50,7 +51,9 @@ class WeightUpdateConfig:
     update_weight_encoding: str = _option("auto", "encoding of deltas")
     update_weight_disk_dir: str | None = _option(None, "directory that trainer and engines see under the same path")
     update_weight_disk_keep_files: bool = _option(False, "keep versions that every engine has loaded")
-    update_weight_local_checkpoint_dir: str | None = _option(None, "refused: engines keep what they need in memory")
+    update_weight_local_checkpoint_dir: str | None = _option(
+        None, "directory on each engine's host for copies of what a delta cannot patch in place; else in memory"
+    )
     rollout_external_engine_addrs: tuple[str, ...] = _option(list, "host:port of engines that run already", nargs="+")
     vllm_config: str | None = _option(None, "YAML of vLLM engines that the job owns")
     sglang_config: str | None = _option(None, "YAML of SGLang engines that the job owns")
@@ -64,6 +67,8 @@ class WeightUpdateConfig:
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", expected=" or ".join(map(repr, choices)))
         delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
+        self._check_addresses()
+        self._check_encoding()
         if delta and self.colocate:
             raise ConfigError(
                 "delta mode does not go with colocated engines: they take weights by memory handles, and a delta would "
@@ -79,11 +84,20 @@ class WeightUpdateConfig:
                 "update_weight_disk_dir is set, and transport 'nccl' writes no files",
                 hint="set update_weight_transport='disk', or leave the directory out",
             )
-        if self.update_weight_local_checkpoint_dir is not None:
+        if not disk and self.update_weight_disk_keep_files:
             raise ConfigError(
-                "update_weight_local_checkpoint_dir has no use here: an engine patches its parameters in place, and "
-                "keeps copies of those that it cannot patch in memory",
-                hint="leave it out",
+                "update_weight_disk_keep_files is set, and transport 'nccl' writes no files",
+                hint="set update_weight_transport='disk' and update_weight_disk_dir, or leave the option out",
+            )
+        if disk and not delta and "://" in str(self.update_weight_disk_dir).removeprefix("file://"):
+            raise ConfigError(
+                f"full versions are checkpoint directories, and {self.update_weight_disk_dir!r} is an object store",
+                hint="use update_weight_mode='delta' (its first version is a full one), or a directory",
+            )
+        if self.update_weight_local_checkpoint_dir is not None and not delta:
+            raise ConfigError(
+                "update_weight_local_checkpoint_dir has no use in full mode: engines keep no copies then",
+                hint="set update_weight_mode='delta', or leave the option out",
             )
         owned = [name for name in ("vllm_config", "sglang_config") if getattr(self, name) is not None]
         if self.rollout_external_engine_addrs and owned:
@@ -94,8 +108,19 @@ class WeightUpdateConfig:
             )
         if (self.vllm_router_ip is None) != (self.vllm_router_port is None):
             raise ConfigError("a router needs vllm_router_ip and vllm_router_port", hint="set both or none")
-        if delta:
-            self._check_encoding()
+
+    def _check_addresses(self) -> None:
+        from torchrl_ext.rpc.http import normalise_url
+
+        if isinstance(self.rollout_external_engine_addrs, str):
+            raise ConfigError(
+                f"rollout_external_engine_addrs is the string {self.rollout_external_engine_addrs!r}",
+                expected="a sequence of host:port",
+            )
+        urls = [normalise_url(address) for address in self.rollout_external_engine_addrs]
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if twice:
+            raise ConfigError(f"rollout_external_engine_addrs has {twice[0]} twice", hint="list each engine once")
 
     def _check_encoding(self) -> None:
         from torchrl_ext.codecs.base import encodings
@@ -106,18 +131,29 @@ class WeightUpdateConfig:
                 expected=f"one of {', '.join(sorted(encodings.names()))}",
             )
 
+    def transport_config(self) -> TransportConfig:
+        """The settings of the transport that these options name, under the transport's own names.
+
+        Full updates of colocated engines over ``nccl`` go by memory handles (``ipc``), as a process group of two
+        processes on one device cannot be formed.
+        """
+        files = {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files}
+        disk = self.update_weight_transport == "disk"
+        if self.update_weight_mode == "delta":
+            road = files if disk else {"carrier": "collective"}
+            copies = {"local_dir": self.update_weight_local_checkpoint_dir}
+            return transport_config("delta")(encoding=self.update_weight_encoding, **road, **copies)
+        if disk:
+            return transport_config("disk")(**files)
+        return transport_config("ipc" if self.colocate else "collective")()
+
     def make_transport(self, **settings: Any) -> Any:
         """The transport that these options name.
 
         Args:
             settings: further settings of the transport, under its own names.
         """
-        disk = self.update_weight_transport == "disk"
-        files = {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files} if disk else {}
-        if self.update_weight_mode == "full":
-            return transports.make("disk" if disk else "collective", **{**files, **settings})
-        road = files if disk else {"carrier": "collective"}
-        return transports.make("delta", **{"encoding": self.update_weight_encoding, **road, **settings})
+        return self.transport_config().make(**settings)
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -137,3 +173,9 @@ class WeightUpdateConfig:
         if "rollout_external_engine_addrs" in given:
             given["rollout_external_engine_addrs"] = tuple(given["rollout_external_engine_addrs"])
         return cls(**given)
+
+
+def options() -> tuple[Parameter, ...]:
+    """The options of `WeightUpdateConfig`, with the help of their flags."""
+    help_of = {option.name: option.metadata["help"] for option in dataclasses.fields(WeightUpdateConfig)}
+    return tuple(dataclasses.replace(option, help=help_of[option.name]) for option in parameters(WeightUpdateConfig))

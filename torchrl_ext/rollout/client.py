@@ -2,70 +2,89 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.rollout.endpoints import Endpoints
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
+from torchrl_ext.rpc.discovery import discover
 
 __all__ = ["Generation", "InferenceClient", "VersionSpan"]
 
-ROUTE = "/inference/v1/generate"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VersionSpan:
-    """Tokens ``[start, end)`` of a generation were sampled by weights labelled ``version``."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """One sampled continuation of a prompt.
-
-    Attributes:
-        token_ids: new tokens, without the prompt.
-        logprobs: log-probability of each token under the raw distribution of the weights that sampled it; empty
-            where none were asked for.
-        finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` (the engine was paused with mode ``abort``).
-        weight_versions: contiguous spans; more than one where weights changed while it ran. Empty where the engine
-            does not say.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
-    finish_reason: str = "length"
-    weight_versions: tuple[VersionSpan, ...] = ()
-
 
 class InferenceClient:
-    """Sends prompts to one engine, many at a time. Works with vLLM and with the embedded engine.
+    """Sends prompts to one engine or to several that serve the same policy, many at a time.
+
+    A prompt goes to the engine that has the fewest in work. One that cannot be reached, or says that it is broken
+    (HTTP 5xx), is given its prompts no longer: they are asked of another engine from the start, and the engine is
+    tried again after ``retire_s``. Safe to use from many threads, and to send to another process.
 
     Args:
-        url: base address of the engine, or of a router in front of several.
+        url: base address of an engine (or of a router in front of several), or a list of addresses.
+        kind: ``"vllm"``, ``"embedded"`` or ``"sglang"``; one for all, or one per address. `connect` finds out.
         timeout_s: deadline of one `generate` call, all prompts together, in seconds.
-        max_concurrency: most requests in flight.
+        max_concurrency: most requests in work at one engine, over all calls of this client.
         api_key: sent as a bearer token.
+        retire_s: seconds for which an engine that failed is left alone while others answer.
+
+    Raises:
+        ConfigError: no address, one twice or one that cannot work, or a kind that nobody knows.
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = 120.0, max_concurrency: int = 64, api_key: str | None = None
+        self,
+        url: str | Sequence[str],
+        *,
+        kind: str | Sequence[str] = "vllm",
+        timeout_s: float = 120.0,
+        max_concurrency: int = 64,
+        api_key: str | None = None,
+        retire_s: float = 30.0,
     ) -> None:
-        self._session = HTTPSession(url, timeout_s=timeout_s, api_key=api_key)
-        self._timeout_s, self._max_concurrency = timeout_s, max_concurrency
+        self._settings = {
+            "kind": kind,
+            "timeout_s": timeout_s,
+            "max_concurrency": max_concurrency,
+            "api_key": api_key,
+            "retire_s": retire_s,
+        }
+        urls = [url] if isinstance(url, str) else list(url)
+        kinds = [kind] * len(urls) if isinstance(kind, str) else list(kind)
+        self._endpoints = Endpoints(
+            urls, kinds, timeout_s=timeout_s, cap=max_concurrency, api_key=api_key, retire_s=retire_s
+        )
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def connect(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> InferenceClient:
+        """A client for the engines at ``addresses``, whatever their kinds.
+
+        Args:
+            addresses: as for `torchrl_ext.discover`: engines, not routers.
+            api_key: sent as a bearer token.
+            settings: further arguments of the class.
+
+        Raises:
+            ConfigError, EngineUnreachableError, EngineRefusedError, DeadlineError: as `torchrl_ext.discover`.
+        """
+        found = discover(*addresses, api_key=api_key)
+        return cls([info.url for info in found], kind=[info.kind for info in found], api_key=api_key, **settings)
 
     @property
     def url(self) -> str:
-        """The engine's base address."""
-        return self._session.url
+        """The engine's base address, or all of them."""
+        return ", ".join(self.urls)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The base address of each engine."""
+        return self._endpoints.urls
 
     def generate(
         self,
@@ -98,52 +117,63 @@ class InferenceClient:
 
         Raises:
             ConfigError: a prompt is empty.
-            EngineUnreachableError, EngineRefusedError: what the engine said to the first request that failed.
-            DeadlineError: not every generation came in time.
+            EngineUnreachableError, EngineRefusedError: what the engine said to the first request that no engine took.
+            DeadlineError: not every generation came in time; names the engines that owe some.
         """
         asked = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
-        params = {"n": asked, "max_tokens": max_tokens, "temperature": temperature, **sampling}
-        params |= {"logprobs": 0} if logprobs else {}
-        params |= {"stop_token_ids": list(stop_token_ids)} if stop_token_ids else {}
-        bodies = []
+        requests = []
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ConfigError(f"prompt {i} has no token", expected="at least one token id per prompt")
-            seeded = params if seed is None else {**params, "seed": seed + i * n}
-            bodies.append({"token_ids": [int(token) for token in prompt], "sampling_params": seeded})
+            requests.append(
+                GenerationRequest(
+                    token_ids=tuple(int(token) for token in prompt),
+                    n=asked,
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    seed=None if seed is None else seed + i * n,
+                    logprobs=logprobs,
+                    stop_token_ids=tuple(stop_token_ids),
+                    more=sampling,
+                )
+            )
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        groups = self._all(bodies, until)
+        groups = self._all(requests, until)
         return [generation for group in groups for generation in (group if asked == n else group * n)]
 
     def close(self) -> None:
         """Drop the connections. May be called twice."""
-        self._session.close()
+        self._endpoints.close()
 
-    def _all(self, bodies: Sequence[Any], until: float) -> list[list[Generation]]:
-        """Each body's generations; threads are daemons, so that a caller who is interrupted need not wait for them."""
-        work: SimpleQueue[tuple[Any, Future[list[Generation]]]] = SimpleQueue()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(InferenceClient, **self._settings), (list(self.urls),)
+
+    def _all(self, requests: Sequence[GenerationRequest], until: float) -> list[list[Generation]]:
+        """Each request's generations; threads are daemons, so that an interrupted caller need not wait for them."""
+        work: SimpleQueue[tuple[GenerationRequest, Future[list[Generation]]]] = SimpleQueue()
         futures: list[Future[list[Generation]]] = []
-        for body in bodies:
+        for request in requests:
             futures.append(Future())
-            work.put((body, futures[-1]))
+            work.put((request, futures[-1]))
         stop = threading.Event()
 
         def serve() -> None:
             while not stop.is_set():
                 try:
-                    body, future = work.get_nowait()
+                    request, future = work.get_nowait()
                 except Empty:
                     return
                 try:
-                    future.set_result(self._one(body, until))
+                    future.set_result(self._endpoints.ask(request, until))
                 except BaseException as error:  # noqa: BLE001 - carried over to the waiting caller
                     stop.set()
                     future.set_exception(error)
 
-        for i in range(min(self._max_concurrency, len(bodies))):
+        for i in range(min(self._endpoints.capacity, len(requests))):
             threading.Thread(target=serve, name=f"generate-{i}", daemon=True).start()
         try:
             done, pending = wait(futures, max(0.0, until - time.monotonic()), return_when=FIRST_EXCEPTION)
+            owing = self._endpoints.busy() if pending else ()
         finally:
             stop.set()
         for future in futures:
@@ -151,30 +181,7 @@ class InferenceClient:
                 future.result()
         if pending:
             raise DeadlineError(
-                f"{self.url} answered {len(done)} of {len(futures)} prompts in time",
+                f"{', '.join(owing) or self.url} answered too late: {len(done)} of {len(futures)} prompts are done",
                 hint="is the engine paused? Resume it, ask for fewer tokens, or raise timeout_s",
             )
         return [future.result() for future in futures]
-
-    def _one(self, body: Any, until: float) -> list[Generation]:
-        answer = self._session.post(ROUTE, body, timeout_s=max(0.001, until - time.monotonic()))
-        try:
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            return [_generation(choice) for choice in choices]
-        except (KeyError, TypeError) as error:
-            raise EngineRefusedError(
-                f"{self.url}{ROUTE} gave an answer without {error}", expected="choices with token_ids"
-            ) from None
-
-
-def _generation(choice: Any) -> Generation:
-    content = (choice.get("logprobs") or {}).get("content") or ()
-    return Generation(
-        token_ids=tuple(choice["token_ids"] or ()),
-        logprobs=tuple(entry["logprob"] for entry in content),
-        finish_reason=choice["finish_reason"],
-        weight_versions=tuple(
-            VersionSpan(version=span["version"], start=span["start"], end=span["end"])
-            for span in choice.get("weight_versions") or ()
-        ),
-    )

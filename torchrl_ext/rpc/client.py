@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["EngineClient", "NullEngine"]
@@ -44,6 +45,15 @@ class EngineClient(ABC):
         """Workers that receive weights."""
         return self.info().world_size
 
+    def members(self) -> tuple[str, ...]:
+        """Addresses that take part in the next update; a fleet goes on without those that do not answer."""
+        return (self.url,)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the engine that is connected can compare what it holds with the trainer's digests."""
+        return True
+
     @abstractmethod
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         """Make every worker join the transport of ``info``; returns when they have.
@@ -76,6 +86,27 @@ class EngineClient(ABC):
     @abstractmethod
     def resume(self) -> None:
         """Generate again."""
+
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        """Give memory back while the trainer works; the next update wakes the engine: weights first, the cache last.
+
+        Args:
+            level: 0 only pauses; 1 keeps the weights on the host and drops keys and values; 2 drops both, and the
+                engine serves again only after an update that wrote every weight.
+            tags: ``["kv_cache"]`` drops keys and values only; None stands for everything.
+
+        Raises:
+            ConfigError: this kind of engine cannot sleep, or not so.
+        """
+        raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use pause")
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Wake ``weights`` or ``kv_cache``, or everything; an engine that is wholly awake serves again.
+
+        Raises:
+            EngineRefusedError: it has no weights to serve (level 2, and no update since).
+        """
+        raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use resume")
 
     @abstractmethod
     def rows(self) -> tuple[EngineRow, ...]:
@@ -150,6 +181,12 @@ class NullEngine(EngineClient):
         return None
 
     def resume(self) -> None:
+        return None
+
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        return None
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
         return None
 
     def rows(self) -> tuple[EngineRow, ...]:

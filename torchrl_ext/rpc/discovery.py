@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from threading import Thread
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import HTTPSession, normalise_url
-from torchrl_ext.rpc.server_info import parse_server_info
+from torchrl_ext.rpc.router import refuse_router
+from torchrl_ext.rpc.server_info import is_sglang_info, parse_server_info
 from torchrl_ext.types import EngineInfo
 
 __all__ = ["connect", "discover"]
 
 _TIMEOUT_S = 30.0
+_SHORTEST_S = 0.05  # of a call, however late it is
+_GRACE_S = 0.5  # calls end by themselves at the deadline, in words of their own
+_MAX_BODY_BYTES = 16 << 20
 
 
 def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None = None) -> list[EngineInfo]:
@@ -23,11 +29,11 @@ def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None
 
     Args:
         addresses: ``host:port``, ``[ipv6]:port`` or URLs of engines, not of routers.
-        timeout_s: deadline of each call, in seconds.
+        timeout_s: deadline of all questions together, in seconds.
         api_key: sent as a bearer token.
 
     Raises:
-        ConfigError: no address, one twice, or one that is none.
+        ConfigError: no address, one twice, one that is none, or one of a router.
         EngineUnreachableError: nobody listens at an address.
         EngineRefusedError: whoever listens there describes no engine; the message has the answers of both routes.
         DeadlineError: no answer in time.
@@ -38,14 +44,38 @@ def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None
         raise ConfigError(f"address {twice[0]} is given twice" if twice else "there is no address to look at")
 
     def ask(url: str) -> EngineInfo:
-        session = HTTPSession(url, timeout_s=timeout_s, api_key=api_key)
+        session = HTTPSession(url, timeout_s=timeout_s, api_key=api_key, max_body_bytes=_MAX_BODY_BYTES)
         try:
-            return _describe(session)
+            return _describe(session, api_key, time.monotonic() + timeout_s)
         finally:
             session.close()
 
-    with ThreadPoolExecutor(max_workers=len(urls), thread_name_prefix="discover") as pool:
-        return list(pool.map(ask, urls))
+    jobs = {url: _in_thread(ask, url) for url in urls}
+    until = time.monotonic() + timeout_s + _GRACE_S
+    return [_result(job, url, until, timeout_s) for url, job in jobs.items()]
+
+
+def _in_thread(call: Callable[[str], EngineInfo], url: str) -> Future[EngineInfo]:
+    """Run ``call`` beside this thread; nobody has to wait for it, whatever the other side does."""
+    job: Future[EngineInfo] = Future()
+
+    def work() -> None:
+        try:
+            job.set_result(call(url))
+        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
+            job.set_exception(error)
+
+    Thread(target=work, name=f"discover {url}", daemon=True).start()
+    return job
+
+
+def _result(job: Future[EngineInfo], url: str, until: float, timeout_s: float) -> EngineInfo:
+    if not wait([job], max(0.0, until - time.monotonic())).done:
+        raise DeadlineError(
+            f"{url} did not say within {timeout_s:g} s what it is",
+            hint="look at the engine's log, or raise timeout_s",
+        )
+    return job.result()
 
 
 def connect(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None = None, **settings: Any) -> Fleet:
@@ -66,26 +96,39 @@ def connect(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None 
     return Fleet([engines.make(info.kind, url=info.url, **settings) for info in found])
 
 
-def _describe(session: HTTPSession) -> EngineInfo:
+def _describe(session: HTTPSession, api_key: str | None, until: float) -> EngineInfo:
     """``/server_info`` in its structured form, then ``/get_server_info``, the name that others give it."""
-    answers = []
+    answers, statuses = [], set()
+
+    def get(route: str, query: Any = None) -> Any:
+        return session.get(route, query=query, timeout_s=max(_SHORTEST_S, until - time.monotonic()))
+
     for route, query in (("/server_info", {"config_format": "json"}), ("/get_server_info", None)):
         try:
-            told = session.get(route, query=query)
+            told = get(route, query)
+            refuse_router(session)  # it would describe one engine of many, under its own address
+            if is_sglang_info(told):
+                left_s = max(_SHORTEST_S, until - time.monotonic())
+                limits = {"timeout_s": left_s, "load_timeout_s": left_s}
+                return engines.make("sglang", url=session.url, api_key=api_key, **limits).info()
             return parse_server_info(
                 session.url,
                 told,
-                world_size=_optional(lambda: int(session.get("/get_world_size")["world_size"])),
-                weight_version=_optional(lambda: str(session.get("/weight_info")["weight_version"])) or "",
+                world_size=_optional(lambda: get("/get_world_size")["world_size"]),
+                weight_version=_optional(lambda: str(get("/weight_info")["weight_version"])) or "",
             )
         except (EngineUnreachableError, DeadlineError):
             raise
-        except EngineError as error:
+        except EngineRefusedError as error:
             answers.append(error.what.rstrip("."))
+            statuses.add(error.status)
     raise EngineRefusedError(
         f"{session.url} does not say what engine it is: {'; '.join(answers)}",
         expected="an answer to GET /server_info or GET /get_server_info",
-        hint="give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1",
+        hint="it wants a key: give its own as api_key"
+        if statuses & {401, 403}
+        else "give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1",
+        status=next(iter(statuses)) if len(statuses) == 1 else None,
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.direct import DirectSession
 from torchrl_ext.rpc.vllm import VLLMEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
@@ -26,7 +26,9 @@ class EmbeddedEngine(EngineClient):
 
     def __init__(self, url: str, **settings: Any) -> None:
         self._client = VLLMEngine(url, **settings)
-        self._http = HTTPSession(url, timeout_s=settings.get("load_timeout_s", 600.0), api_key=settings.get("api_key"))
+        self._http = DirectSession(
+            url, timeout_s=settings.get("load_timeout_s", 600.0), api_key=settings.get("api_key")
+        )
 
     @property
     def url(self) -> str:
@@ -39,6 +41,7 @@ class EmbeddedEngine(EngineClient):
         self._client.connect(info, on_failure)
 
     def prefetch(self, version: int) -> None:
+        self._client.rouse()
         self._http.post("/prefetch_weights", {"version": version})
 
     def begin(self, version: int) -> None:
@@ -55,6 +58,12 @@ class EmbeddedEngine(EngineClient):
 
     def resume(self) -> None:
         self._client.resume()
+
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        self._client.sleep(level, tags)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        self._client.wake_up(tags)
 
     def rows(self) -> tuple[EngineRow, ...]:
         return tuple(replace(row, kind=self.kind) for row in self._client.rows())

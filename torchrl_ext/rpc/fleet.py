@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
+from threading import Thread
 from typing import ClassVar
 
 from torchrl_ext.errors import ConfigError, EngineError
@@ -13,12 +17,17 @@ from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["Fleet"]
 
+log = logging.getLogger("torchrl_ext")
+
+_PROBE_S = 2.0  # that an update waits for an engine that was lost before
+
 
 class Fleet(EngineClient):
     """Fans every call out to its engines in parallel.
 
     An engine that fails a step of an update takes no further part in it and stays paused; the others finish the
-    version. `commit` then raises, with a row per engine.
+    version. `commit` then raises, with a row per engine. One that does not answer at all is lost: the others go on
+    without it, its row says so, and it is back in the first update before which it answers again.
 
     Args:
         engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ...
@@ -35,15 +44,47 @@ class Fleet(EngineClient):
         if not engines or twice:
             raise ConfigError(f"engine {twice[0]} is listed twice" if twice else "a fleet needs at least one engine")
         self.engines = tuple(engines)
-        self._failed: dict[EngineClient, Exception] = {}
+        self._met = False
+        self._lost: dict[EngineClient, Exception] = {}
+        self._told: set[EngineClient] = set()  # failures that an error has named since the engine last served
+        self._failed: dict[EngineClient, Exception] = {}  # in this update
+        self._probes: dict[EngineClient, Future[EngineInfo]] = {}
 
     @property
     def url(self) -> str:
         return ", ".join(engine.url for engine in self.engines)
 
+    def members(self) -> tuple[str, ...]:
+        """Addresses that take part in the next update. Those that failed or were lost are asked whether they live.
+
+        Raises:
+            EngineError: none does.
+        """
+        suspects = [
+            engine for engine in self.engines if not self._met or engine in self._failed or engine in self._lost
+        ]
+        answers = self._probe(suspects)
+        silent = {engine: answer for engine, answer in answers.items() if isinstance(answer, Exception)}
+        if len(silent) == len(self.engines) == 1:
+            raise silent[self.engines[0]]
+        if len(silent) == len(self.engines):
+            self._failed = silent
+            self._raise("no engine of the fleet answers")
+        self._met = True
+        for engine, answer in answers.items():
+            if isinstance(answer, Exception):
+                if engine not in self._lost:
+                    log.warning("engine %s is lost: %s", engine.url, answer)
+                self._lost[engine] = answer
+            elif self._lost.pop(engine, None) is not None:
+                log.warning("engine %s is back", engine.url)
+        self._failed.clear()
+        self._told &= self._lost.keys()
+        return tuple(engine.url for engine in self._active())
+
     def infos(self) -> list[EngineInfo]:
-        """`info` of each engine, in order."""
-        return self._everywhere(self.engines, lambda engine: engine.info())
+        """`info` of each member, in order."""
+        return self._everywhere(lambda engine: engine.info())
 
     def info(self) -> EngineInfo:
         infos = self.infos()
@@ -58,15 +99,16 @@ class Fleet(EngineClient):
             transports=tuple(sorted(common)),
         )
 
+    @property
+    def verifies(self) -> bool:
+        return all(engine.verifies for engine in self._active())
+
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._failed.clear()
         offset, offsets = info.get("rank_offset", 1), {}
-        for engine, described in zip(self.engines, self.infos(), strict=True):
+        for engine, described in zip(self._active(), self.infos(), strict=True):
             offsets[engine] = offset
             offset += described.world_size
-        self._everywhere(
-            self.engines, lambda engine: engine.connect({**info, "rank_offset": offsets[engine]}), on_failure
-        )
+        self._everywhere(lambda engine: engine.connect({**info, "rank_offset": offsets[engine]}), on_failure)
 
     def prefetch(self, version: int) -> None:
         self._failed.clear()
@@ -80,33 +122,68 @@ class Fleet(EngineClient):
 
     def commit(self, version: int) -> None:
         self._while_any("commit", lambda engine: engine.commit(version))
-        if self._failed:
-            self._raise(f"{len(self._failed)} of {len(self.engines)} engines did not take version {version}")
+        missed = len(self._failed) + len(self._lost)
+        if self._failed or self._lost.keys() - self._told:
+            self._raise(f"{missed} of {len(self.engines)} engines did not take version {version}")
 
     def pause(self) -> None:
-        self._everywhere(self.engines, lambda engine: engine.pause())
+        self._everywhere(lambda engine: engine.pause())
 
     def resume(self) -> None:
-        self._everywhere(self.engines, lambda engine: engine.resume())
+        self._everywhere(lambda engine: engine.resume())
+
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        self._everywhere(lambda engine: engine.sleep(level, tags))
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        self._everywhere(lambda engine: engine.wake_up(tags))
 
     def rows(self) -> tuple[EngineRow, ...]:
         rows = []
         for engine in self.engines:
             (row,) = engine.rows()
-            error = self._failed.get(engine)
+            if engine in self._lost:
+                row = replace(row, state="unreachable")
+            error = self._failed.get(engine) or self._lost.get(engine)
             rows.append(row if error is None else replace(row, error=str(error)))
         return tuple(rows)
 
     def close(self) -> None:
-        self._everywhere(self.engines, lambda engine: engine.close())
+        self._everywhere(lambda engine: engine.close())
+
+    def _active(self) -> list[EngineClient]:
+        return [engine for engine in self.engines if engine not in self._lost]
+
+    def _probe(self, engines: Sequence[EngineClient]) -> dict[EngineClient, EngineInfo | Exception]:
+        """What each says of itself, or why it does not. One that is known to be lost gets little time; what it says
+        later counts the next time."""
+        answers: dict[EngineClient, EngineInfo | Exception] = {}
+        for engine in engines:
+            if engine not in self._probes:
+                self._probes[engine] = _in_thread(engine.info)
+        until = time.monotonic() + _PROBE_S
+        for engine in engines:
+            known = self._lost.get(engine)
+            try:
+                answers[engine] = self._probes[engine].result(
+                    None if known is None else max(0, until - time.monotonic())
+                )
+            except FutureTimeout:
+                answers[engine] = known or EngineError(f"{engine.url} does not answer")
+                continue
+            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs in this engine's row
+                answers[engine] = error
+            del self._probes[engine]
+        return answers
 
     def _while_any(
         self, step: str, call: Callable[[EngineClient], object], on_failure: Callable[[], None] = _nothing
     ) -> None:
         """One step of an update on the engines that are still part of it; raises when none is left."""
-        active = [engine for engine in self.engines if engine not in self._failed]
-        self._fan_out(active, call, on_failure)
-        if len(self._failed) == len(self.engines):
+        active = self._active()
+        self._fan_out([engine for engine in active if engine not in self._failed], call, on_failure)
+        self._told.update(self._failed)  # whatever error ends this update, the rows with it name them
+        if len(self._failed) == len(active):
             self._raise(f"every engine failed to {step}")
 
     def _fan_out(
@@ -124,31 +201,43 @@ class Fleet(EngineClient):
                     on_failure()
         return results
 
-    def _everywhere(
-        self,
-        engines: Sequence[EngineClient],
-        call: Callable[[EngineClient], object],
-        on_failure: Callable[[], None] = _nothing,
-    ) -> list:
-        """A call that must succeed on every engine."""
+    def _everywhere(self, call: Callable[[EngineClient], object], on_failure: Callable[[], None] = _nothing) -> list:
+        """A call that must succeed on every member."""
         self._failed.clear()
+        engines = self._active()
         results = self._fan_out(engines, call, on_failure)
         if self._failed:
-            failed, self._failed = self._failed, {}
             if len(self.engines) == 1:
-                raise next(iter(failed.values()))
-            lines = "; ".join(f"{engine.url}: {error}" for engine, error in failed.items())
-            raise EngineError(f"{len(failed)} of {len(engines)} engines failed: {lines}")
+                raise next(iter(self._failed.values()))
+            lines = "; ".join(f"{engine.url}: {error}" for engine, error in self._failed.items())
+            raise EngineError(f"{len(self._failed)} of {len(engines)} engines failed: {lines}")
         return [results[engine] for engine in engines]
 
     def _raise(self, what: str) -> None:
-        lines = "; ".join(f"{engine.url}: {error}" for engine, error in self._failed.items())
+        missed = {**self._lost, **self._failed}
+        self._told.update(missed)
+        lines = "; ".join(f"{engine.url}: {error}" for engine, error in missed.items())
         raise EngineError(
             f"{what}: {lines}",
             rows=self.rows(),
-            state="engines named here take no requests until an update reaches them; the others serve the new version",
-            hint="mend the cause and call update_weights again, or take the engine out of the fleet",
+            state="the rows say whether these engines serve an older version, are paused, or do not answer; the others "
+            "serve the new one",
+            hint="mend the cause and call update_weights again: engines that answer then take part",
         )
+
+
+def _in_thread(call: Callable[[], EngineInfo]) -> Future[EngineInfo]:
+    """A daemon thread's result: nobody waits for it at the end of the process."""
+    future: Future[EngineInfo] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001 - carried over to whoever asks
+            future.set_exception(error)
+
+    Thread(target=run, name="probe", daemon=True).start()
+    return future
 
 
 def _number(weight_version: str) -> int:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,10 +58,12 @@ class Answer:
     Attributes:
         status: HTTP status.
         text: the body, decoded as UTF-8.
+        headers: by lower-case name.
     """
 
     status: int
     text: str
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -73,7 +76,10 @@ class Answer:
         Raises:
             ValueError: it is no JSON.
         """
-        return json.loads(self.text) if self.text.strip() else {}
+        try:
+            return json.loads(self.text) if self.text.strip() else {}
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
 
     def message(self) -> str:
         """What the other side says in its own words, from the usual places of an error body."""
@@ -192,7 +198,11 @@ class HTTPSession:
         with self._opening:
             if self._client is None:
                 self._client = httpx.Client(
-                    headers=self._headers, limits=self._limits, follow_redirects=False, trust_env=False
+                    headers=self._headers,
+                    limits=self._limits,
+                    follow_redirects=False,
+                    trust_env=False,
+                    verify=_authorities() if self.url.startswith("https:") else True,
                 )
             return self._client
 
@@ -231,7 +241,8 @@ class HTTPSession:
             watchdog.left_s()  # the watchdog's cut looks like a regular end where no length was announced
         finally:
             response.close()
-        return Answer(status=response.status_code, text=b"".join(chunks).decode("utf-8", "replace"))
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(status=response.status_code, text=b"".join(chunks).decode("utf-8", "replace"), headers=headers)
 
     def _json(
         self, method: str, route: str, body: Any, query: Mapping[str, Any] | None, timeout_s: float | None
@@ -252,9 +263,12 @@ class HTTPSession:
             ) from None
 
     def _unreachable(self, where: str, why: str) -> EngineUnreachableError:
-        return EngineUnreachableError(
-            f"{where}: {why}", expected="an engine that listens there", hint="check that it runs, and the address"
-        )
+        hint = "check that it runs, and the address"
+        if "CERTIFICATE_VERIFY_FAILED" in why:
+            hint = "name the file of the authority that signed its certificate in SSL_CERT_FILE"
+        elif "SSL" in why:
+            hint = "it may speak plain http: try the address with http://"
+        return EngineUnreachableError(f"{where}: {why}", expected="an engine that listens there", hint=hint)
 
     def _late(self, where: str, limit_s: float) -> DeadlineError:
         return DeadlineError(
@@ -262,6 +276,13 @@ class HTTPSession:
             state="the other side may still be at work on it",
             hint="look at the engine's log, or raise timeout_s",
         )
+
+
+def _authorities() -> ssl.SSLContext:
+    """Those of the system (SSL_CERT_FILE and SSL_CERT_DIR name others, as with OpenSSL) and those that httpx brings."""
+    context = httpx.create_ssl_context(trust_env=False)
+    context.load_default_certs()
+    return context
 
 
 class _Watchdog:

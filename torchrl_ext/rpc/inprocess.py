@@ -2,43 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Receiver
+from torchrl_ext.rpc.hosts import Host, ModuleHost, VLLMHost, host_of
+from torchrl_ext.types import EngineInfo, EngineRow, Info
+from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["InProcessEngine"]
 
 
 class InProcessEngine(EngineClient):
-    """Drives a module, a TensorDict or a `WeightReceiver` of this process.
+    """Drives an object of this process, and switches its weights between requests.
 
     Args:
-        engine: what takes the weights; anything but a receiver is wrapped in a `WeightReceiver`.
+        engine: vLLM's `AsyncLLM` or `LLM`, the embedded engine's object, a `WeightReceiver`, or what one can wrap: a
+            module, a TensorDict, a mapping of tensors.
         url: name for reports.
+        pause_mode: what becomes of running requests of vLLM and the embedded engine: ``"keep"`` freezes them,
+            ``"wait"`` lets them end, ``"abort"`` ends them.
+        loop: event loop of an `AsyncLLM`; None finds it.
+        transport: name of the transport of `update_model_weights`; None picks by the kind of ``engine``.
+        timeout_s: deadline of every wait, in seconds.
 
-    `serving` is cleared while paused: a loop that generates with the module waits on it between tokens.
+    `serving` is cleared while a module is paused: a loop that generates with it waits on it between tokens.
     """
 
     kind: ClassVar[str] = "inprocess"
 
-    def __init__(self, engine: Any, *, url: str = "inprocess") -> None:
-        self._receiver: Receiver = _receiver(engine)
-        self._url = url
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        url: str = "inprocess",
+        pause_mode: str = "keep",
+        loop: asyncio.AbstractEventLoop | None = None,
+        transport: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._host: Host = host_of(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
+        self._receiver = self._host.receiver
+        self._url, self._road = url, transport or self._host.transport
         self._watch = Stopwatch()
-        self._row = EngineRow(engine=url, kind=self.kind, state="serving")
+        self._paused = threading.Event()
         self._version: int | None = None
-        self.serving = threading.Event()
-        self.serving.set()
 
     @property
     def url(self) -> str:
         return self._url
 
+    @property
+    def serving(self) -> threading.Event:
+        """Set while a module serves.
+
+        Raises:
+            AttributeError: the engine is no module; it keeps its own requests back.
+        """
+        if not isinstance(self._host, ModuleHost):
+            raise AttributeError("only a module needs to be told when it may serve")
+        return self._host.serving
+
     def info(self) -> EngineInfo:
-        return EngineInfo(url=self._url, kind=self.kind, weight_version=str(self._version or ""))
+        described = self._host.info(self._url)
+        return EngineInfo(**{**vars(described), "kind": self.kind, "weight_version": str(self._version or "")})
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._receiver.connect(info)
@@ -59,11 +90,13 @@ class InProcessEngine(EngineClient):
         self.resume()
 
     def pause(self) -> None:
-        self.serving.clear()
+        self._host.pause()
+        self._paused.set()
         self._watch.start()
 
     def resume(self) -> None:
-        self.serving.set()
+        self._host.resume()
+        self._paused.clear()
         self._watch.stop()
 
     def rows(self) -> tuple[EngineRow, ...]:
@@ -71,7 +104,7 @@ class InProcessEngine(EngineClient):
             EngineRow(
                 engine=self._url,
                 kind=self.kind,
-                state="serving" if self.serving.is_set() else "paused",
+                state="paused" if self._paused.is_set() else "serving",
                 version=self._version,
                 pause_s=self._watch.seconds,
             ),
@@ -80,9 +113,51 @@ class InProcessEngine(EngineClient):
     def close(self) -> None:
         return None
 
+    # online switching
 
-def _receiver(engine: Any) -> Receiver:
-    from torchrl_ext.registry import receivers
+    async def update_model_weights(self, model_weights_path: str | os.PathLike[str]) -> Any:
+        """Serve the weights of a checkpoint directory, without a restart; updates queue behind each other.
 
-    receiver = receivers.load("default")
-    return engine if isinstance(engine, receiver) else receiver(engine)
+        Returns:
+            The `SyncReport`.
+
+        Raises:
+            UpdateError: they did not land; the engine serves what it served.
+        """
+        return await self._switched(lambda switch: switch.to_checkpoint(model_weights_path))
+
+    async def update_model_weights_from_state_dict(
+        self, state_dict: Mapping[str, Any], *, mapper: Callable[[str], str] | Mapping[str, str] | None = None
+    ) -> Any:
+        """Serve these tensors; parameters that are left out stay as they are.
+
+        Args:
+            state_dict: tensors by name, full shapes, on any device.
+            mapper: name in ``state_dict`` -> checkpoint name; a callable or a table of regular expressions.
+
+        Returns:
+            The `SyncReport`.
+
+        Raises:
+            ManifestError, UpdateError: as for `update_model_weights`.
+        """
+        return await self._switched(lambda switch: switch.to_state_dict(state_dict, mapper))
+
+    def check(self) -> None:
+        """Raises EngineError where no update could land: the engine is dead, or asleep."""
+        self._host.check()
+
+    def start_weights(self) -> WeightSource:
+        """The weights that the engine holds before the first update."""
+        return self._host.start_weights()
+
+    async def _switched(self, how: Callable[[Any], Any]) -> Any:
+        if isinstance(self._host, VLLMHost):
+            self._host.at_home(asyncio.get_running_loop())
+        return await asyncio.to_thread(how, self._switch)
+
+    @cached_property
+    def _switch(self) -> Any:
+        from torchrl_ext.registry import switches
+
+        return switches.make("default", engine=self, transport=self._road)

@@ -9,10 +9,13 @@ from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.registry import transports
 from torchrl_ext.types import BACKEND, EngineInfo
 
-__all__ = ["parse_server_info"]
+__all__ = ["is_sglang_info", "parse_server_info", "parse_sglang_info"]
+
+_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+_MOST = 1 << 20  # workers of one engine
 
 
-def parse_server_info(url: str, told: Any, *, world_size: int | None = None, weight_version: str = "") -> EngineInfo:
+def parse_server_info(url: str, told: Any, *, world_size: Any = None, weight_version: str = "") -> EngineInfo:
     """`EngineInfo` from the structured form of ``/server_info``, of vLLM or of the embedded engine.
 
     Args:
@@ -33,8 +36,9 @@ def parse_server_info(url: str, told: Any, *, world_size: int | None = None, wei
     embedded = "engine" in told
     config = told if embedded else told["vllm_config"]
     parallel, model = _mapping(config, "parallel_config"), _mapping(config, "model_config")
-    tp, pp, dp = (int(parallel.get(f"{axis}_parallel_size") or 1) for axis in ("tensor", "pipeline", "data"))
-    workers = world_size or tp * pp * dp
+    axes = [f"{axis}_parallel_size" for axis in _AXES.values()]
+    tp, pp, dp = (_count(url, axis, parallel.get(axis)) for axis in axes)
+    workers = _count(url, "world_size", world_size, tp * pp * dp)
     backend = _mapping(config, "weight_transfer_config").get("backend")
     follows = [name for name in transports.names() if name != "memory"] if backend == BACKEND else []
     return EngineInfo(
@@ -58,6 +62,63 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _count(url: str, name: str, value: Any, default: int = 1) -> int:
+    """A size that an engine tells; ``default`` where it does not.
+
+    Raises:
+        EngineRefusedError: it is no count, or more than anybody has.
+    """
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        raise EngineRefusedError(
+            f"{url} says that its {name} is {str(value)[:80]!r}",
+            expected=f"a number from 1 to {_MOST:,}",
+            hint="is this an engine's address?",
+        )
+    return value
+
+
 def _role(kv_transfer: Mapping[str, Any]) -> str:
     """A producer of keys and values prefills; their consumer decodes."""
     return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(str(kv_transfer.get("kv_role")), "regular")
+
+
+def is_sglang_info(told: Any) -> bool:
+    """Whether ``told`` is SGLang's ``/server_info``: its settings, flat."""
+    return isinstance(told, Mapping) and {"model_path", "disaggregation_mode"} <= told.keys()
+
+
+def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tuple[str, ...] = ()) -> EngineInfo:
+    """`EngineInfo` from SGLang's ``/server_info`` (what it was started with) and ``/model_info`` (what it serves).
+
+    Names of settings in earlier and later releases are those that slime's engine discovery knows.
+
+    Raises:
+        EngineRefusedError: ``told`` describes no SGLang server.
+    """
+    if not is_sglang_info(told):
+        raise EngineRefusedError(
+            f"{url}/server_info describes no SGLang server",
+            expected="its settings as one flat object",
+            hint="give the address of the engine itself, not of a router",
+        )
+    model = served if isinstance(served, Mapping) else {}
+    names = {f"{short}_size": f"{axis}_parallel_size" for short, axis in _AXES.items()}
+    tp, pp, dp = (_count(url, name, told.get(name) or told.get(other)) for name, other in names.items())
+    replicas = 1 if told.get("enable_dp_attention") else dp  # else each has workers of its own
+    mode = str(told.get("disaggregation_mode"))
+    return EngineInfo(
+        url=url,
+        kind="sglang",
+        version=str(told.get("version") or ""),
+        worker_type="encoder" if told.get("encoder_only") else mode if mode in ("prefill", "decode") else "regular",
+        num_gpus=tp * pp * replicas,
+        tp_size=tp,
+        pp_size=pp,
+        dp_size=dp,
+        world_size=tp * pp * replicas,
+        model=str(model.get("model_path") or told["model_path"]),
+        weight_version=str(model.get("weight_version") or told.get("weight_version") or ""),
+        transports=transports,
+    )

@@ -15,6 +15,7 @@ in the bodies is ours:
                                           way out of the update that is still open
 ``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights
 ``POST /resume``
+``POST /sleep``, ``/wake_up``             see `torchrl_ext.rpc.slumber`
 ========================================  ====================================================================
 
 Everything that can fail happens up to ``seal``; ``finish_weight_update`` only gives the version its label.
@@ -25,22 +26,17 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import (
-    ConfigError,
-    DeadlineError,
-    EngineError,
-    EngineRefusedError,
-    EngineUnreachableError,
-    WeightSyncError,
-)
-from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.rpc.client import _nothing
+from torchrl_ext.rpc.served import HTTPEngine, restated
 from torchrl_ext.rpc.server_info import parse_server_info
-from torchrl_ext.types import BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, EngineRow, Info
+from torchrl_ext.rpc.slumber import Slumber
+from torchrl_ext.types import BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, Info
 
 __all__ = ["VLLMEngine"]
 
@@ -63,7 +59,7 @@ _FLAGS = (
 )
 
 
-class VLLMEngine(EngineClient):
+class VLLMEngine(HTTPEngine):
     """A vLLM server that runs our weight-transfer backend.
 
     Args:
@@ -91,14 +87,9 @@ class VLLMEngine(EngineClient):
     ) -> None:
         if pause_mode not in PAUSE_MODES:
             raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
-        self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s)
-        self._pause_mode, self._load_timeout_s = pause_mode, load_timeout_s
-        self._watch = Stopwatch()
-        self._state, self._version, self._error = "serving", None, None
-
-    @property
-    def url(self) -> str:
-        return self._http.url
+        super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
+        self._pause_mode = pause_mode
+        self._slumber = Slumber(self.url, partial(self._post, timeout_s=load_timeout_s), self.pause, pause_mode)
 
     def info(self) -> EngineInfo:
         with self._needs_dev_mode():
@@ -132,6 +123,7 @@ class VLLMEngine(EngineClient):
         """See `EngineClient.prefetch`. Workers stage beside their generating; vLLM's route has no way to answer "not
         yet" but an error, so that is what says it."""
         request, until, pause_s = {"prefetch": version}, time.monotonic() + self._load_timeout_s, 0.1
+        self.rouse()  # changes are held against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             while True:
                 try:
@@ -148,6 +140,7 @@ class VLLMEngine(EngineClient):
     def begin(self, version: int) -> None:
         with self._step(f"pause for version {version}"):
             self.pause()
+        self.rouse()
         with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
             self._post("/start_weight_update")
 
@@ -165,32 +158,31 @@ class VLLMEngine(EngineClient):
             if not done.get("success", True):
                 raise EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights")
             self._version = version
+            self._slumber.filled()
             self.resume()
 
-    def pause(self) -> None:
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        """See `EngineClient.sleep`. A vLLM server needs ``--enable-sleep-mode`` to give memory back."""
+        with self._step(f"sleep at level {level}"):
+            self._slumber.sleep(level, tags)
+            self._state = "paused"
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        with self._step("wake up"):
+            if self._slumber.wake(tags):
+                self.resume()
+
+    def rouse(self) -> None:
+        """Wake the weights, and nothing else, of an engine that this client put to sleep."""
+        with self._step("wake its weights", state=f"{self.url} sleeps"):
+            self._slumber.rouse()
+
+    def _hold(self) -> None:
         self._post("/pause", query={"mode": self._pause_mode}, timeout_s=self._load_timeout_s)
-        self._watch.start()
-        self._state = "paused"
 
-    def resume(self) -> None:
+    def _release(self) -> None:
+        self._slumber.refuse_hollow()
         self._post("/resume")
-        self._watch.stop()
-        self._state, self._error = "serving", None
-
-    def rows(self) -> tuple[EngineRow, ...]:
-        return (
-            EngineRow(
-                engine=self.url,
-                kind=self.kind,
-                state=self._state,
-                version=self._version,
-                pause_s=self._watch.seconds,
-                error=self._error,
-            ),
-        )
-
-    def close(self) -> None:
-        self._http.close()
 
     def _ask(self, route: str, field: str) -> Any:
         with self._needs_dev_mode():
@@ -204,7 +196,7 @@ class VLLMEngine(EngineClient):
             try:
                 answer = self._http.post(route, body, **how)
             except EngineRefusedError as error:
-                raise _restated(error, _WRAPPING.sub(r"\g<words>", error.what)) from error
+                raise restated(error, _WRAPPING.sub(r"\g<words>", error.what)) from error
         return answer if isinstance(answer, dict) else {}
 
     def _abandon(self) -> None:
@@ -214,21 +206,6 @@ class VLLMEngine(EngineClient):
         except EngineRefusedError:
             return
 
-    def _paused(self, holding: str) -> str:
-        return f"{self.url} is paused, serves nobody, and holds {holding}; the next good update resumes it"
-
-    @contextmanager
-    def _step(self, what: str, state: str | None = None) -> Iterator[None]:
-        """Names the step and the engine's state in an error, and remembers it for the report."""
-        try:
-            yield
-        except (EngineError, DeadlineError) as error:
-            if isinstance(error, EngineUnreachableError):
-                self._state = "unreachable"
-            restated = _restated(error, f"{self.url} did not {what}: {error.what}", state)
-            self._error = str(restated)
-            raise restated from error
-
     @contextmanager
     def _needs_dev_mode(self) -> Iterator[None]:
         try:
@@ -236,28 +213,12 @@ class VLLMEngine(EngineClient):
         except EngineRefusedError as error:
             if error.status not in (404, 405):
                 raise
-            raise _restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
+            raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
 
     def _explained(self, error: EngineRefusedError) -> EngineRefusedError:
         missing = "not configured" in error.what or "Invalid init_info" in error.what
         return (
-            _restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS)
+            restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS)
             if missing
             else error
         )
-
-
-def _restated(
-    error: WeightSyncError, what: str, state: str | None = None, *, expected: str | None = None, hint: str | None = None
-) -> Any:
-    """The same kind of error, in more words."""
-    more: dict[str, Any] = {
-        "expected": expected or error.expected,
-        "state": state or error.state,
-        "hint": hint or error.hint,
-    }
-    if isinstance(error, EngineError):
-        more["rows"] = error.rows
-    if isinstance(error, EngineRefusedError):
-        more["status"] = error.status
-    return type(error)(what, **more)

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.deltas import DELTA_FORMAT, DeltaManifest
+from torchrl_ext.stores.deltas import DeltaManifest, is_delta
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.versions import Versions, version_name
 from torchrl_ext.types import ParamMeta
@@ -135,7 +135,7 @@ class Chain:
         data = self.store.get(f"{folder}/{MANIFEST}")
         where = f"{self.store.url}/{folder}/{MANIFEST}"
         full, delta = None, None
-        if _is_delta(data):
+        if is_delta(data):
             delta = (folder, DeltaManifest.from_bytes(data, where))
         else:
             full = Manifest.from_bytes(data, where)
@@ -341,10 +341,3 @@ class Chain:
                 else:  # its reader died, or takes longer than it said
                     self.store.delete(f"{_LEASES}/{name}")
         return found
-
-
-def _is_delta(manifest: bytes) -> bool:
-    try:
-        return json.loads(manifest).get("format") == DELTA_FORMAT
-    except (ValueError, AttributeError, RecursionError):
-        return False

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import zstandard
+
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
-from torchrl_ext.stores.manifest import checked_count, plain_name
+from torchrl_ext.stores.manifest import checked_count, plain_name, read_json
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["DELTA_FORMAT", "DELTA_FORMAT_NUMBER", "DeltaManifest", "DeltaParam"]
+__all__ = ["DELTA_FORMAT", "DELTA_FORMAT_NUMBER", "DeltaManifest", "DeltaParam", "is_delta"]
 
 DELTA_FORMAT, DELTA_FORMAT_NUMBER = "torchrl_ext.delta", 1
 _DIGEST = "position-2x64"
+_LEVEL = 19  # of zstd: an eighth less than level 9, for some 30 microseconds per parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class DeltaParam:
         codec: index into the manifest's ``codecs``.
         file: where the payload lies; "" where the container knows by itself.
         offset, nbytes: which bytes of the file.
-        checksum: xxh3-64 of the payload, 16 hex digits; "" where the file has a checksum of its own.
+        checksum: xxh3-64 of the payload, 16 hex digits; "" where payload or file have a checksum of their own.
     """
 
     meta: ParamMeta
@@ -79,12 +82,15 @@ class DeltaManifest:
         return sum(param.changed for param in self.params)
 
     def to_bytes(self) -> bytes:
-        """JSON, UTF-8. A parameter is ``[name, dtype, shape, digest]``, or that and its change."""
-        rows = []
+        """JSON, UTF-8, in a zstd frame. A parameter is ``[name, dtype, shape, digest]``, or that and its change."""
+        rows, ends = [], dict[str, int]()
         for param in self.params:
             row = [*param.meta.to_json(), param.digest]
             if param.changed:
-                row += [param.changed, param.codec, param.file, param.offset, param.nbytes, param.checksum]
+                follows = param.offset == ends.get(param.file, 0)
+                ends[param.file] = param.offset + param.nbytes
+                row += [param.changed, param.codec, param.file, None if follows else param.offset, param.nbytes]
+                row += [param.checksum] if param.checksum else []
             rows.append(json.dumps(row, separators=(",", ":")))
         head = {
             "format": DELTA_FORMAT,
@@ -100,7 +106,8 @@ class DeltaManifest:
             **({"base_digests": dict(self.base_digests)} if self.base_digests else {}),
         }
         lines = ",\n".join(rows)
-        return f'{json.dumps(head, indent=2)[:-2]},\n  "params": [\n{lines}\n  ]\n}}\n'.encode()
+        text = f'{json.dumps(head, indent=2)[:-2]},\n  "params": [\n{lines}\n  ]\n}}\n'.encode()
+        return zstandard.ZstdCompressor(level=_LEVEL).compress(text)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> DeltaManifest:
@@ -114,7 +121,7 @@ class DeltaManifest:
             IntegrityError: no manifest of a format that this version of the library reads, or a hostile one.
         """
         try:
-            found = json.loads(data)
+            found = read_json(data)
             if (found["format"], found["format_number"], found["digest"]) != (
                 DELTA_FORMAT,
                 DELTA_FORMAT_NUMBER,
@@ -127,7 +134,7 @@ class DeltaManifest:
                 )
             files = {plain_name(name): checked_count(size) for name, size in found["files"].items()}
             codecs = tuple(found["codecs"])
-            params = tuple(_param(row, files, len(codecs)) for row in found["params"])
+            params = tuple(_params(found["params"], files, len(codecs)))
             if len({param.meta.name for param in params}) != len(params):
                 raise ValueError("a parameter is listed twice")
             manifest = cls(
@@ -148,25 +155,37 @@ class DeltaManifest:
         return manifest
 
 
-def _param(row: list[Any], files: Mapping[str, int], codecs: int) -> DeltaParam:
-    meta, digest, rest = ParamMeta.from_json(row[:3]), row[3], row[4:]
-    _digest(meta.name, digest)
-    if not rest:
-        return DeltaParam(meta=meta, digest=digest)
-    changed, codec, file, offset, nbytes, checksum = rest
-    param = DeltaParam(
-        meta=meta,
-        digest=digest,
-        changed=checked_count(changed),
-        codec=checked_count(codec),
-        file=str(file),
-        offset=checked_count(offset),
-        nbytes=checked_count(nbytes),
-        checksum=str(checksum),
-    )
-    if param.codec >= codecs or (file and param.offset + param.nbytes > files.get(param.file, -1)):
-        raise ValueError(f"the payload of {meta.name!r} lies outside of the files")
-    return param
+def is_delta(data: bytes) -> bool:
+    """Whether a manifest says that it is one of a delta."""
+    try:
+        return read_json(data).get("format") == DELTA_FORMAT
+    except (ValueError, AttributeError, RecursionError):
+        return False
+
+
+def _params(rows: list[list[Any]], files: Mapping[str, int], codecs: int) -> Iterator[DeltaParam]:
+    ends: dict[str, int] = {}
+    for row in rows:
+        meta, digest, rest = ParamMeta.from_json(row[:3]), row[3], row[4:]
+        _digest(meta.name, digest)
+        if not rest:
+            yield DeltaParam(meta=meta, digest=digest)
+            continue
+        changed, codec, file, offset, nbytes, checksum = [*rest, ""] if len(rest) == 5 else rest
+        param = DeltaParam(
+            meta=meta,
+            digest=digest,
+            changed=checked_count(changed),
+            codec=checked_count(codec),
+            file=str(file),
+            offset=ends.get(str(file), 0) if offset is None else checked_count(offset),
+            nbytes=checked_count(nbytes),
+            checksum=str(checksum),
+        )
+        ends[param.file] = param.offset + param.nbytes
+        if param.codec >= codecs or (file and param.offset + param.nbytes > files.get(param.file, -1)):
+            raise ValueError(f"the payload of {meta.name!r} lies outside of the files")
+        yield param
 
 
 def _digest(name: str, text: Any) -> str:

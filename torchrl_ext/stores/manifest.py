@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import zstandard
+
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.stores.base import checked_key
 from torchrl_ext.types import ParamMeta, dtype_name
 
-__all__ = ["FORMAT", "FORMAT_NUMBER", "MANIFEST", "Manifest", "Placed", "checked_count", "plain_name"]
+__all__ = ["FORMAT", "FORMAT_NUMBER", "MANIFEST", "Manifest", "Placed", "checked_count", "plain_name", "read_json"]
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_NUMBER = "torchrl_ext.weights", 1
 _CHECKSUM = "xxh3-128"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_LARGEST = 1 << 28  # bytes of text: a million parameters take less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +85,8 @@ class Manifest:
             IntegrityError: not a manifest of a format that this version of the library reads, or a hostile one.
         """
         try:
-            found = json.loads(data)
-            if (found["format"], found["format_number"], found["checksum"]) != (FORMAT, FORMAT_NUMBER, _CHECKSUM):
+            found = read_json(data)
+            if (found["format"], found["format_number"], found.get("checksum")) != (FORMAT, FORMAT_NUMBER, _CHECKSUM):
                 raise IntegrityError(
                     f"{where} is format {found['format']!r} number {found['format_number']!r}",
                     expected=f"{FORMAT!r} number {FORMAT_NUMBER} with {_CHECKSUM} checksums",
@@ -113,6 +117,23 @@ def _placed(row: Mapping[str, Any]) -> Placed:
     if not isinstance(checksum, str) or len(checksum) != 32:
         raise ValueError(f"checksum of {meta.name!r} is {checksum!r}")
     return Placed(meta=meta, file=plain_name(row["file"]), checksum=checksum)
+
+
+def read_json(data: bytes) -> Any:
+    """What a manifest says: JSON as it is, or in one zstd frame, told apart by the frame's first four bytes.
+
+    Raises:
+        ValueError: neither, or a frame that does not say its size, or one too large.
+    """
+    if data[:4] != _ZSTD:
+        return json.loads(data)
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= _LARGEST:
+            raise ValueError(f"its zstd frame declares {size} bytes, and a manifest takes at most {_LARGEST}")
+        return json.loads(zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise ValueError(f"its zstd frame cannot be read: {error}") from None
 
 
 def plain_name(name: Any) -> str:

@@ -23,10 +23,15 @@ def in_background(call: Callable[..., None], info: Any, abort: Callable[[], None
         abort: unblocks the block; may run in either thread, more than once.
     """
     failures: list[BaseException] = []
+    foreseen = threading.Event()
+
+    def early() -> None:
+        foreseen.set()
+        abort()
 
     def run() -> None:
         try:
-            call(info, abort)
+            call(info, early)
         except BaseException as error:  # noqa: BLE001 - carried over to the waiting thread
             failures.append(error)
             abort()
@@ -36,7 +41,7 @@ def in_background(call: Callable[..., None], info: Any, abort: Callable[[], None
     try:
         yield
     except BaseException as error:
-        late = not failures
+        late = not failures and not foreseen.is_set()
         abort()
         thread.join()
         if failures and not late:

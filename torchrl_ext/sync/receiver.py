@@ -35,6 +35,11 @@ class WeightReceiver:
         self._staged: Changes | None = None
         self.version = 0
 
+    @property
+    def target(self) -> Any:
+        """What takes the weights, as it was given."""
+        return self._target
+
     # driven by an engine
 
     def connect(self, info: Info) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, UpdateError
+from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.background import in_background
-from torchrl_ext.sync.sources import Outgoing
+from torchrl_ext.sync.sources import Outgoing, inner_model
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.source import WeightSource, as_source
@@ -32,7 +32,8 @@ class WeightSender:
         engine: tells engines what to do and when (a client or a fleet); None for the data layer alone.
         mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
         dtype: cast floating-point tensors to this dtype on the way out.
-        verify: every engine compares a digest of each tensor with the trainer's before a version is in service.
+        verify: every engine compares a digest of each tensor with the trainer's before a version is in service; engines
+            that cannot (`EngineClient.verifies`) are not asked, and the report says so.
         rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
             `update_weights` too and replay the same gathers.
     """
@@ -54,7 +55,7 @@ class WeightSender:
         self._model: Callable[[], Any] = lambda: None
         self._collectors: list[weakref.ref[Any]] = []
         self._metadata: tuple[ParamMeta, ...] | None = None
-        self._connected_to: tuple[ParamMeta, ...] | None = None
+        self._connected_to: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self._spans: dict[str, float] = {}
         self._attempted = 0
         self.version = 0
@@ -62,7 +63,11 @@ class WeightSender:
     # TorchRL's surface
 
     def register_model(self, model: Any) -> None:
-        """Remember what to send: a module, TensorDict, mapping, checkpoint directory or WeightSource; held weakly."""
+        """Remember what to send: a module, TensorDict, mapping, checkpoint directory or WeightSource; held weakly.
+
+        TorchRL's LLM wrappers stand for the model inside, whose names engines know.
+        """
+        model = inner_model(model)
         try:
             self._model = weakref.ref(model)
         except TypeError:  # plain dicts and strings take no weak reference
@@ -132,8 +137,9 @@ class WeightSender:
         self.version = version
         report = self._report(version, source, started)
         log.info("weights version %d accepted by %d engine(s)", version, len(report.engines))
-        for collector in filter(None, (reference() for reference in self._collectors)):
-            collector.increment_version()
+        for collector in (reference() for reference in self._collectors):
+            if collector is not None:  # its truth would be its length, and an endless collector has none
+                collector.increment_version()
         return report
 
     def check_connection(self) -> bool:
@@ -159,7 +165,7 @@ class WeightSender:
                 with in_background(self._engine.load, handoff.info, self._transport.abort):
                     handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
                 handoff.release()
-            if self._verify and not self._transport.proves:
+            if self._verify and self._engine.verifies and not self._transport.proves:
                 self._engine.load({"verify": source.digests()})
 
     # its helpers
@@ -174,15 +180,25 @@ class WeightSender:
                 "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
             )
         digests = self._verify and not self._transport.proves
-        return Outgoing(as_source(model), mapper=self._mapper, dtype=self._dtype, digests=digests)
+        return Outgoing(as_source(inner_model(model)), mapper=self._mapper, dtype=self._dtype, digests=digests)
 
     def _next_version(self) -> int:
         """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""
         return max(self.version, self._attempted, self._transport.latest_version()) + 1
 
     def _connect(self, params: tuple[ParamMeta, ...]) -> None:
-        if self._connected_to == params:
-            return
+        members = self._engine.members()
+        while self._connected_to != (params, members):
+            try:
+                self._join(params)
+            except WeightSyncError:
+                before, members = members, self._engine.members()
+                if len(members) >= len(before):  # it is not that somebody left
+                    raise
+            else:
+                self._connected_to = (params, members)
+
+    def _join(self, params: tuple[ParamMeta, ...]) -> None:
         engine = self._engine.info()
         workers = engine.world_size
         if engine.weight_version.isdecimal():
@@ -194,7 +210,6 @@ class WeightSender:
             info = {**handoff.info, "params": [meta.to_json() for meta in params], "world_size": 1 + workers}
             with in_background(self._engine.connect, info, self._transport.abort):
                 handoff.transfer()
-        self._connected_to = params
 
     def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
         total, stats = sum(meta.nbytes for meta in source.params()), self._transport.stats
@@ -207,7 +222,7 @@ class WeightSender:
             density=stats.density,
             spans={**self._spans, **stats.spans, "total": time.perf_counter() - started},
             engines=self._engine.rows(),
-            verified=self._verify and not failed,
+            verified=self._verify and self._engine.verifies and not failed,
         )
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.names import as_mapper
 from torchrl_ext.weights.source import WeightSource, checked
 
-__all__ = ["Outgoing"]
+__all__ = ["Outgoing", "inner_model", "is_torchrl"]
 
 
 class Outgoing(WeightSource):
@@ -71,3 +72,13 @@ class Outgoing(WeightSource):
         """Finish a pass that stopped half-way, or make one that never began: other ranks wait in the same gathers."""
         for _ in iter(self._source) if self._stream is None else self._stream:
             pass
+
+
+def inner_model(model: Any) -> Any:
+    """The model that an engine serves: the one inside TorchRL's LLM wrappers, which put ``model.`` before its names."""
+    return model.model if is_torchrl(model, "LLMWrapperBase") else model
+
+
+def is_torchrl(value: Any, name: str) -> bool:
+    """Whether a class of TorchRL's is among the bases, asked without importing it."""
+    return any(base.__name__ == name and base.__module__.startswith("torchrl.") for base in type(value).__mro__)

@@ -98,11 +98,10 @@ class Baseline(WeightSource):
                 waiting[meta.name] = tensor = tensor.cpu().contiguous()
                 yield meta.name, self._tensors[meta.name], tensor
 
-        for change in encode_tensors(triples(), codec):
+        for change in encode_tensors(triples(), codec, follow=True):
             name = change.meta.name
             tensor = waiting.pop(name)
             if change.changed:
-                self._tensors[name].copy_(tensor)
                 if change.digest is None:
                     self._digests[name] = position_digest(tensor)
                 else:

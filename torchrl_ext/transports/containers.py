@@ -157,7 +157,7 @@ class Packed(Container):
                 file=name(),
                 offset=size,
                 nbytes=len(change.payload),
-                checksum=xxhash.xxh3_64_hexdigest(change.payload),
+                checksum="" if change.codec.framed else xxhash.xxh3_64_hexdigest(change.payload),
             )
             parts.append(change.payload)
             size += len(change.payload)
@@ -172,11 +172,13 @@ class Packed(Container):
 
         def decoder(param: DeltaParam) -> Decode:
             payload = files[param.file][param.offset : param.offset + param.nbytes]
-            found = xxhash.xxh3_64_hexdigest(payload)
-            if found != param.checksum:
+            framed = codecs[param.codec].framed and not param.checksum  # then it ends with its checksum
+            found = xxhash.xxh3_64_hexdigest(payload[:-8] if framed else payload)
+            stated = bytes(payload[:-9:-1]).hex() if framed else param.checksum
+            if found != stated:
                 raise IntegrityError(
                     f"tensor {param.meta.name!r} in {where}/{param.file} is damaged",
-                    expected=f"xxh3-64 {param.checksum}, found {found}",
+                    expected=f"xxh3-64 {stated}, found {found}",
                     state=f"nothing of version {manifest.version} was used",
                     hint="let the trainer publish again, and check the disk",
                 )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchrl_ext.codecs.base import encodings, make_codec
+from torchrl_ext.codecs.stream import worker_threads
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
@@ -22,6 +23,7 @@ from torchrl_ext.transports.follower import Follower
 from torchrl_ext.transports.foreign import ForeignVersions
 from torchrl_ext.transports.full import FullWriter
 from torchrl_ext.transports.hooks import load_hook
+from torchrl_ext.transports.host_copies import HostCopies
 from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.transports.publisher import Publisher
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
@@ -56,6 +58,8 @@ class DeltaTransport(Transport):
             complete, for mounts whose writes must be published. What it raises fails the update.
         pre_read_hook: ``"module:function"`` to call with the root before a reader looks for a version. A worker in an
             engine takes it from its own environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never from the trainer.
+        local_dir: directory on each engine's host, for the copies that it keeps of parameters which cannot be patched
+            in place (quantised, packed), and readers alone of all; None keeps them in memory.
         master_address, master_port, rank, world_size, device: of the group of carrier ``"collective"``, as in
             `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
@@ -82,6 +86,7 @@ class DeltaTransport(Transport):
         storage_options: Mapping[str, Any] | None = None,
         post_write_hook: str | None = None,
         pre_read_hook: str | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
         rank: int | None = 0,
@@ -100,7 +105,7 @@ class DeltaTransport(Transport):
         if keyframe_every < 0:
             raise ConfigError(f"keyframe_every is {keyframe_every}", expected="a number of versions, 0 for no more")
         if encoding == "auto":  # engines keep no copy of the base unless the caller asks for the tightest encoding
-            settings = {"whole_base": False, **(settings or {})}
+            settings = {"whole_base": False, "threads": worker_threads(), **(settings or {})}
         self._codec = make_codec(encoding, **(settings or {}))
         self._store, self._run_id = open_store(root or private_root(self), storage_options), uuid.uuid4().hex
         self._wire: VersionWire | None = None
@@ -121,8 +126,12 @@ class DeltaTransport(Transport):
             keep_files=keep_files,
         )
         self._follower = Follower(
-            self._chain, lambda number, manifest: PublishedVersion(self._store, number, manifest), self._base
+            self._chain,
+            lambda number, manifest: PublishedVersion(self._store, number, manifest),
+            self._base,
+            HostCopies(local_dir),
         )
+        self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         self._opened: Way | None = None
         self._wrote, self._reading = load_hook(post_write_hook), load_hook(pre_read_hook)
         self._connected = self._alone = self._needs_base = False
@@ -136,8 +145,10 @@ class DeltaTransport(Transport):
     @classmethod
     def from_info(cls, info: Info) -> DeltaTransport:
         if "wire" in info:
-            return cls(carrier="collective", base=info["base"], timeout_s=info["wire"]["timeout_s"])
-        return cls(info["root"], base=info["base"], pre_read_hook=os.environ.get(_HOOK) or None)
+            settings = {"carrier": "collective", "timeout_s": info["wire"]["timeout_s"]}
+        else:
+            settings = {"root": info["root"], "pre_read_hook": os.environ.get(_HOOK) or None}
+        return cls(**settings, base=info["base"], local_dir=info.get("local_dir"))
 
     @property
     def root(self) -> str:
@@ -154,12 +165,12 @@ class DeltaTransport(Transport):
         self._store.own()
         self._connected = True
         whole = self._codec.needs == "all" and self._codec.to_json().get("whole_base", True)
+        info = {"transport": self.name, "base": self._base, "needs_base": whole, "local_dir": self._local_dir}
         if self._wire is not None:
             self._publisher.restart()  # nobody knows what the workers of a new group hold
             group = self._wire.open(workers)
-            info = {"transport": self.name, "base": self._base, "needs_base": whole, "wire": group.info}
-            return Handoff(info=info, transfer=group.transfer)
-        return Handoff(info={"transport": self.name, "base": self._base, "needs_base": whole, **self._shared.invite()})
+            return Handoff(info={**info, "wire": group.info}, transfer=group.transfer)
+        return Handoff(info={**info, **self._shared.invite()})
 
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
         began = time.perf_counter()

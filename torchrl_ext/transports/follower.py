@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
@@ -11,11 +12,14 @@ from torchrl_ext.codecs.patch import Patch, apply_patch
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores.chain import Chain, Held
 from torchrl_ext.transports.base import Changes
+from torchrl_ext.transports.host_copies import HostCopies
 from torchrl_ext.transports.ways import OpenFull, Way, open_way, patched, same_params, verified, wrong_base
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["Follower"]
+
+log = logging.getLogger("torchrl_ext")
 
 
 class Follower:
@@ -25,23 +29,29 @@ class Follower:
         chain: the versions.
         open_full: opens a full version for reading.
         base: checkpoint directory that is version 0, if there is one.
+        copies: makes the host copies.
 
     Attributes:
         held: what this worker holds; None before the first version, or when in doubt.
-        mirror: host copies of tensors that the worker needs whole (see `retain`), at version ``held``.
+        mirror: host copies of tensors that the worker needs whole (see `retain`), at version ``held``. They follow what
+            landed when the next version is looked for, so that nobody waits for them in a pause.
     """
 
-    def __init__(self, chain: Chain, open_full: OpenFull, base: str | None = None) -> None:
+    def __init__(
+        self, chain: Chain, open_full: OpenFull, base: str | None = None, copies: HostCopies | None = None
+    ) -> None:
         self.chain, self._open_full, self._base = chain, open_full, base
+        self._copies = copies or HostCopies()
         self.held: Held | None = None
         self.mirror: dict[str, Tensor] = {}
         self._params: tuple[ParamMeta, ...] = ()
+        self._landed: Changes | None = None
         self._retained: Callable[[str], bool] = lambda name: False
 
     def retain(self, which: Callable[[str], bool]) -> None:
         """Keep host copies of the tensors for which ``which`` says so, from the next full version on."""
         self._retained = which
-        self.mirror, self.held = {}, None
+        self.mirror, self.held, self._landed = {}, None, None
 
     def adopt(self, target: int, digests: Callable[[], Mapping[str, str]]) -> None:
         """Find out which version of the chain the worker holds: one whose digests are all those of ``digests``.
@@ -78,7 +88,7 @@ class Follower:
             if origin is not None and self._base is not None:
                 wrong_base(own, origin, f"{self.chain.store.url}/{deltas[-1][0]}")
                 source = CheckpointSource(self._base) if mirrored else ()
-                self.mirror = {name: tensor for name, tensor in source if name in mirrored}
+                self.mirror = {name: self._copies.copy(tensor) for name, tensor in source if name in mirrored}
                 self.held, self._params = (origin.base_run_id, 0), params
 
     def open(self, target: int) -> Way:
@@ -88,6 +98,7 @@ class Follower:
             FileNotFoundError: ``target`` is not there (any more).
             IntegrityError: no way leads there, or something on it is damaged; names the file.
         """
+        self._catch_up()
         follows = self.held is not None and bool(self._params) and all(m.name in self.mirror for m in self._params)
         if follows:
             return open_way(self.chain, self._open_full, target, self.held)
@@ -96,6 +107,7 @@ class Follower:
 
     def changes(self, target: int) -> Changes | None:
         """What leads from the version held to ``target``; None where only a full version leads there."""
+        self._catch_up()
         if self.held is None:
             return None
         way = open_way(self.chain, self._open_full, target, self.held)
@@ -151,24 +163,45 @@ class Follower:
             self.held, mirror = None, {}
             for name, tensor in self._from_start(way, into):
                 if self._retained(name):
-                    mirror[name] = tensor.clone()
+                    mirror[name] = self._copies.copy(tensor)
                 yield name, tensor
             self.mirror = mirror
             self.held, self._params = way.reached, way.params
 
     def advance(self, changes: Changes) -> None:
-        """The worker holds what ``changes`` lead to; mirrored tensors follow.
+        """The worker holds what ``changes`` lead to; mirrored tensors follow before the next version is read.
 
         Raises:
-            IntegrityError: a mirrored tensor is not what it should be; the next version is read in full.
+            IntegrityError: ``changes`` do not begin at what is held; the next version is read in full.
         """
-        held, self.held = self.held, None  # in doubt until all is done
-        if held != changes.held:
+        self._catch_up()
+        if self.held != changes.held:
+            held, self.held = self.held, None
             raise IntegrityError(f"version {changes.held[1]} is not the one held", expected=str(held))
-        for patch in changes.patches() if self.mirror else ():
-            tensor = self.mirror.get(patch.meta.name)
-            if tensor is not None:
-                apply_patch(patch, tensor)
+        self._landed = changes
+        if not self.mirror:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Bring the mirror to what landed last. Where that fails nothing is held, and the next version read in full.
+
+        The mirror lives and dies with this process, and ``held`` names no version while it is between two: whatever
+        interrupts this is seen by whoever comes next.
+        """
+        changes, self._landed = self._landed, None
+        if changes is None:
+            return
+        self.held = None
+        try:
+            for patch in changes.patches() if self.mirror else ():
+                tensor = self.mirror.get(patch.meta.name)
+                if tensor is not None:
+                    apply_patch(patch, tensor)
+        except IntegrityError as error:
+            log.warning(
+                "host copies could not follow to version %d, the next is read whole: %s", changes.reached[1], error
+            )
+            return
         self.held = changes.reached
 
     def _from_start(self, way: Way, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

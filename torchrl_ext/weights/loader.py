@@ -163,6 +163,10 @@ class TensorsLoader(WeightLoader):
                 target.copy_(tensor)
         self._patcher = None
 
+    def forget(self) -> None:
+        """Drop what was derived from the tensors as they lie in memory: they are about to move."""
+        self._patcher = None
+
     def patchable(self, name: str) -> bool:
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,14 @@ from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError, EngineRefusedError, NotConnectedError
 from torchrl_ext.plugins.embedded.scheduler import PauseMode, Scheduler
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import Info, dtype_from_name
+from torchrl_ext.types import Info, ParamMeta, dtype_from_name
+from torchrl_ext.weights.dormant import Dormant
 from torchrl_ext.weights.loader import TensorsLoader
 
 __all__ = ["Engine"]
+
+TAGS = frozenset({"weights", "kv_cache"})
+"""What can sleep, as vLLM calls it."""
 
 
 class Engine:
@@ -48,6 +52,11 @@ class Engine:
         self._control = threading.Lock()
         self._updating = False
         self._torn = False
+        self._dormant = Dormant(model)
+        self._hollow = False  # the weights were given up, and no update has written all of them since
+        self._arrived: list[ParamMeta] = []
+        self.asleep: frozenset[str] = frozenset()
+        """What of `TAGS` gave its memory up."""
 
     def transports(self) -> tuple[str, ...]:
         """Names of the transports that this engine can follow: all but the one within a single process."""
@@ -63,13 +72,75 @@ class Engine:
         Raises:
             EngineRefusedError: the weights are half an update.
         """
-        if self._torn:
+        if self.asleep:
+            raise EngineRefusedError("the engine is asleep", expected="POST /wake_up", state="asleep")
+        self._refuse_torn()
+        self.scheduler.resume()
+
+    def sleep(self, level: int, mode: PauseMode, timeout_s: float) -> None:
+        """Pause, and give memory back: nothing at level 0, keys and values at 1, the weights as well at 2.
+
+        At level 1 weights would go to the host, which is where a CPU engine has them.
+
+        Raises:
+            EngineRefusedError: an update is open.
+        """
+        with self._control:
+            if self._updating:
+                raise EngineRefusedError("the engine cannot sleep in the middle of an update", state="paused")
+            self.scheduler.pause(mode, timeout_s)
+            if level == 0:
+                return
+            self.scheduler.forget()
+            if level == 2:
+                self._loader.forget()
+                self._receiver.doubt()
+                with self.scheduler.weights():
+                    self._dormant.drop()
+                self._hollow = True
+            self.asleep = TAGS
+
+    def release_kv_cache(self) -> None:
+        """Drop keys and values of what is frozen.
+
+        Raises:
+            EngineRefusedError: the engine still generates.
+        """
+        with self._control:
+            if not self.scheduler.paused:
+                raise EngineRefusedError("the cache is in use", expected="POST /pause first", state="unchanged")
+            self.scheduler.forget()
+            self.asleep |= {"kv_cache"}
+
+    def wake_up(self, tags: Collection[str] | None) -> bool:
+        """Have memory again; generate again when nothing sleeps any more. Returns whether that is so.
+
+        Raises:
+            ConfigError: there is no such tag.
+            EngineRefusedError: there would be no weights to generate with.
+        """
+        wanted = TAGS if tags is None else frozenset(tags) - {"scheduling"}
+        if not wanted <= TAGS:
+            raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"of {', '.join(sorted(TAGS))}")
+        with self._control:
+            if self.asleep <= wanted:
+                self._refuse_torn()
+            if "weights" in self.asleep & wanted:
+                self._dormant.restore()
+            self.asleep -= wanted
+            if not self.asleep:
+                self.scheduler.resume()
+            return not self.asleep
+
+    def _refuse_torn(self) -> None:
+        if self._torn or self._hollow:
             raise EngineRefusedError(
-                "the engine holds half an update and cannot serve it",
+                "the engine slept at level 2 and holds no weights"
+                if self._hollow
+                else "the engine holds half an update and cannot serve it",
                 state="paused",
                 hint="send the weights again; the next update that arrives whole resumes the engine",
             )
-        self.scheduler.resume()
 
     def connect(self, info: Info) -> None:
         """Join the trainer's transport; a trainer that connects anew ends a receive that is still waiting.
@@ -78,6 +149,10 @@ class Engine:
             ConfigError: the transport cannot reach this process.
             WeightSyncError: what the transport says.
         """
+        if "doubt" in info:
+            with self._control:
+                self._receiver.doubt()
+            return
         if info.get("transport") not in self.transports():
             raise ConfigError(
                 f"the embedded engine cannot follow by transport {info.get('transport')!r}",
@@ -104,7 +179,12 @@ class Engine:
                 raise EngineRefusedError(
                     "weights cannot change while the engine generates", expected="POST /pause first", state="unchanged"
                 )
+            if "weights" in self.asleep:
+                raise EngineRefusedError(
+                    "the engine's weights are asleep", expected="POST /wake_up?tags=weights first", state="unchanged"
+                )
             self._receiver.start()
+            self._arrived = []
             self._updating = True
 
     def load(self, info: Info) -> None:
@@ -113,19 +193,28 @@ class Engine:
             self._torn = self._torn or "verify" not in info
             self._updating = False
             self._receiver.load(info)
+            self._arrived += [ParamMeta.from_json(row) for row in info.get("params", ())]
             self._updating = True
 
     def finish(self, label: str | None) -> None:
         """End an update of which every piece arrived; ``label`` becomes the weight version."""
         with self._in_update():
+            if self._hollow:
+                self._loader.check(self._arrived)  # whatever did not come is not there
             version = int(label) if label is not None and label.isdigit() else self._receiver.version
             self._receiver.finish(version)
             self.scheduler.version = self.scheduler.version if label is None else label
-            self._torn = self._updating = False
+            self._torn = self._updating = self._hollow = False
 
     def digests(self) -> dict[str, str]:
-        """Digest of every parameter that the live model holds, by checkpoint name."""
+        """Digest of every parameter that the live model holds, by checkpoint name.
+
+        Raises:
+            EngineRefusedError: it holds none.
+        """
         with self._control, self.scheduler.weights():
+            if self._hollow:
+                self._refuse_torn()
             return self._loader.digests()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import torchrl_ext
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
 from torchrl_ext.plugins.embedded.engine import Engine
 from torchrl_ext.plugins.embedded.protocol import GenerateRequest, answer
+from torchrl_ext.sync.inspection import inspect
 
 __all__ = ["make_app"]
 
@@ -46,6 +47,10 @@ def make_app(engine: Engine) -> Starlette:
         ("GET", "/is_paused"): routes.is_paused,
         ("POST", "/pause"): routes.pause,
         ("POST", "/resume"): routes.resume,
+        ("POST", "/sleep"): routes.sleep,
+        ("POST", "/wake_up"): routes.wake_up,
+        ("POST", "/release_kv_cache_memory"): routes.release_kv_cache,
+        ("GET", "/is_sleeping"): routes.is_sleeping,
         ("POST", "/init_weight_transfer_engine"): routes.connect,
         ("POST", "/prefetch_weights"): routes.prefetch,
         ("POST", "/start_weight_update"): routes.start,
@@ -117,8 +122,29 @@ class _Routes:
         self._engine.resume()
         return JSONResponse({"status": "resumed"})
 
+    async def sleep(self, request: Request) -> Response:
+        level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+        if level not in ("0", "1", "2"):
+            raise ConfigError(f"there is no sleep level {level!r}", expected="0, 1 or 2")
+        await asyncio.to_thread(self._engine.sleep, int(level), mode, _DRAIN_TIMEOUT_S)
+        return JSONResponse({"status": "sleeping", "level": int(level)})
+
+    async def wake_up(self, request: Request) -> Response:
+        tags = request.query_params.getlist("tags") or None
+        awake = await asyncio.to_thread(self._engine.wake_up, tags)
+        return JSONResponse({"status": "awake" if awake else "sleeping", "tags": tags})
+
+    async def release_kv_cache(self, request: Request) -> Response:
+        await asyncio.to_thread(self._engine.release_kv_cache)
+        return JSONResponse({"status": "kv_cache_released"})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return JSONResponse({"is_sleeping": bool(self._engine.asleep), "tags": sorted(self._engine.asleep)})
+
     async def connect(self, request: Request) -> Response:
         info = await _field(request, "init_info", dict)
+        if "inspect" in info:
+            return JSONResponse({"answer": await asyncio.to_thread(inspect, info["inspect"])})
         await asyncio.to_thread(self._engine.connect, info)
         return JSONResponse({"message": "Weight transfer initialized"})
 

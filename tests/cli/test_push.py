@@ -1,0 +1,177 @@
+"""``torchrl-ext push``: a checkpoint into running engines, and what happens when it does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models import greedy, tiny_checkpoint, tiny_model
+from tests.rpc.servers import running
+from torchrl_ext.cli.main import main
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.weights.digest import tensor_digest
+
+PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "seed0")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "seed1", seed=1)
+
+
+@pytest.fixture(scope="module")
+def engines(start):
+    with EmbeddedServer(start, threads=1) as one, EmbeddedServer(start, threads=1) as two:
+        yield one, two
+
+
+@pytest.fixture
+def fresh(engines, start, capsys):
+    """An engine that holds the checkpoint that it was started with."""
+    assert pushed(capsys, start, engines[:1])["pushed"]
+    return engines[0]
+
+
+def pushed(capsys, directory, engines, *argv, status=0):
+    urls = [engine.url for engine in engines]
+    assert main(["push", str(directory), "--engines", *urls, *map(str, argv), "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def says(engine, count=16):
+    client = InferenceClient(engine.url, kind="embedded")
+    try:
+        (found,) = client.generate([PROMPT], max_tokens=count, temperature=0.0)
+        return list(found.token_ids)
+    finally:
+        client.close()
+
+
+def holds(engine, directory):
+    digests = HTTPSession(engine.url).get("/weights_digest")["digests"]
+    return all(
+        digests[name] == tensor_digest(tensor) for name, tensor in load_file(directory / "model.safetensors").items()
+    )
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta", "collective"])
+def test_every_engine_serves_the_checkpoint_afterwards(transport, engines, start, other, capsys):
+    pushed(capsys, start, engines)
+    extra = ["--base", start] if transport == "delta" else []
+    told = pushed(capsys, other, engines, "--transport", transport, *extra)
+    assert told["pushed"] and told["report"]["verified"] and told["report"]["transport"] == transport
+    assert [row["state"] for row in told["report"]["engines"]] == ["serving", "serving"]
+    for engine in engines:
+        assert holds(engine, other)
+    assert says(engines[0], 8) == greedy(tiny_model(1), PROMPT, 8)
+
+
+def test_one_push_after_the_other_counts_on(engines, start, other, capsys):
+    versions = [pushed(capsys, directory, engines)["report"]["version"] for directory in (start, other, start)]
+    assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
+
+
+def test_a_delta_carries_what_changed_against_what_the_engines_run(fresh, start, tmp_path, capsys):
+    step, second = tmp_path / "step", tmp_path / "second"
+    for source, target in ((start, step), (step, second)):
+        shutil.copytree(source, target)
+        weights = load_file(source / "model.safetensors")
+        weights["model.norm.weight"][:3] += 1.0
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    told = pushed(capsys, step, [fresh], "--transport", "delta")["report"]
+    assert 0 < told["density"] < 1e-4 and told["bytes"] < told["model_bytes"] / 50
+    assert holds(fresh, step)
+    told = pushed(capsys, second, [fresh], "--transport", "delta", "--base", step, "--encoding", "xor")["report"]
+    assert told["density"] < 1e-4 and holds(fresh, second)
+
+
+def test_a_delta_against_something_else_is_refused_while_the_engine_serves(fresh, start, other, capsys):
+    before = says(fresh)
+    told = pushed(capsys, start, [fresh], "--transport", "delta", "--base", other, status=1)
+    assert not told["pushed"] and told["report"]["engines"][0]["state"] == "serving"
+    assert says(fresh) == before and holds(fresh, start)
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta", "collective"])
+def test_a_checkpoint_of_another_model_is_refused_before_the_pause(transport, fresh, start, tmp_path, capsys):
+    strange = tiny_checkpoint(tmp_path / "strange", hidden_size=64)
+    extra = ["--base", strange] if transport == "delta" else []
+    told = pushed(capsys, strange, [fresh], "--transport", transport, *extra, status=1)
+    assert told["type"] == "UpdateError" and "lm_head.weight" in told["error"]
+    (row,) = told["report"]["engines"]
+    assert row["state"] == "serving" and row["pause_s"] == 0
+    assert HTTPSession(fresh.url).get("/is_paused")["is_paused"] is False
+    assert holds(fresh, start)
+    assert pushed(capsys, start, [fresh])["pushed"]
+
+
+def test_a_cast_on_the_way(start, tmp_path, capsys):
+    with EmbeddedServer(start, threads=1, dtype="bfloat16") as server:
+        assert pushed(capsys, start, [server], "--dtype", "bfloat16")["pushed"]
+        digests = HTTPSession(server.url).get("/weights_digest")["digests"]
+    weights = load_file(start / "model.safetensors")
+    assert digests["model.norm.weight"] == tensor_digest(weights["model.norm.weight"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_root_is_left_as_it_was_unless_files_are_to_stay(keep, engines, start, tmp_path, capsys):
+    pushed(capsys, start, engines, "--root", tmp_path, *(["--keep-files"] if keep else []))
+    kept = [path.relative_to(tmp_path).parts[1:] for path in tmp_path.rglob("model*.safetensors")]
+    assert len(kept) == (1 if keep else 0)
+    if not keep:
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_elsewhere_need_a_root(start, capsys):
+    away = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["disk", "delta"]}
+    from tests.cli.test_doctor import GONE
+    from torchrl_ext.cli.push import _is_here
+
+    assert _is_here("http://127.0.0.1:1") and _is_here("http://[::1]:1") and _is_here("http://localhost:1")
+    assert not _is_here("http://10.0.0.1:1") and not _is_here("http://engine:1")
+    with running(get_server_info=(200, away), get_get_world_size=GONE) as server:
+        told = _failed(capsys, start, server.url, "--transport", "delta")
+        assert "/m" in told["error"] and "--base" in told["error"]
+
+
+def _failed(capsys, directory, *argv):
+    assert main(["push", str(directory), "--engines", *map(str, argv), "--json"]) == 1
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["127.0.0.1:9", "--base", "x"], "--transport delta"),
+        (["127.0.0.1:9", "--transport", "collective", "--root", "x"], "no files"),
+        (["127.0.0.1:9", "--keep-files"], "--root"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_is_opened(argv, words, start, capsys):
+    told = _failed(capsys, start, *argv)
+    assert told["type"] == "ConfigError" and words in told["error"]
+
+
+def test_what_is_no_checkpoint_and_what_is_no_engine_are_named(start, tmp_path, capsys, engines):
+    assert "no checkpoint" in _failed(capsys, tmp_path / "nowhere", engines[0].url)["error"]
+    assert _failed(capsys, start, "127.0.0.1:9")["type"] == "EngineUnreachableError"
+    with running(get_server_info=(200, {"engine": "embedded", "parallel_config": {}, "transports": []})) as server:
+        assert "doctor" in _failed(capsys, start, server.url)["error"]
+
+
+def test_a_person_gets_a_row_per_engine(engines, start, capsys):
+    assert main(["push", str(start), "--engines", *(engine.url for engine in engines)]) == 0
+    out, err = capsys.readouterr()
+    assert all(engine.url in out for engine in engines) and "serving" in out and "every tensor compared" in out
+    assert "2 engine(s) by disk" in err

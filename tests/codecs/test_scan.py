@@ -1,0 +1,68 @@
+"""The loops that find changes, on their own: with and without vector instructions, and what follows them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_ext.codecs.base import make_codec
+from torchrl_ext.codecs.changes import CHUNK, list_by_vectors, list_by_words, list_changes
+from torchrl_ext.codecs.scan import follow
+from torchrl_ext.codecs.stream import encode_tensors
+from torchrl_ext.jit import njit
+
+LENGTHS = [0, 1, 7, 31, 33, 64, 1000, CHUNK - 1, CHUNK, CHUNK + 65]
+
+
+def changed_pair(dtype, length, share, seed=0):
+    generator = np.random.default_rng(seed)
+    old = generator.integers(0, np.iinfo(dtype).max, length, dtype, endpoint=True)
+    new = np.where(generator.random(length) < share, generator.integers(0, 255, length).astype(dtype), old)
+    return old, new
+
+
+@njit
+def listed(lister, old, new, begin):
+    places, before = np.empty(CHUNK + 64, np.uint16), np.empty(CHUNK + 64, old.dtype)
+    after = np.empty(CHUNK + 64, old.dtype)
+    found = lister(old, new, begin, places, before, after)
+    return places[:found], before[:found], after[:found]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_every_way_to_list_changes_finds_the_same(dtype, share):
+    ways = [list_by_words, *([list_by_vectors] if list_changes is list_by_vectors else [])]
+    for length in LENGTHS:
+        old, new = changed_pair(dtype, length, share)
+        for begin in range(0, length, CHUNK):
+            expected = np.flatnonzero(old[begin : begin + CHUNK] != new[begin : begin + CHUNK])
+            for way in ways:
+                places, before, after = listed(way, old, new, begin)
+                assert np.array_equal(places, expected)
+                assert np.array_equal(before, old[begin + expected])
+                assert np.array_equal(after, new[begin + expected])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
+def test_following_makes_the_old_what_the_new_is(share):
+    for length in LENGTHS:
+        old, new = changed_pair(np.uint16, length, share)
+        follow(old, new)
+        assert np.array_equal(old, new)
+
+
+@pytest.mark.parametrize("name", ["ulp", "context", "dense", "xor", "indices", "auto"])
+def test_a_stream_that_follows_codes_the_same_and_leaves_old_tensors_new(name):
+    generator = torch.Generator().manual_seed(1)
+    model = []
+    for row, size in enumerate((10, 2_000_000, 0, 1_100_000, 500)):
+        old = torch.randn(size, generator=generator).bfloat16()
+        model.append((f"t{row}", old, torch.where(torch.rand(size, generator=generator) < 0.02, -old, old)))
+    codec = make_codec(name)
+    expected = [one.payload for one in encode_tensors(model, codec, threads=2)]
+    copies = [(row, old.clone(), new) for row, old, new in model]
+    assert [one.payload for one in encode_tensors(copies, codec, threads=2, follow=True)] == expected
+    for _, old, new in copies:
+        assert torch.equal(old.view(torch.int16), new.view(torch.int16))

@@ -1,0 +1,178 @@
+"""Hydra groups beside TorchRL's, and a training script whose user picks a transport by name."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("hydra")
+
+import torch
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException, InstantiationException, MissingConfigException
+from hydra.utils import instantiate
+
+import torchrl_ext as tx
+import torchrl_ext.configs.hydra as groups
+from tests.processes import ROOT, python
+from torchrl_ext.registry import transports
+from torchrl_ext.sync.scheme import TransportWeightSyncScheme
+from torchrl_ext.sync.updater import TransportWeightUpdater
+
+TRAINER_S = 300
+ConfigStore.instance().store(
+    name="torchrl_ext_test",
+    node={"defaults": [{"weight_sync_scheme": "multiprocess"}, {"weight_updater": "vanilla"}, "_self_"]},
+)
+
+
+def composed(*overrides):
+    with initialize(version_base=None):
+        return compose("torchrl_ext_test", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("name", sorted(tx.transports()))
+def test_the_name_of_a_transport_makes_a_scheme_with_it(name):
+    scheme = instantiate(composed(f"weight_sync_scheme={name}").weight_sync_scheme)
+    assert isinstance(scheme, TransportWeightSyncScheme)
+    assert scheme.transport == name
+
+
+@pytest.mark.parametrize("name", sorted(tx.transports()))
+def test_the_settings_of_a_scheme_are_its_own_and_those_of_its_transport(name):
+    own = set(inspect.signature(TransportWeightSyncScheme).parameters) - {"settings"}
+    moved = set(inspect.signature(transports.load(name)).parameters)
+    by_the_scheme = {"master_address", "rank", "world_size", "vllm_engine"}
+    found = {field.name for field in groups.scheme_parameters(name)}
+    assert found == own | (moved - by_the_scheme)
+    for field in groups.scheme_parameters(name):
+        assert field.help, field.name
+
+
+def test_settings_reach_the_transport_as_plain_values(tmp_path):
+    config = composed(
+        "weight_sync_scheme=delta",
+        f"weight_sync_scheme.root={tmp_path}",
+        "weight_sync_scheme.encoding=dense",
+        "weight_sync_scheme.settings={level: 3}",
+        "weight_sync_scheme.timeout_s=7",
+    )
+    scheme = instantiate(config.weight_sync_scheme)
+    assert type(scheme.settings["settings"]) is dict
+    transport = scheme.create_transport()
+    assert (transport.root, transport.timeout_s) == (str(tmp_path), 7.0)
+    transport.shutdown()
+
+
+def test_torchrls_own_schemes_stay_where_they_were():
+    assert composed().weight_sync_scheme._target_ == "torchrl.weight_update.MultiProcessWeightSyncScheme"
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("weight_sync_scheme.rooot=/shared", "weight_sync_scheme.rooot"),
+        ("weight_sync_scheme.timeout_s=soon", "weight_sync_scheme.timeout_s=soon"),
+        ("weight_sync_scheme.keep_files=[1]", "weight_sync_scheme.keep_files"),
+    ],
+)
+def test_a_field_or_a_value_that_cannot_be_is_refused_by_name(override, reason):
+    with pytest.raises(ConfigCompositionException, match=reason.replace(".", r"\.").replace("[", r"\[")):
+        composed("weight_sync_scheme=delta", override)
+
+
+def test_a_name_that_does_not_exist_is_answered_with_the_names():
+    with pytest.raises(MissingConfigException, match=r"dleta(.|\n)*collective(.|\n)*delta(.|\n)*disk"):
+        composed("weight_sync_scheme=dleta")
+
+
+def test_settings_that_cannot_work_together_are_refused_with_the_reason(tmp_path):
+    config = composed("weight_sync_scheme=delta", "weight_sync_scheme.encoding=morse")
+    scheme = instantiate(config.weight_sync_scheme)
+    with pytest.raises(tx.errors.ConfigError, match="morse"):
+        scheme.create_transport()
+
+
+def test_the_updater_takes_the_settings_of_every_transport():
+    found = {field.name: field for field in groups.updater_parameters()}
+    own = {"transport", "engine", "mapper", "dtype", "verify"}
+    assert own == set(inspect.signature(TransportWeightUpdater).parameters) - {"settings"}
+    settings = set()
+    for name in tx.transports():
+        settings |= set(inspect.signature(transports.load(name)).parameters)
+    assert set(found) == own | settings
+    assert all(found[name].default is None for name in settings)
+
+
+def test_an_updater_is_made_by_the_collector_and_opens_nothing(tmp_path):
+    config = composed(
+        "weight_updater=transport",
+        "weight_updater.transport=delta",
+        f"weight_updater.root={tmp_path / 'updates'}",
+        "weight_updater.engine=[127.0.0.1:1]",
+        "weight_updater.dtype=bfloat16",
+    )
+    assert isinstance(instantiate(config.weight_updater)(), TransportWeightUpdater)
+    assert not (tmp_path / "updates").exists()
+
+
+def test_an_updater_of_a_config_pushes(tmp_path):
+    config = composed("weight_updater=transport", f"weight_updater.root={tmp_path}")
+    updater = instantiate(config.weight_updater)()
+    updater.push_weights({"w": torch.arange(4.0)})
+    assert tx.DiskTransport(tmp_path).receive_weights(1.0)["w"].tolist() == [0, 1, 2, 3]
+    updater.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("weight_updater.engine=[ftp://h:1]", "no engine address"),
+        ("weight_updater.engine=[]", "list of engines is empty"),
+        ("weight_updater.dtype=bf17", "no dtype"),
+        ("weight_updater.encoding=auto", "'disk' has no setting 'encoding'"),
+        ("weight_updater.transport=pigeon", "no transport called 'pigeon'"),
+    ],
+)
+def test_an_updater_that_cannot_work_is_refused_with_the_reason(override, reason):
+    config = composed("weight_updater=transport", override, "weight_updater._partial_=false")
+    with pytest.raises(InstantiationException, match=reason):
+        instantiate(config.weight_updater)
+
+
+def test_one_import_is_enough():
+    names = python(
+        "import json, torchrl_ext.configs.hydra\n"
+        "from hydra.core.config_store import ConfigStore\n"
+        "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))"
+    )
+    found = {name.removesuffix(".yaml") for name in json.loads(names)}
+    assert {"multiprocess", "shared_mem"} | set(tx.transports()) <= found
+
+
+@pytest.mark.parametrize("transport", ["delta", "ipc"])
+def test_a_trainer_of_torchrls_configs_changes_transport_by_name(transport, tmp_path):
+    root = tmp_path / "updates"
+    place = [f"weight_sync_scheme.root={root}"] if transport == "delta" else []
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "tests" / "configs" / "trainer" / "trainer.py",
+            f"weight_sync_scheme={transport}",
+            *place,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TRAINER_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["scheme"] == "TransportWeightSyncScheme"
+    assert [step["equal"] for step in told["steps"]] == [True] * 3
+    assert len({step["first"] for step in told["steps"]}) == 3
+    if transport == "delta":
+        assert len(list(root.glob("weight_v*"))) == 4

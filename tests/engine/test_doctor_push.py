@@ -1,0 +1,87 @@
+"""`torchrl-ext doctor` and `push` at a real vLLM server, with our plugin, without it, and behind a real router."""
+
+import json
+
+import pytest
+
+from tests.models import greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.cli.main import main
+from torchrl_ext.launch.router import RouterProcess
+
+pytestmark = pytest.mark.engine
+
+
+def asked(capsys, *argv, status=0):
+    assert main([*map(str, argv), "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_healthy_server_has_nothing_wrong_and_goes_on_generating(vllm, checkpoint, tmp_path, capsys):
+    before = vllm.tokens()
+    told = asked(capsys, "doctor", vllm.url, "--root", tmp_path, "--transport", "delta", "--model", checkpoint)
+    rows = {(row["check"], row["where"]): row for row in told["findings"]}
+    assert {row["level"] for row in rows.values()} == {"ok"}, told
+    assert "seen from both sides" in rows["shared root", vllm.url]["found"]
+    assert "torchrl_ext" in rows["versions", vllm.url]["found"]
+    assert list(tmp_path.iterdir()) == []
+    told = asked(capsys, "doctor", vllm.url, "--transport", "collective")
+    assert any(row["check"] == "group" and row["level"] == "ok" for row in told["findings"])
+    assert vllm.tokens() == before and not vllm.paused()
+
+
+def test_a_real_router_is_recognised(vllm, capsys):
+    with RouterProcess([vllm.url]) as router:
+        told = asked(capsys, "doctor", router.url, status=1)
+    (row,) = [row for row in told["findings"] if row["check"] == "router"]
+    assert row["level"] == "failure" and vllm.url in row["remedy"]
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta", "collective"])
+def test_a_checkpoint_is_pushed(transport, vllm, checkpoint, tmp_path, capsys):
+    other = tiny_checkpoint(tmp_path / "other", seed=3)
+    asked(capsys, "push", checkpoint, "--engines", vllm.url)
+    assert vllm.tokens() == greedy(tiny_model(0))
+    extra = ["--base", checkpoint] if transport == "delta" else []
+    told = asked(capsys, "push", other, "--engines", vllm.url, "--transport", transport, *extra)
+    assert told["pushed"] and told["report"]["verified"]
+    assert vllm.tokens() == greedy(tiny_model(3))
+    assert vllm.version() == str(told["report"]["version"])
+
+
+def test_a_checkpoint_of_another_model_is_refused_while_the_server_generates(vllm, tmp_path, capsys):
+    before, version = vllm.tokens(), vllm.version()
+    strange = tiny_checkpoint(tmp_path / "strange", hidden_size=64)
+    told = asked(capsys, "push", strange, "--engines", vllm.url, status=1)
+    assert told["report"]["engines"][0]["state"] == "serving"
+    assert not vllm.paused() and vllm.version() == version and vllm.tokens() == before
+
+
+def test_each_of_two_workers_answers_for_itself(tensor_parallel_vllm, tmp_path, capsys):
+    told = asked(capsys, "doctor", tensor_parallel_vllm.url, "--root", tmp_path, "--transport", "collective")
+    seen = [row["found"] for row in told["findings"] if row["check"] == "shared root" and "sides" in row["found"]]
+    assert sorted(seen) == ["seen from both sides (worker 0)", "seen from both sides (worker 1)"]
+    assert len([row for row in told["findings"] if row["check"] == "group"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sglang_with_the_plugin_is_examined_and_pushed_to(sglang, checkpoint, tmp_path, capsys):
+    told = asked(capsys, "doctor", sglang.url, "--root", tmp_path, "--transport", "delta", "--model", checkpoint)
+    rows = {(row["check"], row["where"]): row for row in told["findings"]}
+    assert not {row["check"] for row in rows.values() if row["level"] == "failure"}
+    assert "seen from both sides" in rows["shared root", sglang.url]["found"]
+    other = tiny_checkpoint(tmp_path / "other", seed=3)
+    extra = ["--transport", "delta", "--base", checkpoint]
+    asked(capsys, "push", checkpoint, "--engines", sglang.url)
+    assert asked(capsys, "push", other, "--engines", sglang.url, *extra)["pushed"]
+    assert sglang.tokens() == greedy(tiny_model(3))
+
+
+def test_sglang_without_the_plugin_gets_a_warning_and_full_files(stock_sglang, checkpoint, tmp_path, capsys):
+    told = asked(capsys, "doctor", stock_sglang.url, "--root", tmp_path)
+    levels = {row["check"]: row["level"] for row in told["findings"] if row["where"] == stock_sglang.url}
+    assert levels["plugin"] == levels["shared root"] == "warning"
+    told = asked(capsys, "doctor", stock_sglang.url, "--transport", "delta", status=1)
+    assert any(row["check"] == "plugin" and row["level"] == "failure" for row in told["findings"])
+    other = tiny_checkpoint(tmp_path / "other", seed=3)
+    assert asked(capsys, "push", other, "--engines", stock_sglang.url)["pushed"]
+    assert stock_sglang.tokens() == greedy(tiny_model(3))

@@ -1,0 +1,79 @@
+"""Engines that a job owns, on the nodes of a Ray cluster: started, followed, lost, started again, ended."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+import torchrl_ext as tx
+from tests.models import tiny_checkpoint, tiny_model
+from tests.processes import WAIT_S
+from tests.rpc.ray_cluster import two_nodes
+from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.launch.ray import RayLauncher
+
+YAML = "embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]}]"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_nodes() as running:
+        yield running
+
+
+@pytest.fixture
+def job_of(tmp_path):
+    checkpoint = tiny_checkpoint(tmp_path / "model")
+
+    def made(text=YAML, **launcher):
+        path = tmp_path / "engines.yaml"
+        path.write_text(text)
+        launcher = RayLauncher(
+            **{"dtype": "float32", "threads": 1, "remote": {"resources": {"rollout": 1}}, **launcher}
+        )
+        return tx.OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, keeper={"interval_s": 0})
+
+    return made
+
+
+def listeners(url):
+    port = int(url.rpartition(":")[2])
+    return [c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
+
+
+def test_engines_follow_one_is_lost_and_started_again_at_its_address(cluster, job_of, tmp_path):
+    with job_of() as job:
+        urls = [kept.url for kept in job.engines]
+        sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path / "root"), job.model("a").fleet())
+        policy = tiny_model(1)
+        assert [row.state for row in sender.update_weights(policy).engines] == ["serving"] * 2
+        psutil.Process(listeners(urls[0])[0]).kill()
+        until, found = time.monotonic() + WAIT_S, ()
+        while not found and time.monotonic() < until:  # its guard has to notice
+            found = job.recover()
+        assert found == (urls[0],)
+        assert [kept.url for kept in job.engines] == urls
+        for _ in range(2):
+            try:
+                report = sender.update_weights(policy)
+            except tx.WeightSyncError:  # the one that was lost is told of once
+                continue
+        assert [row.state for row in report.engines] == ["serving"] * 2
+        assert {httpx.get(f"{url}/weight_info").json()["weight_version"] for url in urls} == {str(report.version)}
+        sender.shutdown()
+    assert not any(listeners(url) for url in urls)
+
+
+def test_what_an_engine_refuses_reaches_the_job_in_its_own_words(cluster, job_of):
+    with pytest.raises(ConfigError, match="'embedded' has no setting swap_space"):
+        job_of(YAML.replace("num_gpus: 2", "num_gpus: 2, overrides: {swap-space: 4}"))
+
+
+def test_a_cluster_without_room_is_a_deadline_and_says_what_is_asked_for(cluster, job_of):
+    with pytest.raises(DeadlineError, match=r"a/regular/0(.|\n)*ray status"):
+        job_of(remote={"resources": {"nowhere": 1}}, start_timeout_s=3)

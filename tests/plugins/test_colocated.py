@@ -1,0 +1,273 @@
+"""An engine that shares a machine with its trainer: weights by shared memory, and sleep while the trainer works."""
+
+import os
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.processes import python
+from torchrl_ext.cli.bench import track_peak
+from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.rollout.client import InferenceClient
+
+BUCKET_BYTES = 1 << 20
+WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 512}
+"""19 M parameters: much more than a staging buffer."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(server):
+    engine = tx.make_engine("embedded", url=server.url)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def sender(engine):
+    sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), engine)
+    yield sender
+    sender.update_weights(tiny_model(0))  # whatever a test left there
+    sender.shutdown()
+
+
+def tokens(server, count=32):
+    (found,) = InferenceClient(server.url, timeout_s=60).generate([PROMPT], max_tokens=count, temperature=0.0)
+    return list(found.token_ids)
+
+
+def ask(server, route):
+    return httpx.get(f"{server.url}{route}").json()
+
+
+def resident_bytes(pid):
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+
+def segments(pid):
+    """Staging buffers that a process maps or holds open."""
+    maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:torchrl_ext")
+    files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    return maps + sum("memfd:torchrl_ext" in file for file in files)
+
+
+def test_fifty_syncs_leave_the_tokens_of_a_cold_load_and_nothing_behind(server, sender):
+    own = set(os.listdir("/dev/shm"))
+    for seed in range(1, 51):
+        model = tiny_model(seed)
+        report = sender.update_weights(model)
+        assert report.verified
+        if seed % 10 == 0:
+            assert tokens(server) == greedy(model)
+    assert segments(server.pid) == 0
+    sender.shutdown()
+    assert segments("self") == 0
+    assert set(os.listdir("/dev/shm")) == own
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
+def test_a_sync_adds_no_more_memory_than_the_staging_buffer(tmp_path):
+    model = tiny_model(0, **WIDE)
+    model.save_pretrained(tmp_path / "wide")
+    with EmbeddedServer(tmp_path / "wide", threads=1) as server:
+        transport = tx.make_transport("ipc", bucket_bytes=8 << 20)
+        sender = tx.WeightSender(transport, tx.make_engine("embedded", url=server.url))
+        sender.update_weights(model)  # the first one loads code as well
+        Path(f"/proc/{server.pid}/clear_refs").write_text("5")
+        before = resident_bytes(server.pid)
+        with track_peak() as extra:
+            report = sender.update_weights(model)
+        peak = Path(f"/proc/{server.pid}/status").read_text()
+        peak = next(int(line.split()[1]) << 10 for line in peak.splitlines() if line.startswith("VmHWM:"))
+        assert report.bytes > 60 << 20
+        assert extra[0] <= 8 << 20
+        assert peak - before <= 8 << 20
+        sender.shutdown()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_an_update_wakes_a_sleeping_engine(server, engine, sender, level):
+    sender.update_weights(tiny_model(3))
+    engine.sleep(level)
+    assert ask(server, "/is_paused")["is_paused"]
+    assert ask(server, "/is_sleeping")["tags"] == (["kv_cache", "weights"] if level else [])
+    model = tiny_model(4)
+    report = sender.update_weights(model)
+    assert report.verified and report.engines[0].state == "serving"
+    assert ask(server, "/is_sleeping") == {"is_sleeping": False, "tags": []}
+    assert tokens(server) == greedy(model)
+
+
+def test_weights_are_awake_during_an_update_and_the_cache_only_after_it(server, engine, sender):
+    seen = []
+
+    class Watched(tx.IPCTransport):
+        def prepare(self, source, version):
+            seen.append(("prepare", ask(server, "/is_sleeping")["tags"]))
+            for handoff in super().prepare(source, version):
+                transfer = handoff.transfer
+
+                def watched(transfer=transfer):
+                    seen.append(("load", ask(server, "/is_sleeping")["tags"]))
+                    transfer()
+
+                yield tx.Handoff(info=handoff.info, transfer=watched, release=handoff.release)
+
+    watching = tx.WeightSender(Watched(bucket_bytes=BUCKET_BYTES), engine)
+    watching.update_weights(tiny_model(1))
+    seen.clear()
+    engine.sleep(2)
+    watching.update_weights(tiny_model(2))
+    assert seen[-1] == ("load", ["kv_cache"])
+    assert ask(server, "/is_sleeping")["tags"] == []
+    watching.shutdown()
+
+
+def test_level_two_gives_the_weights_memory_back(tmp_path):
+    model = tiny_model(0, **WIDE)
+    model.save_pretrained(tmp_path / "wide")
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with EmbeddedServer(tmp_path / "wide", threads=1) as server:
+        engine = tx.make_engine("embedded", url=server.url)
+        sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), engine)
+        sender.update_weights(model)  # now none of the weights is a page of a file
+        before = resident_bytes(server.pid)
+        engine.sleep(2)
+        assert before - resident_bytes(server.pid) > 0.8 * nbytes
+        sender.update_weights(model)
+        assert resident_bytes(server.pid) - before < 0.2 * nbytes
+        sender.shutdown()
+
+
+def test_an_engine_without_weights_does_not_serve(server, engine, sender):
+    sender.update_weights(tiny_model(3))
+    engine.sleep(2)
+    for refused in (engine.resume, engine.wake_up, lambda: engine.wake_up(["weights", "kv_cache"])):
+        with pytest.raises(EngineRefusedError, match="slept at level 2"):
+            refused()
+    stranger = tx.make_engine("embedded", url=server.url)  # who did not see it fall asleep
+    with pytest.raises(EngineRefusedError, match="holds no weights"):
+        stranger.wake_up()
+    with pytest.raises(EngineRefusedError, match="asleep"):
+        stranger.begin(7)
+    assert httpx.get(f"{server.url}/weights_digest").status_code == 409
+    assert ask(server, "/is_paused")["is_paused"]
+
+
+def test_another_trainer_takes_over_a_sleeping_engine_once_it_woke_the_weights(server, engine):
+    engine.sleep(2)
+    stranger = tx.make_engine("embedded", url=server.url)
+    stranger.wake_up(["weights"])
+    other, model = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), stranger), tiny_model(6)
+    assert other.update_weights(model).verified
+    assert ask(server, "/is_sleeping")["tags"] == []
+    assert tokens(server) == greedy(model)
+    other.shutdown()
+
+
+def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender):
+    sender.update_weights(tiny_model(3))
+    engine.sleep(2)
+    engine.wake_up(["weights"])
+    for route, body in (("start_weight_update", None), ("finish_weight_update", {"weight_version": "9"})):
+        answer = httpx.post(f"{server.url}/{route}", json=body)
+    assert answer.status_code == 400 and "missing" in answer.text
+    assert ask(server, "/is_paused")["is_paused"]
+
+
+def test_waking_at_level_one_needs_no_update(server, engine, sender):
+    model = tiny_model(3)
+    sender.update_weights(model)
+    engine.sleep(1)
+    engine.wake_up(["weights"])
+    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"]
+    engine.wake_up(["kv_cache"])
+    assert tokens(server) == greedy(model)
+
+
+def test_the_cache_alone_can_sleep(server, engine, sender):
+    model = tiny_model(3)
+    sender.update_weights(model)
+    engine.sleep(tags=["kv_cache"])
+    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"]
+    engine.wake_up()
+    assert tokens(server) == greedy(model)
+
+
+def test_sleep_that_makes_no_sense_is_refused(engine):
+    with pytest.raises(ConfigError, match="level 3"):
+        engine.sleep(3)
+    with pytest.raises(ConfigError, match="only together"):
+        engine.sleep(1, ["weights"])
+    with pytest.raises(ConfigError, match="dreams"):
+        engine.wake_up(["dreams"])
+    with pytest.raises(ConfigError, match="cannot be put to sleep"):
+        tx.InProcessEngine(torch.nn.Linear(1, 1)).sleep()
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta"])
+def test_any_transport_fills_an_engine_that_lost_its_weights(server, engine, tmp_path, transport):
+    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), engine)
+    sender.version = int(ask(server, "/weight_info")["weight_version"].replace("default", "0"))
+    models = [tiny_model(seed) for seed in (5, 6, 7)]
+    for model in models:
+        sender.update_weights(model)
+        engine.sleep(2)
+    sender.update_weights(models[0])
+    assert tokens(server) == greedy(models[0])
+    sender.shutdown()
+
+
+def test_a_trainer_that_is_killed_while_it_sends_leaves_nothing_and_the_next_one_goes_on(server, sender):
+    code = """
+import os, signal, sys
+import torch, torchrl_ext as tx
+from tests.models import tiny_model
+from torchrl_ext.weights.source import MappingSource
+class Fatal(MappingSource):
+    def __iter__(self):
+        for index, pair in enumerate(super().__iter__()):
+            if index == 15:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield pair
+sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=65536), tx.make_engine("embedded", url=sys.argv[1]))
+sender.update_weights(Fatal(dict(tiny_model(1).named_parameters())))
+"""
+    with pytest.raises(AssertionError, match="exit status -9"):
+        python(code, server.url)
+    until = time.monotonic() + 60
+    while segments(server.pid):  # its receive is about to notice
+        assert time.monotonic() < until
+    model = tiny_model(8)
+    assert sender.update_weights(model).verified
+    assert tokens(server) == greedy(model)
+
+
+def test_an_engine_that_is_killed_is_named_and_the_trainer_keeps_one_buffer(checkpoint):
+    with EmbeddedServer(checkpoint, threads=1) as server:
+        sender = tx.WeightSender(
+            tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), tx.make_engine("embedded", url=server.url)
+        )
+        sender.update_weights(tiny_model(1))
+        os.kill(server.pid, 9)
+        with pytest.raises(UpdateError):
+            sender.update_weights(tiny_model(2))
+    sender._transport.shutdown()
+    assert segments("self") == 0

@@ -1,0 +1,117 @@
+"""What an aborted generation takes with it to the next engine."""
+
+import pytest
+
+from torchrl_ext.rollout.carrying import Carried
+from torchrl_ext.rollout.continuing import ChatContinuation, TextContinuation
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
+
+
+def part(*tokens, reason="abort", version="1"):
+    return Generation(
+        token_ids=tokens,
+        logprobs=tuple(-0.1 * token for token in tokens),
+        finish_reason=reason,
+        weight_versions=(VersionSpan(version=version, start=0, end=len(tokens)),),
+    )
+
+
+REQUEST = GenerationRequest(token_ids=(7, 8), max_tokens=6, seed=40, more={"min_tokens": 3, "top_p": 0.9})
+
+
+def test_the_rest_is_asked_for_after_what_was_made():
+    asked = Carried(request=REQUEST).extended(part(1, 2)).remaining()
+    assert asked.token_ids == (7, 8, 1, 2)
+    assert (asked.max_tokens, asked.seed, asked.more) == (4, 42, {"min_tokens": 1, "top_p": 0.9})
+
+
+def test_tokens_log_probabilities_and_versions_are_joined():
+    found = (
+        Carried(request=REQUEST).extended(part(1, 2)).extended(part(3)).extended(part(4, 5, reason="stop", version="2"))
+    )
+    assert found.done and found.parts == 3
+    assert found.made.token_ids == (1, 2, 3, 4, 5)
+    assert found.made.logprobs == pytest.approx((-0.1, -0.2, -0.3, -0.4, -0.5))
+    assert found.made.finish_reason == "stop"
+    assert found.made.token_versions() == [1, 1, 1, 2, 2]
+    assert [(span.version, span.start, span.end) for span in found.made.weight_versions] == [("1", 0, 3), ("2", 3, 5)]
+
+
+def test_a_budget_that_is_used_up_ends_it_by_length():
+    found = Carried(request=REQUEST).extended(part(1, 2, 3, 4, 5, 6))
+    assert found.done and found.made.finish_reason == "length"
+
+
+def test_an_abort_without_a_token_leaves_everything_to_ask_for():
+    found = Carried(request=REQUEST).extended(Generation(token_ids=(), finish_reason="abort"))
+    assert not found.done and found.remaining() == REQUEST
+
+
+LETTERS = dict(enumerate("abcdefgh"))
+
+
+def texts(seams):
+    return ["".join(LETTERS[token] for token in ids) for _, ids in seams]
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"), [("cd", (0, 1, 2, 3)), (["xx", "bcde"], (0, 1, 2, 3, 4)), ("fg", (0, 1, 2, 3, 4, 5, 6))]
+)
+def test_a_stop_string_that_began_before_the_abort_ends_it_after(stop, kept):
+    request = GenerationRequest(token_ids=(9,), max_tokens=20, more={"stop": stop})
+    found = Carried(request=request).extended(part(0, 1, 2)).extended(part(3, 4, 5, 6, 7, reason="length"))
+    assert found.may_straddle
+    cut = found.stopped(found.seams(), texts(found.seams())).made
+    assert cut.token_ids == kept and cut.finish_reason == "stop"
+    assert len(cut.logprobs) == len(cut.token_versions()) == len(kept)
+
+
+def test_without_such_a_stop_string_nothing_is_cut():
+    request = GenerationRequest(token_ids=(9,), max_tokens=20, more={"stop": "ba"})
+    found = Carried(request=request).extended(part(0, 1, 2)).extended(part(3, 4, reason="length"))
+    assert found.stopped(found.seams(), texts(found.seams())) == found
+    assert not Carried(request=REQUEST).extended(part(1)).extended(part(2)).may_straddle
+
+
+def chat(content, reason, tokens):
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": reason}
+    choice["logprobs"] = {"content": [{"token": letter, "logprob": -1.0} for letter in content]}
+    return {
+        "id": "1",
+        "choices": [choice],
+        "usage": {"prompt_tokens": 5 if tokens == 2 else 7, "completion_tokens": tokens},
+    }
+
+
+def test_an_aborted_chat_is_the_message_to_be_continued():
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5, "seed": 1}
+    request = ChatContinuation(body)
+    assert request.carries and request.body() == body
+    assert request.take(chat("ab", "abort", 2)) is None
+    asked = request.body()
+    assert asked["messages"][-1] == {"role": "assistant", "content": "ab"}
+    assert asked["continue_final_message"] and not asked["add_generation_prompt"]
+    assert (asked["max_completion_tokens"], asked["seed"]) == (3, 3)
+    whole = request.take(chat("cd", "stop", 2) | {"usage": {"prompt_tokens": 7, "completion_tokens": 2}})
+    (choice,) = whole["choices"]
+    assert choice["message"]["content"] == "abcd" and choice["finish_reason"] == "stop"
+    assert [row["token"] for row in choice["logprobs"]["content"]] == list("abcd")
+    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert len(body["messages"]) == 1
+
+
+def test_an_aborted_completion_goes_on_after_its_text_or_its_tokens():
+    for prompt, rest in (("once", "once upon"), ([1, 2], [1, 2, 3])):
+        request = TextContinuation({"prompt": prompt, "max_tokens": 4})
+        row = {"index": 0, "text": " upon", "token_ids": [3], "finish_reason": "abort"}
+        assert request.take({"choices": [row], "usage": {"completion_tokens": 1}}) is None
+        assert request.body()["prompt"] == rest and request.body()["max_tokens"] == 3
+        last = {"index": 0, "text": " a time", "token_ids": [4], "finish_reason": "stop"}
+        (choice,) = request.take({"choices": [last], "usage": {"completion_tokens": 1}})["choices"]
+        assert (choice["text"], choice["token_ids"]) == (" upon a time", [3, 4])
+
+
+def test_several_choices_or_prompts_and_streams_are_not_continued():
+    assert not ChatContinuation({"messages": [], "n": 2}).carries
+    assert not ChatContinuation({"messages": [], "stream": True}).carries
+    assert not TextContinuation({"prompt": ["a", "b"]}).carries

@@ -1,0 +1,151 @@
+"""TorchRL's `LLMCollector` with engines of other processes, from the first rollout to the end of a training run."""
+
+import threading
+
+import psutil
+import pytest
+import torch
+from tensordict import set_list_to_stack
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
+
+import torchrl_ext as tx
+from tests.processes import WAIT_S
+from torchrl_ext.cli.training import Trainer
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.launch.tiny import make_tiny_lm
+from torchrl_ext.rpc.http import HTTPSession
+
+GROUP = 2
+SETTINGS = {"max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def lists_are_stacks():
+    with set_list_to_stack(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_tiny_lm(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def servers(checkpoint):
+    with EmbeddedServer(checkpoint, threads=1) as first, EmbeddedServer(checkpoint, threads=1) as second:
+        yield [first, second]
+
+
+@pytest.fixture
+def trainer(checkpoint):
+    return Trainer(checkpoint, group=GROUP)
+
+
+def collector(trainer, policy, **settings):
+    turns = trainer.task.turns
+    return LLMCollector(trainer.task.env(), policy=policy, dialog_turns_per_batch=turns, **settings)
+
+
+def remote(trainer, servers, **settings):
+    client = tx.InferenceClient.connect(*(server.url for server in servers))
+    settings = {"tokenizer": trainer.tokenizer, "input_mode": "text", "generate_kwargs": SETTINGS, **settings}
+    return tx.RemoteLLMPolicy(client, **settings)
+
+
+def sender_for(trainer, servers, transport="collective", **settings):
+    sender = tx.WeightSender(tx.make_transport(transport, **settings), tx.connect(*(server.url for server in servers)))
+    sender.register_model(trainer.model)
+    return sender
+
+
+def test_rollouts_follow_the_trainer_on_several_engines(servers, trainer):
+    found = collector(trainer, remote(trainer, servers), total_dialog_turns=-1, track_policy_version=True)
+    sender = sender_for(trainer, servers)
+    sender.register_collector(found)
+    rollouts = iter(found)
+    for updates in range(1, 4):
+        trained = sender.update_weights().version
+        batch = next(rollouts)
+        assert batch["token_versions", "response"].unique().tolist() == [trained]
+        assert found.policy_version == updates
+        assert batch["next", "policy_version"].unique().tolist() == [updates]
+        trainer.step(batch)
+    sender.shutdown()
+    found.shutdown()
+
+
+def test_a_uuid_tells_versions_apart_too(servers, trainer):
+    found = collector(trainer, remote(trainer, servers), track_policy_version=PolicyVersion(version_type="uuid"))
+    sender = sender_for(trainer, servers)
+    sender.register_collector(found)
+    before = found.policy_version
+    sender.update_weights()
+    assert isinstance(before, str) and found.policy_version != before
+    with pytest.raises(tx.WeightSyncError):
+        sender.update_weights({"nothing": torch.zeros(1)})
+    after = found.policy_version
+    assert after != before
+    sender.shutdown()
+    found.shutdown()
+    assert found.policy_version == after  # the refused update did not count
+
+
+def test_a_collector_outlives_one_of_its_engines(servers, checkpoint, trainer):
+    with EmbeddedServer(checkpoint, threads=1) as mortal:
+        found = collector(trainer, remote(trainer, [servers[0], mortal]), total_dialog_turns=-1)
+        rollouts = iter(found)
+        next(rollouts)
+        psutil.Process(mortal.pid).kill()
+        assert len(next(rollouts)) == trainer.task.turns
+        found.shutdown()
+
+
+def test_a_collector_that_runs_by_itself_waits_for_the_trainer(servers, trainer):
+    """Rollouts go on in a thread and stop two batches ahead; an update lets exactly one more start."""
+    sender, turns = sender_for(trainer, servers[:1]), trainer.task.turns
+    sender.update_weights()
+    pacer = tx.Pacer(lambda: sender.version, max_lag=1, turns_per_version=turns, timeout_s=WAIT_S)
+    buffer = ReplayBuffer(storage=LazyStackStorage(8 * turns))
+    found = collector(
+        trainer, remote(trainer, servers[:1], pacer=pacer), replay_buffer=buffer, total_dialog_turns=4 * turns
+    )
+    found.start()
+    for batches in (2, 3, 4):
+        reached = threading.Event()
+        for _ in range(20 * WAIT_S):
+            if len(buffer) == batches * turns:
+                reached.set()
+                break
+            threading.Event().wait(0.05)
+        assert reached.is_set() and pacer.started == batches * turns == pacer.allowed()
+        sender.update_weights()
+    found.shutdown()
+    sender.shutdown()
+
+
+def test_swapping_the_transport_changes_nothing_else(servers, checkpoint, tmp_path):
+    """One request at a time makes the engine compute alike in each run: rewards and weights agree bit by bit."""
+    runs = {}
+    for transport, settings in (
+        ("collective", {}),
+        ("disk", {"root": tmp_path / "disk"}),
+        ("delta", {"root": tmp_path / "delta"}),
+    ):
+        torch.manual_seed(0)
+        trainer = Trainer(checkpoint, group=4)
+        sender = sender_for(trainer, servers[:1], transport, **settings)
+        client = tx.InferenceClient(servers[0].url, max_concurrency=1)
+        policy = tx.RemoteLLMPolicy(
+            client, tokenizer=trainer.tokenizer, input_mode="text", generate_kwargs=SETTINGS, seed=0
+        )
+        sender.update_weights()
+        rewards = []
+        for rollouts in collector(trainer, policy, total_dialog_turns=2 * trainer.task.turns):
+            rewards.append(trainer.step(rollouts)[0])
+            sender.update_weights()
+        sender.shutdown()
+        runs[transport] = (rewards, HTTPSession(servers[0].url).get("/weights_digest")["digests"])
+    assert runs["collective"] == runs["disk"] == runs["delta"]
+    assert max(runs["disk"][0]) > 0

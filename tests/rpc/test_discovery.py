@@ -1,0 +1,272 @@
+"""Discovery against servers that are slow, strange or hostile: a clear error within the deadline, or the facts."""
+
+import json
+import socket
+import socketserver
+import ssl
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import torchrl_ext as tx
+from tests.rpc.servers import CONFIG, GOOD, running
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+
+FLAT = {
+    "engine": "embedded",
+    "version": "0.1.0",
+    "model": "/m",
+    "parallel_config": {"tensor_parallel_size": 1},
+    "transports": ["disk"],
+}
+SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "tp_size": 2, "version": "0.5.19"}
+LIMIT_S = 20.0  # far above every deadline here: what it bounds is a hang
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Answers every GET with what ``server.script`` gives for its path: status, headers, body or pieces of one."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.server.seen.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+        path = self.path.partition("?")[0]
+        status, headers, body = self.server.script.get(path, (404, {}, b'{"detail": "Not Found"}'))
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if isinstance(body, bytes):
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        try:
+            for piece in body(self.server.stopped):
+                self.wfile.write(piece)
+                self.wfile.flush()
+        except OSError:
+            pass
+
+    do_POST = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+class Six(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+@contextmanager
+def scripted(script, cls=ThreadingHTTPServer, host="127.0.0.1", context=None):
+    server = cls((host, 0), Scripted)
+    server.daemon_threads, server.script, server.seen = True, script, []
+    server.stopped = threading.Event()
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    server.port = server.server_address[1]
+    try:
+        yield server
+    finally:
+        server.stopped.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def told(value):
+    return (
+        200,
+        {"content-type": "application/json"},
+        value if isinstance(value, bytes) else json.dumps(value).encode(),
+    )
+
+
+def drip(stopped):
+    while not stopped.wait(0.05):
+        yield b" "
+
+
+def endless(stopped):
+    yield b'"'
+    while not stopped.is_set():
+        yield b"x" * (1 << 20)
+
+
+def refused(server, timeout_s=10.0):
+    with pytest.raises(EngineRefusedError) as caught:
+        tx.discover(f"127.0.0.1:{server.port}", timeout_s=timeout_s)
+    return str(caught.value)
+
+
+def test_the_second_route_is_asked_when_the_first_does_not_help():
+    for first in ((404, {}, b"{}"), told(b"<html>a proxy</html>"), told([1, 2]), told({"hello": "world"})):
+        with scripted({"/server_info": first, "/get_server_info": told(FLAT)}) as server:
+            (info,) = tx.discover(f"127.0.0.1:{server.port}")
+            assert (info.kind, info.model, info.transports) == ("embedded", "/m", ("disk",))
+            asked = [path.partition("?")[0] for path, _ in server.seen]
+            assert [path for path in asked if "server_info" in path] == ["/server_info", "/get_server_info"]
+
+
+def test_one_error_has_both_routes_and_their_answers():
+    script = {"/server_info": told(b"<html>welcome</html>"), "/get_server_info": (503, {}, b'{"error": "warming up"}')}
+    with scripted(script) as server:
+        text = refused(server)
+    assert "/server_info" in text and "<html>welcome" in text
+    assert "/get_server_info answered 503: warming up" in text and "VLLM_SERVER_DEV_MODE=1" in text
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        told(b"<html>a page</html>"),
+        told(b""),
+        told(b"[" * 100_000),
+        told(b"\xff\xfe\x00 no text"),
+        told("a string"),
+        told(None),
+        told([]),
+        told({"vllm_config": "text"}),
+        told({"vllm_config": CONFIG | {"parallel_config": {"tensor_parallel_size": "two"}}}),
+        told({"vllm_config": CONFIG | {"parallel_config": {"tensor_parallel_size": -1}}}),
+        told({"vllm_config": CONFIG | {"parallel_config": {"data_parallel_size": 1e300}}}),
+        told(b'{"engine": "embedded", "parallel_config": {"tensor_parallel_size": NaN}}'),
+        told(SGLANG | {"tp_size": 10**12}),
+        (302, {"location": "http://127.0.0.1:1/server_info"}, b""),
+        (200, {"content-type": "application/json"}, endless),
+    ],
+    ids=lambda answer: str(answer[2] if isinstance(answer[2], bytes) else answer[2].__name__)[:24],
+)
+def test_what_is_no_engines_answer_is_refused_by_name(answer):
+    with scripted({"/server_info": answer}) as server:
+        text = refused(server)
+        assert f"127.0.0.1:{server.port}" in text and "/get_server_info answered 404" in text
+
+
+def test_strange_facts_beside_a_good_description_are_refused_or_left_out():
+    with (
+        running(get_get_world_size=(200, {"world_size": 10**9})) as server,
+        pytest.raises(EngineRefusedError) as caught,
+    ):
+        tx.discover(server.url)
+    assert "world_size is '1000000000'" in str(caught.value)
+    with running(get_get_world_size=(200, ["?"]), get_weight_info=(200, "?")) as server:
+        (info,) = tx.discover(server.url)
+        assert (info.world_size, info.weight_version) == (6, "")
+
+
+def test_a_redirect_is_not_followed_to_where_it_leads():
+    with scripted({"/server_info": told(FLAT)}) as target:
+        elsewhere = (307, {"location": f"http://127.0.0.1:{target.port}/server_info"}, b"")
+        with scripted({"/server_info": elsewhere, "/get_server_info": elsewhere}) as server:
+            assert "redirect (307)" in refused(server)
+        assert target.seen == []
+
+
+def test_a_slow_drip_ends_at_the_deadline_and_is_named():
+    with scripted({"/server_info": (200, {}, drip)}) as server:
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=rf"127.0.0.1:{server.port}/server_info"):
+            tx.discover(f"127.0.0.1:{server.port}", timeout_s=0.4)
+        assert time.monotonic() - began < LIMIT_S
+
+
+def test_the_deadline_is_for_all_questions_together():
+    """Each answer alone comes in time; an SGLang's facts take several."""
+    with scripted({"/server_info": told(SGLANG), "/model_info": (200, {}, drip)}) as server:
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=rf"127.0.0.1:{server.port}"):
+            tx.discover(f"127.0.0.1:{server.port}", timeout_s=0.5)
+        assert time.monotonic() - began < LIMIT_S
+
+
+def test_one_silent_address_does_not_keep_the_others_error_free_answers_back_beyond_its_deadline():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        scripted({"/server_info": told(FLAT)}) as server,
+        pytest.raises(DeadlineError, match=str(silent.getsockname()[1])),
+    ):
+        tx.discover(f"127.0.0.1:{server.port}", f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.4)
+
+
+def test_an_engine_over_ipv6_is_found_under_its_bracketed_address():
+    try:
+        with scripted({"/server_info": told(FLAT)}, Six, "::1") as server:
+            (info,) = tx.discover(f"[::1]:{server.port}")
+            assert info.url == f"http://[::1]:{server.port}"
+            with pytest.raises(ConfigError, match="no engine address"):
+                tx.discover(f"::1:{server.port}")
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+
+
+def test_a_bearer_key_is_sent_and_its_absence_is_explained():
+    with scripted({"/server_info": (401, {}, b'{"error": "Unauthorized"}')}) as server:
+        with pytest.raises(EngineRefusedError, match=r"401: Unauthorized.*api_key") as caught:
+            tx.discover(f"127.0.0.1:{server.port}", api_key="secret")
+        assert "secret" not in str(caught.value)
+        assert {headers.get("authorization") for _, headers in server.seen} == {"Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A key and a self-signed certificate for 127.0.0.1."""
+    folder = tmp_path_factory.mktemp("tls")
+    names = {"keyout": folder / "key.pem", "out": folder / "cert.pem"}
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", names["keyout"], "-out", names["out"]]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine has no openssl to make a certificate with")
+    return names["out"], names["keyout"]
+
+
+@pytest.fixture
+def tls(certificate):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    return context
+
+
+def test_https_works_with_an_authority_that_the_environment_names(tls, certificate, monkeypatch):
+    with scripted({"/server_info": told(FLAT)}, context=tls) as server:
+        with pytest.raises(EngineUnreachableError, match="SSL_CERT_FILE"):
+            tx.discover(f"https://127.0.0.1:{server.port}")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        (info,) = tx.discover(f"https://127.0.0.1:{server.port}")
+        assert info.url == f"https://127.0.0.1:{server.port}" and info.kind == "embedded"
+
+
+def test_https_at_a_plain_server_says_what_to_try():
+    with scripted({"/server_info": told(FLAT)}) as server, pytest.raises(EngineUnreachableError, match="http://"):
+        tx.discover(f"https://127.0.0.1:{server.port}")
+
+
+def test_a_server_that_speaks_no_http_is_unreachable():
+    class Noise(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(1 << 16)
+            self.request.sendall(b"SSH-2.0-OpenSSH_9.6\r\n" * 4)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Noise) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        with pytest.raises(EngineUnreachableError, match=str(server.server_address[1])):
+            tx.discover(f"127.0.0.1:{server.server_address[1]}", timeout_s=10)
+        server.shutdown()
+
+
+def test_the_world_of_a_vllm_server_is_what_it_tells():
+    with running() as server:
+        (info,) = tx.discover(server.url)
+    assert (info.tp_size, info.dp_size, info.world_size, info.worker_type) == (2, 3, 6, "prefill")
+    assert info.weight_version == GOOD["GET /weight_info"][1]["weight_version"]

@@ -1,0 +1,220 @@
+"""Engines, senders and receivers in the actors of a real Ray cluster of two nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from tests.rpc.ray_cluster import two_nodes
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    ManifestError,
+    UpdateError,
+)
+from torchrl_ext.rpc.ray import EngineActor, RayEngine, Served
+from torchrl_ext.sync.remote import RemoteReceiver, RemoteSender
+
+ray = pytest.importorskip("ray")
+WAIT_S = 120
+BETWEEN_PROCESSES = ["collective", "delta", "disk", "ipc"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_nodes() as running:
+        yield running
+
+
+def make_net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def weights_of(model):
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def step(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    return weights_of(model)
+
+
+def where(_=None):
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return lambda name: {"root": str(tmp_path / "updates")} if name in ("disk", "delta") else {}
+
+
+@pytest.fixture
+def actors(cluster):
+    """Starts actors on the rollout node, and ends them."""
+    started = []
+
+    def start(cls, *args, on="rollout", **kwargs):
+        remote = cls.as_remote({"num_cpus": 1, "resources": {on: 1}})
+        started.append(remote.remote(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    for actor in started:
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+def test_engines_in_actors_of_another_node_follow_the_trainer(actors, settings, transport):
+    handles = [actors(EngineActor, make_net) for _ in range(2)]
+    node, _ = ray.get(handles[0].apply.remote(where), timeout=WAIT_S)
+    assert node != ray.get_runtime_context().get_node_id()
+    policy = make_net(seed=1)
+    sender = tx.WeightSender(tx.make_transport(transport, **settings(transport)), tx.make_engine("ray", engine=handles))
+    sender.register_model(policy)
+    try:
+        for version in (1, 2):
+            report = sender.update_weights()
+            assert (report.version, report.verified) == (version, True)
+            assert [(row.kind, row.state, row.version) for row in report.engines] == [("ray", "serving", version)] * 2
+            for handle in handles:
+                held = ray.get(handle.apply.remote(weights_of), timeout=WAIT_S)
+                assert same(held, weights_of(policy))
+            step(policy)
+    finally:
+        sender.shutdown()
+
+
+def test_an_actor_that_dies_is_reported_as_that_and_the_other_serves_the_version(actors, settings):
+    handles = [actors(EngineActor, make_net) for _ in range(2)]
+    policy = make_net(seed=1)
+    engine = tx.make_engine("ray", engine=handles)
+    sender = tx.WeightSender(tx.make_transport("disk", **settings("disk")), engine)
+    sender.register_model(policy)
+    sender.update_weights()
+    _, pid = ray.get(handles[1].apply.remote(where), timeout=WAIT_S)
+    os.kill(pid, signal.SIGKILL)
+    step(policy)
+    with pytest.raises(UpdateError, match=r"ray:.*EngineActor.* is dead") as failure:
+        sender.update_weights()
+    states = [row.state for row in failure.value.report.engines]
+    assert states == ["serving", "unreachable"]
+    assert same(ray.get(handles[0].apply.remote(weights_of), timeout=WAIT_S), weights_of(policy))
+
+
+def test_an_actor_that_hangs_is_named_at_the_deadline(actors):
+    handle = actors(EngineActor, make_net)
+    engine = RayEngine(handle, timeout_s=1.0)
+    assert engine.info().kind == "ray"
+    _, pid = ray.get(handle.apply.remote(where), timeout=WAIT_S)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineError, match=r"ray:.*EngineActor.*did not answer 'info' within 1 s"):
+            engine.info()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_what_an_actor_refuses_keeps_its_class_and_words(actors):
+    engine = RayEngine(actors(EngineActor, make_net))
+    params = [[name, "float32", list(tensor.shape)] for name, tensor in make_net().state_dict().items()]
+    with pytest.raises(ConfigError, match="no transport called 'pigeon'"):
+        engine.connect({"transport": "pigeon", "params": params})
+    with pytest.raises(ManifestError, match=r"0\.weight"):
+        engine.connect({"transport": "disk", "params": [["0.weight", "float32", [16, 9]]]})
+
+
+def fail_to_start():
+    raise OSError("no room in the actor")
+
+
+def test_an_engine_that_cannot_be_made_says_why(actors):
+    with pytest.raises((EngineRefusedError, EngineUnreachableError), match="no room in the actor"):
+        RayEngine(actors(EngineActor, fail_to_start)).info()
+
+
+def test_an_actor_is_found_by_its_name(cluster):
+    handle = EngineActor.as_remote({"resources": {"rollout": 1}, "name": "rollout-0"}).remote(make_net)
+    try:
+        assert tx.make_engine("ray", engine="rollout-0").info().url == "ray:rollout-0"
+        with pytest.raises(ConfigError, match="no Ray actor called 'rollout-7'"):
+            tx.make_engine("ray", engine="rollout-7")
+    finally:
+        ray.kill(handle)
+
+
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors, settings, transport):
+    place = settings(transport)
+    if transport == "collective":
+        place = {"master_port": free_port(), "world_size": 2}
+    if transport == "ipc":
+        place = {"channel": f"ray-{os.getpid()}"}
+    other = {**place, "rank": 1} if transport == "collective" else place
+    sender = actors(RemoteSender, transport, make_model=make_net, on="trainer", **place)
+    receiver = actors(RemoteReceiver, transport, make_net_of_zeros, **other)
+    metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in make_net().state_dict().items()}
+    ray.get([end.init_all_workers_group.remote(metadata) for end in (sender, receiver)], timeout=WAIT_S)
+    for version in (1, 2):
+        sent = ray.get(sender.apply.remote(step), timeout=WAIT_S)
+        landed = receiver.poll_and_apply.remote(WAIT_S)
+        assert ray.get(sender.update_weights.remote(), timeout=WAIT_S).version == version
+        assert ray.get(landed, timeout=WAIT_S)
+        assert same(ray.get(receiver.apply.remote(weights_of), timeout=WAIT_S), sent)
+        assert ray.get(receiver.version.remote(), timeout=WAIT_S) == version
+    ray.get([end.shutdown.remote() for end in (sender, receiver)], timeout=WAIT_S)
+
+
+def test_a_sender_in_an_actor_drives_engines_in_actors(actors, settings):
+    handle = actors(EngineActor, make_net)
+    sender = actors(RemoteSender, "delta", RayEngine(handle), make_model=make_net, on="trainer", **settings("delta"))
+    for version in (1, 2):
+        sent = ray.get(sender.apply.remote(step), timeout=WAIT_S)
+        report = ray.get(sender.update_weights.remote(), timeout=WAIT_S)
+        assert (report.version, report.verified) == (version, True)
+        assert same(ray.get(handle.apply.remote(weights_of), timeout=WAIT_S), sent)
+
+
+def test_an_engine_server_runs_on_the_node_of_its_actor(actors, settings, tmp_path):
+    from tests.models import tiny_checkpoint, tiny_model
+
+    model_dir = tiny_checkpoint(tmp_path / "model")
+    served = Served(kind="embedded", launch={"model_dir": str(model_dir), "dtype": "float32", "threads": 1})
+    handle = actors(EngineActor, served)
+    engine = RayEngine(handle)
+    assert engine.address().startswith("http://127.0.0.1:")
+    policy = tiny_model(seed=3)
+    sender = tx.WeightSender(tx.make_transport("delta", **settings("delta")), engine)
+    sender.register_model(policy)
+    for _ in range(2):
+        assert sender.update_weights().verified
+        step(policy)
+    assert tx.discover(engine.address())[0].weight_version == "2"
+    sender.shutdown()
+    ray.get(handle.stop.remote(), timeout=WAIT_S)
+
+
+def make_net_of_zeros():
+    net = make_net()
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    return net
+
+
+def free_port():
+    from torchrl_ext.launch.processes import free_port as pick
+
+    return pick()

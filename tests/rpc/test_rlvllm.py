@@ -1,0 +1,117 @@
+"""TorchRL's `RLvLLMEngine` as an engine of ours: every transport feeds it by the methods of that interface."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torchrl.modules.llm.backends.vllm import RLvLLMEngine
+
+import torchrl_ext as tx
+from torchrl_ext.errors import DeadlineError, UpdateError
+from torchrl_ext.rpc.rlvllm import RLvLLMClient
+from torchrl_ext.sync.parties import as_engine
+
+
+class ModuleEngine(RLvLLMEngine):
+    """Implements TorchRL's interface over a module of this process."""
+
+    def __init__(self, model):
+        self.model = model
+        self.groups = self.resets = 0
+
+    def get_tp_size(self):
+        return 1
+
+    def get_model_metadata(self):
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    def get_master_address(self):
+        return "localhost"
+
+    def get_master_port(self):
+        return 0
+
+    def init_weight_update_group(self):
+        self.groups += 1
+
+    def update_weights(self, weights):
+        held = self.model.state_dict()
+        for name, tensor in weights:
+            held[name].copy_(tensor)
+
+    def reset_prefix_cache(self):
+        self.resets += 1
+
+
+class FullEngine(ModuleEngine):
+    def update_weights(self, weights):
+        next(weights)
+        raise OSError("no memory left in the engine")
+
+
+class FrozenEngine(ModuleEngine):
+    def __init__(self, model):
+        super().__init__(model)
+        self.thawed = threading.Event()
+
+    def update_weights(self, weights):
+        self.thawed.wait()
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+def sender_to(engine, name, tmp_path, policy):
+    settings = {"root": tmp_path} if name in ("disk", "delta") else {}
+    sender = tx.WeightSender(tx.make_transport(name, **settings), engine)
+    sender.register_model(policy)
+    return sender
+
+
+@pytest.mark.parametrize("transport", sorted(tx.transports()))
+def test_every_transport_feeds_it(transport, tmp_path):
+    engine, policy = ModuleEngine(net(0)), net(1)
+    sender = sender_to(tx.make_engine("ray", engine=engine), transport, tmp_path, policy)
+    for version in (1, 2):
+        report = sender.update_weights()
+        assert (report.version, report.engines[0].state) == (version, "serving")
+        for name, tensor in policy.state_dict().items():
+            assert torch.equal(engine.model.state_dict()[name], tensor)
+        assert (engine.groups, engine.resets) == (1, version)
+        with torch.no_grad():
+            policy[0].weight.add_(1)
+    sender.shutdown()
+
+
+def test_a_sender_takes_it_as_vllm_engine(tmp_path):
+    assert isinstance(as_engine(ModuleEngine(net(0))), RLvLLMClient)
+
+
+def test_an_engine_with_other_parameters_is_refused_before_it_is_touched(tmp_path):
+    engine, policy = ModuleEngine(net(0)), nn.Sequential(nn.Linear(4, 9))
+    with pytest.raises(UpdateError, match=r"0\.weight"):
+        sender_to(tx.make_engine("ray", engine=engine), "memory", tmp_path, policy).update_weights()
+    assert engine.groups == 0
+
+
+def test_what_the_engine_raises_is_in_the_error(tmp_path):
+    sender = sender_to(RLvLLMClient(FullEngine(net(0))), "memory", tmp_path, policy := net(1))
+    with pytest.raises(UpdateError, match=r"FullEngine.* did not take weights: OSError: no memory left"):
+        sender.update_weights()
+    assert policy is not None
+
+
+def test_an_engine_that_hangs_is_named_at_the_deadline(tmp_path):
+    engine, policy = FrozenEngine(net(0)), net(1)
+    sender = sender_to(RLvLLMClient(engine, timeout_s=0.5), "memory", tmp_path, policy)
+    try:
+        with pytest.raises(UpdateError, match=r"FrozenEngine.* did not take weights within 0.5 s") as failure:
+            sender.update_weights()
+        assert isinstance(failure.value.__cause__, DeadlineError)
+    finally:
+        engine.thawed.set()

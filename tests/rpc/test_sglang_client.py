@@ -1,0 +1,267 @@
+"""The SGLang client over real sockets, against both generations of its routes; the real server is in tests/engine."""
+
+import json
+
+import pytest
+
+import torchrl_ext as tx
+from tests.rpc.servers import running
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.rpc.sglang import SGLangEngine
+from torchrl_ext.types import CHANNEL
+
+GONE = (404, {"detail": "Not Found"})
+DONE = (200, {"success": True, "message": "Success"})
+STARTED_WITH = {
+    "model_path": "/models/start",
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 3,
+    "disaggregation_mode": "prefill",
+    "version": "0.5.23",
+}
+SERVES = {"model_path": "/models/now", "weight_version": "8", "load_format": "auto"}
+
+
+def plugin(**more):
+    """What the plugin answers, whatever is asked."""
+    told = {"torchrl_ext": "0", "workers": 2, "working": False, "flushed": True, **more}
+    return 200, {"success": True, "message": json.dumps(told)}
+
+
+def refused(words):
+    return 400, {"success": False, "message": words}
+
+
+NEW = {  # 0.5.21 and later
+    "GET /server_info": (200, STARTED_WITH),
+    "GET /model_info": (200, SERVES),
+    "GET /v1/loads": (200, {"loads": [{"dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 1}]}),
+    "POST /weights_checker": plugin(),
+    "POST /flush_cache": (200, "Cache flushed."),
+    **{
+        f"POST /{route}": DONE
+        for route in (
+            "begin_weight_update",
+            "end_weight_update",
+            "pause_generation",
+            "continue_generation",
+            "update_weight_version",
+            "update_weights_from_disk",
+        )
+    },
+}
+OLD = {
+    **{call: answer for call, answer in NEW.items() if "weight_update" not in call and "v1/loads" not in call},
+    "GET /get_load": (200, [{"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 9}]),
+}
+STOCK = refused("Unsupported action='torchrl_ext:{\"hello\": true}'")
+
+
+def update(engine, version=8):
+    engine.connect({"transport": "disk"})
+    engine.prefetch(version)
+    with engine.updating(version):
+        engine.load({"version": version, "path": "/updates/weight_v000008", "params": []})
+
+
+def said(server):
+    """Calls in order; for ours what they say."""
+    found = []
+    for call, _, body in server.calls:
+        action = str((body or {}).get("action", ""))
+        found.append(json.loads(action.removeprefix(CHANNEL)) if action.startswith(CHANNEL) else call)
+    return found
+
+
+def test_an_update_pauses_flushes_transfers_and_resumes():
+    with running(NEW) as server:
+        engine = SGLangEngine(server.url)
+        update(engine)
+        engine.load({"verify": {"w": "00"}})
+        assert said(server) == [
+            {"hello": True},
+            {"connect": {"rank_offset": 1, "transport": "disk"}},
+            {"poll": True},
+            {"prefetch": 8},
+            {"poll": True},
+            "POST /pause_generation",
+            {"flush": True},
+            "POST /begin_weight_update",
+            {"start": True, "session": True},
+            {"load": {"version": 8, "path": "/updates/weight_v000008", "params": []}},
+            {"seal": 8, "label": "8"},
+            "POST /end_weight_update",
+            "POST /update_weight_version",
+            "GET /model_info",
+            "POST /continue_generation",
+            {"load": {"verify": {"w": "00"}}},
+        ]
+        bodies = {call: body for call, _, body in server.calls}
+        assert bodies["POST /pause_generation"] == {"mode": "retract"}
+        assert bodies["POST /update_weight_version"] == {"new_version": "8", "abort_all_requests": False}
+        assert bodies["POST /continue_generation"] == {}  # a missing body is a 400
+        (row,) = engine.rows()
+        assert (row.kind, row.state, row.version, row.error) == ("sglang", "serving", 8, None) and row.pause_s > 0
+
+
+def test_earlier_releases_have_no_session_around_an_update():
+    with running(OLD) as server:
+        update(SGLangEngine(server.url, pause_mode="abort"))
+        assert {"start": True, "session": False} in said(server)
+        assert "POST /end_weight_update" not in said(server)
+        assert {"mode": "abort"} in [body for _, _, body in server.calls]
+
+
+@pytest.mark.parametrize("generation", [NEW, OLD], ids=["new", "old"])
+def test_without_the_plugin_full_files_go_through_sglangs_own_route(generation):
+    with running(generation, post_weights_checker=STOCK) as server:
+        engine = SGLangEngine(server.url)
+        update(engine)
+        assert said(server) == [
+            {"hello": True},
+            "POST /pause_generation",
+            "POST /flush_cache",
+            "POST /update_weights_from_disk",
+            "POST /update_weight_version",
+            "GET /model_info",
+            "POST /continue_generation",
+        ]
+        (body,) = [body for call, _, body in server.calls if call == "POST /update_weights_from_disk"]
+        assert body == {
+            "model_path": "/updates/weight_v000008",
+            "load_format": "auto",
+            "weight_version": "8",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        assert not engine.verifies
+        with pytest.raises(ConfigError, match="cannot prove"):
+            engine.load({"verify": {}})
+
+
+@pytest.mark.parametrize("checker", [STOCK, GONE])
+def test_without_the_plugin_other_transports_are_refused_with_what_is_missing(checker):
+    with running(NEW, post_weights_checker=checker) as server:
+        with pytest.raises(EngineRefusedError, match=r"(?s)without our plugin.*'collective'.*sglang\.srt\.plugins"):
+            SGLangEngine(server.url).connect({"transport": "collective"})
+        assert "POST /pause_generation" not in server.routes()
+
+
+def test_replicas_take_no_part_in_a_group():
+    with running(NEW) as server, pytest.raises(EngineRefusedError, match=r"3 data-parallel replicas.*--dp-size 1"):
+        SGLangEngine(server.url).connect({"transport": "collective"})
+
+
+def test_a_session_that_a_trainer_left_open_is_closed_first():
+    answers = [refused("a weight-update session is already open; call end_weight_update() first"), DONE]
+    with running(NEW, post_begin_weight_update=answers) as server:
+        update(SGLangEngine(server.url))
+        routes = [call for call in server.routes() if call.endswith("weight_update")]
+        assert [route.split("/")[1].split("_")[0] for route in routes] == ["begin", "end", "begin", "end"]
+
+
+def test_a_cache_in_use_is_asked_for_again_until_it_is_free():
+    answers = [(400, "Flush cache failed."), (400, "Flush cache failed."), (200, "Cache flushed.")]
+    with running(NEW, post_weights_checker=STOCK, post_flush_cache=answers) as server:
+        update(SGLangEngine(server.url))
+        assert server.routes().count("POST /flush_cache") == 3
+
+
+@pytest.mark.parametrize("generation", [NEW, OLD], ids=["new", "old"])
+def test_a_cache_that_is_never_free_reaches_the_deadline_and_the_server_serves_again(generation):
+    with running(generation, post_weights_checker=plugin(flushed=False)) as server:
+        engine = SGLangEngine(server.url, flush_timeout_s=0.2)
+        with pytest.raises(DeadlineError, match=r"(?s)within 0\.2 s \(2 running, 1 waiting\).*serves again"):
+            update(engine)
+        assert server.routes()[-1] == "POST /continue_generation"
+        assert {"seal": 8, "label": "8"} not in said(server) and engine.rows()[0].state == "serving"
+
+
+def test_requests_that_are_paused_in_place_are_not_waited_for():
+    with running(NEW, post_weights_checker=plugin(flushed=False)) as server:
+        with pytest.raises(EngineRefusedError, match=r"(?s)paused in place.*2 running.*keep_cache=True"):
+            update(SGLangEngine(server.url, pause_mode="in_place"))
+        assert said(server).count({"flush": True}) == 1
+        update(SGLangEngine(server.url, pause_mode="in_place", keep_cache=True))
+        assert server.routes()[-1] == "POST /continue_generation"
+
+
+@pytest.mark.parametrize(
+    ("route", "holding"),
+    [
+        ("begin_weight_update", "untouched"),
+        ("end_weight_update", "part of an update"),
+        ("update_weight_version", "version 8, whole"),
+        ("continue_generation", "version 8, whole"),
+    ],
+)
+def test_a_failure_after_the_pause_leaves_the_engine_paused_and_says_what_it_holds(route, holding):
+    with running(NEW, **{f"post_{route}": refused("its reason")}) as server:
+        engine = SGLangEngine(server.url)
+        with pytest.raises(EngineRefusedError, match=f"(?s)its reason.*is paused.*{holding}"):
+            update(engine)
+        (row,) = engine.rows()
+        assert row.state == "paused" and "its reason" in row.error
+        assert "POST /continue_generation" not in server.routes() or route == "continue_generation"
+
+
+def test_a_label_that_did_not_take_keeps_the_engine_paused():
+    with running(NEW, get_model_info=(200, SERVES | {"weight_version": "7"})) as server:
+        engine = SGLangEngine(server.url)
+        with pytest.raises(EngineRefusedError, match=r"calls its weights '7'.*Expected: '8'"):
+            update(engine)
+        assert engine.rows()[0].state == "paused"
+
+
+def test_a_step_that_goes_on_is_asked_after_until_its_deadline():
+    answers = [plugin(), plugin(), plugin(working=True), plugin(working=True), plugin()]
+    with running(NEW, post_weights_checker=answers) as server:
+        SGLangEngine(server.url).connect({"transport": "disk"})
+        assert said(server).count({"poll": True}) == 3
+    with (
+        running(NEW, post_weights_checker=plugin(working=True)) as server,
+        pytest.raises(DeadlineError, match=r"longer than 0\.3 s"),
+    ):
+        SGLangEngine(server.url, load_timeout_s=0.3).connect({"transport": "disk"})
+
+
+def test_answers_of_data_parallel_ranks_are_taken_together():
+    told = [json.dumps({"torchrl_ext": "0", "working": working, "flushed": flushed}) for working, flushed in
+            ((False, True), (True, False))]  # fmt: skip
+    with running(NEW, post_weights_checker=(200, {"success": True, "message": " | ".join(told)})) as server:
+        engine = SGLangEngine(server.url, load_timeout_s=0.2, flush_timeout_s=0.2)
+        with pytest.raises(DeadlineError, match="stage"):
+            engine.prefetch(1)
+        with pytest.raises(DeadlineError, match="not dropped"):
+            engine.begin(1)
+
+
+@pytest.mark.parametrize("generation", [NEW, OLD], ids=["new", "old"])
+def test_loads_of_both_generations_say_the_same(generation):
+    with running(generation) as server:
+        assert SGLangEngine(server.url).loads() == [{"dp_rank": 0, "running": 2, "waiting": 1}]
+
+
+def test_discovery_reads_what_sglang_says():
+    with running(NEW) as server:
+        (info,) = tx.discover(server.url)
+        assert SGLangEngine(server.url).info() == info
+    assert (info.kind, info.version, info.worker_type, info.model) == ("sglang", "0.5.23", "prefill", "/models/now")
+    assert (info.tp_size, info.pp_size, info.dp_size, info.world_size, info.num_gpus) == (2, 1, 3, 6, 6)
+    assert info.weight_version == "8" and {"disk", "collective", "delta"} <= set(info.transports)
+    with running(NEW, post_weights_checker=STOCK) as server:
+        assert tx.discover(server.url)[0].transports == ("disk",)
+        assert [engine.kind for engine in tx.connect(server.url).engines] == ["sglang"]
+
+
+def test_an_older_name_of_the_route_will_do():
+    with running(NEW, get_server_info=GONE, get_get_server_info=(200, STARTED_WITH)) as server:
+        assert tx.discover(server.url)[0].kind == SGLangEngine(server.url).info().kind == "sglang"
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="abort, retract, in_place"):
+        SGLangEngine("host:1", pause_mode="wait")
+    with pytest.raises(ConfigError, match="in_place"):
+        SGLangEngine("host:1", keep_cache=True)

@@ -1,0 +1,34 @@
+"""Where ray is not installed, its names say what to install, and nothing else changes."""
+
+from tests.processes import python
+
+WITHOUT = "import sys; sys.modules['ray'] = None\nimport torchrl_ext as tx\n"
+
+
+def test_the_engine_says_what_to_install():
+    python(
+        WITHOUT + "try:\n"
+        "    tx.make_engine('ray', engine='rollout-0')\n"
+        "except tx.errors.ConfigError as error:\n"
+        "    assert 'torchrl_ext[ray]' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError"
+    )
+
+
+def test_actor_classes_say_what_to_install():
+    python(
+        WITHOUT + "from torchrl_ext.rpc.ray import EngineActor\n"
+        "from torchrl_ext.sync.remote import RemoteReceiver, RemoteSender\n"
+        "for cls in (EngineActor, RemoteReceiver, RemoteSender):\n"
+        "    try:\n"
+        "        cls.as_remote()\n"
+        "    except tx.errors.ConfigError as error:\n"
+        "        assert 'torchrl_ext[ray]' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError"
+    )
+
+
+def test_the_other_engines_do_not_miss_it():
+    python(WITHOUT + "import torch; assert tx.make_engine('inprocess', engine={'w': torch.zeros(1)}).info()")

@@ -1,0 +1,147 @@
+"""Engines that are killed in the middle of an update: the others go on, and the lost one catches up when it is back."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.errors import EngineError, UpdateError
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.launch.processes import free_port
+from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.rpc.client import EngineClient
+
+
+class Doomed(EngineClient):
+    """An engine whose process is killed as soon as it is asked to do ``step``."""
+
+    kind = "embedded"
+
+    def __init__(self, server, step):
+        self._engine, self._pid, self._step = tx.make_engine("embedded", url=server.url), server.pid, step
+
+    def _kill(self, step):
+        if step == self._step:
+            self._step = None
+            os.kill(self._pid, signal.SIGKILL)
+
+    @property
+    def url(self):
+        return self._engine.url
+
+    def info(self):
+        self._kill("info")
+        return self._engine.info()
+
+    def connect(self, info, on_failure=lambda: None):
+        self._kill("connect")
+        self._engine.connect(info, on_failure)
+
+    def prefetch(self, version):
+        self._kill("prefetch")
+        self._engine.prefetch(version)
+
+    def begin(self, version):
+        self._kill("begin")
+        self._engine.begin(version)
+
+    def load(self, info, on_failure=lambda: None):
+        self._kill("load")
+        self._engine.load(info, on_failure)
+
+    def commit(self, version):
+        self._kill("commit")
+        self._engine.commit(version)
+
+    def pause(self):
+        self._engine.pause()
+
+    def resume(self):
+        self._engine.resume()
+
+    def rows(self):
+        return self._engine.rows()
+
+    def close(self):
+        self._engine.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def steady(checkpoint):
+    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as server:
+        yield server
+
+
+def step(policy, seed):
+    with torch.no_grad():
+        policy.lm_head.weight[seed * 5 % 512].neg_()
+        policy.model.embed_tokens.weight[seed * 3 % 512].neg_()
+
+
+def says(server):
+    (found,) = InferenceClient(server.url, timeout_s=120).generate(
+        [PROMPT], max_tokens=8, temperature=0, ignore_eos=True
+    )
+    return list(found.token_ids)
+
+
+def serve(checkpoint, port):
+    return EmbeddedServer(checkpoint, port=port, dtype="float32", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [
+        *(("delta", point) for point in ("info", "connect", "prefetch", "begin", "load", "commit")),
+        *(("collective", point) for point in ("connect", "prefetch", "load")),
+    ],
+)
+def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_back(
+    name, point, steady, checkpoint, tmp_path
+):
+    policy, port = tiny_model(seed=1), free_port()
+    transport = tx.make_transport(name, timeout_s=20, **({"root": tmp_path / "root"} if name == "delta" else {}))
+    with serve(checkpoint, port) as server:
+        fleet = tx.Fleet([tx.make_engine("embedded", url=steady.url), Doomed(server, point)])
+        sender = tx.WeightSender(transport, fleet)
+        with pytest.raises(UpdateError) as told:
+            sender.update_weights(policy)
+        rows = told.value.rows
+        assert rows[1].error and rows[1].engine == server.url
+        # a broadcast needs everybody who was in the group; what is read needs nobody else
+        finished = name == "delta" or point in ("info", "connect", "commit")
+        assert (rows[0].state == "serving") == finished
+        step(policy, 1)
+        report = sender.update_weights(policy)  # nobody is told twice
+        assert [row.state for row in report.engines] == ["serving", "unreachable"]
+        assert says(steady) == greedy(policy, PROMPT, 8)
+    with serve(checkpoint, port) as server:
+        step(policy, 2)
+        report = sender.update_weights(policy)
+        assert [row.state for row in report.engines] == ["serving", "serving"] and report.verified
+        assert says(server) == says(steady) == greedy(policy, PROMPT, 8)
+        step(policy, 3)
+        assert [row.version for row in sender.update_weights(policy).engines] == [sender.version] * 2
+        assert says(server) == says(steady) == greedy(policy, PROMPT, 8)
+        sender.shutdown()
+
+
+def test_without_any_engine_that_answers_nothing_begins(checkpoint, tmp_path):
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    fleet = tx.Fleet([tx.make_engine("embedded", url=url) for url in urls])
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), fleet)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no engine of the fleet answers") as told:
+            sender.update_weights({"x": torch.ones(3)})
+        assert all(url in str(told.value) for url in urls)
+    assert not list(tmp_path.glob("weight_v*"))

@@ -1,0 +1,101 @@
+"""TorchRL's collectors in Ray actors: workers follow a scheme of ours, engines follow an updater of ours."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+pytest.importorskip("ray")
+
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+from torchrl.collectors.distributed import RayCollector
+from torchrl.collectors.llm import RayLLMCollector
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
+
+import torchrl_ext as tx
+from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
+from tests.rpc.ray_cluster import two_nodes
+from tests.sync.collecting import Walk, make_policy, same, train
+from torchrl_ext.launch.embedded import EmbeddedServer
+
+AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+WAIT_S = 120
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_nodes() as running:
+        yield running
+
+
+def as_batch(rows):
+    return TensorDict(query=rows, batch_size=[1])
+
+
+def make_env():
+    return ChatEnv.from_dataloader(
+        DataLoader(["the engine serves"] * 4, batch_size=1, collate_fn=as_batch),
+        batch_size=(1,),
+        input_mode="text",
+        tokenizer=tiny_tokenizer(),
+        template_kwargs={"chat_template": AS_IT_IS},
+    )
+
+
+def make_remote_policy(url):
+    return tx.RemoteLLMPolicy(url, tokenizer=tiny_tokenizer(), input_mode="text", generate_kwargs=GREEDY)
+
+
+@pytest.mark.parametrize("transport", ["delta", "collective"])
+def test_an_engine_follows_the_updater_of_a_ray_collector(cluster, transport, tmp_path):
+    settings = {"root": str(tmp_path / "updates")} if transport == "delta" else {}
+    model = tiny_model(seed=2)
+    with EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32", threads=1) as server:
+        collector = RayLLMCollector(
+            make_env,
+            policy_factory=functools.partial(make_remote_policy, server.url),
+            dialog_turns_per_batch=1,
+            total_dialog_turns=100,
+            weight_updater=functools.partial(tx.TransportWeightUpdater, transport, server.url, **settings),
+            track_policy_version=PolicyVersion("int"),
+            remote_config={"resources": {"rollout": 1}, "runtime_env": {"env_vars": {"LIST_TO_STACK": "1"}}},
+        )
+        try:
+            for expected in (1, 2):
+                train(model, expected)
+                collector.update_policy_weights_(dict(model.state_dict()))
+                assert collector.policy_version == expected
+                assert tx.discover(server.url)[0].weight_version == str(expected)
+            assert next(iter(collector))["next", "policy_version"].max() == 2
+        finally:
+            cluster.kill(collector._collector)
+
+
+@pytest.mark.parametrize("transport", ["delta", "collective"])
+def test_the_workers_of_a_ray_collector_follow_a_scheme(cluster, transport, tmp_path):
+    settings = {"root": str(tmp_path / "updates")} if transport == "delta" else {}
+    policy = make_policy(seed=1)
+    collector = RayCollector(
+        [Walk, Walk],
+        policy,
+        frames_per_batch=16,
+        total_frames=10_000,
+        weight_sync_schemes={"policy": tx.TransportWeightSyncScheme(transport, **settings)},
+        remote_configs={"num_cpus": 1, "num_gpus": 0, "resources": {"rollout": 1}},
+        sync=True,
+    )
+    try:
+        batches = iter(collector)
+        for seed in (1, 2):
+            next(batches)
+            train(policy, seed)
+            collector.update_policy_weights_()
+            for worker in collector.remote_collectors:
+                held = cluster.get(worker.state_dict.remote(), timeout=WAIT_S)["policy_state_dict"]
+                assert same(held, policy.state_dict())
+    finally:
+        collector.shutdown(shutdown_ray=False)

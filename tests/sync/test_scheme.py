@@ -1,0 +1,324 @@
+"""`TransportWeightSyncScheme` in collectors of one and of several processes, and alone: bits, versions, failures."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.weight_update import WeightSyncScheme
+
+import torchrl_ext as tx
+from tests.processes import python
+from tests.sync.collecting import (
+    BETWEEN_PROCESSES,
+    Mortal,
+    Walk,
+    followers,
+    join,
+    make_policy,
+    processes,
+    same,
+    train,
+    worker_weights,
+)
+from torchrl_ext.errors import (
+    ConcurrentUpdateError,
+    ConfigError,
+    DeadlineError,
+    EngineUnreachableError,
+    NotConnectedError,
+    UpdateError,
+)
+
+Scheme = tx.TransportWeightSyncScheme
+
+
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+def test_workers_of_a_collector_hold_the_trainers_bits_after_each_update(transport):
+    policy = make_policy()
+    schemes = {"policy": Scheme(transport), "policy.module[2]": Scheme(transport)}
+    collector = MultiSyncCollector(
+        [Walk, Walk],
+        policy,
+        frames_per_batch=20,
+        total_frames=200,
+        weight_sync_schemes=schemes,
+        track_policy_version=True,
+    )
+    try:
+        batches = iter(collector)
+        first = next(batches)
+        assert first["policy_version"].unique().tolist() == [0]
+        assert all(same(held, policy.state_dict()) for held in worker_weights(collector))
+        for seed in (1, 2):
+            train(policy, seed)
+            collector.update_policy_weights_()
+            assert all(same(held, policy.state_dict()) for held in worker_weights(collector))
+        assert next(batches)["policy_version"].max() == 2  # one bump per update
+        other = make_policy(7)
+        collector.update_policy_weights_(other, worker_ids=1)
+        zero, one = worker_weights(collector)
+        assert same(zero, policy.state_dict()) and same(one, other.state_dict())
+        collector.update_policy_weights_(weights_dict={"policy": policy, "policy.module[2]": other.module[2]})
+        mixed = {**policy.state_dict(), **{k: v for k, v in other.state_dict().items() if k.startswith("module.2.")}}
+        assert all(same(held, mixed) for held in worker_weights(collector))
+    finally:
+        collector.shutdown()
+        for scheme in schemes.values():
+            scheme.shutdown()
+
+
+@pytest.mark.parametrize("transport", sorted(tx.transports()))
+def test_a_collector_of_one_process_is_updated_in_place(transport):
+    policy, scheme = make_policy(), Scheme(transport)
+    collector = Collector(
+        Walk(), policy, frames_per_batch=10, total_frames=100, weight_sync_schemes={"policy": scheme},
+        track_policy_version=True,
+    )  # fmt: skip
+    try:
+        batches = iter(collector)
+        next(batches)
+        other = make_policy(1)
+        collector.update_policy_weights_(other)
+        assert same(collector.policy.state_dict(), other.state_dict())
+        assert collector.policy_version == 1
+        with pytest.raises(UpdateError, match=r"model 'policy'.*'module\.0\.bias'"):
+            collector.update_policy_weights_(make_policy(hidden=8))
+        assert collector.policy_version == 1
+        assert same(collector.policy.state_dict(), other.state_dict())
+    finally:
+        collector.shutdown()
+        scheme.shutdown()
+
+
+@pytest.mark.parametrize("transport", sorted(tx.transports()))
+def test_followers_without_a_collector_receive_what_is_sent(transport):
+    policy, models = make_policy(), [make_policy(1), make_policy(2)]
+    with followers(Scheme(transport, verify=True), models, model=policy) as (one, two):
+        assert all(same(model.state_dict(), policy.state_dict()) for model in models)
+        assert one.receive(timeout=0) is None
+        assert two.synchronized_on_receiver
+
+
+def test_receive_gives_each_version_once():
+    policy, model, scheme = make_policy(), make_policy(1), Scheme("memory")
+    with followers(scheme, [model], model=policy) as (end,):
+        train(policy)
+        scheme.send()
+        received = end.receive(timeout=10)
+        assert torch.equal(received["module", "0", "weight"], policy.module[0].weight)
+        assert end.receive(timeout=0) is None
+
+
+def test_each_worker_can_have_weights_of_its_own():
+    sent = [TensorDict.from_module(make_policy(seed)).data for seed in (3, 4)]
+    models, scheme = [make_policy(), make_policy()], Scheme("disk")
+    with followers(scheme, models, params_map=dict(enumerate(sent))):
+        assert all(
+            same(model.state_dict(), make_policy(seed).state_dict()) for model, seed in zip(models, (3, 4), strict=True)
+        )
+        scheme.send({1: make_policy(5)})
+        assert same(models[0].state_dict(), make_policy(3).state_dict())
+        assert same(models[1].state_dict(), make_policy(5).state_dict())
+        with pytest.raises(ConfigError, match=r"no worker 2 of model 'policy'.*\[0, 1\]"):
+            scheme.send(make_policy(), worker_ids=[2])
+
+
+def test_workers_that_make_policies_of_their_own_keep_them_until_something_is_sent():
+    scheme = Scheme("disk")
+    factories = [partial(make_policy, seed) for seed in (3, 4)]
+    collector = MultiSyncCollector(
+        [Walk, Walk],
+        policy_factory=factories,
+        frames_per_batch=20,
+        total_frames=200,
+        weight_sync_schemes={"policy": scheme},
+    )
+    try:
+        next(iter(collector))
+        assert all(
+            same(held, make_policy(seed).state_dict())
+            for held, seed in zip(worker_weights(collector), (3, 4), strict=True)
+        )
+        collector.update_policy_weights_({1: TensorDict.from_module(make_policy(5)).data})
+        assert all(
+            same(held, make_policy(seed).state_dict())
+            for held, seed in zip(worker_weights(collector), (3, 5), strict=True)
+        )
+    finally:
+        collector.shutdown()
+        scheme.shutdown()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize("transport", ["collective", "delta", "disk"])
+def test_a_policy_without_storage_gets_it_from_the_first_weights_and_ties_stay_ties(transport):
+    trained, bare, scheme = Tied(), Tied(), Scheme(transport)
+    TensorDict.from_module(bare).data.to("meta").apply(nn.Parameter, filter_empty=False).to_module(bare)
+    assert bare.a.weight.is_meta
+    with followers(scheme, [bare], model=trained):
+        assert same(bare.state_dict(), trained.state_dict())
+        assert bare.b.weight is bare.a.weight and isinstance(bare.a.weight, nn.Parameter)
+        with torch.no_grad():
+            trained.a.weight.mul_(3)
+        scheme.send()
+        assert torch.equal(bare.b.weight, trained.a.weight)
+
+
+@pytest.mark.parametrize("transport", ["collective", "delta", "disk"])
+def test_extra_state_travels_with_the_weights(transport):
+    trained, model, scheme = Mortal(), Mortal(), Scheme(transport)
+    with followers(scheme, [model], model=trained):
+        trained.doomed = torch.tensor([-4.0])
+        scheme.send()
+        assert model.doomed.item() == -4
+        trained.doomed = torch.tensor([-5.0])
+        scheme.send()
+        assert model.doomed.item() == -5
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_both_of_torchrls_strategies_send_the_same(strategy, recwarn):
+    policy, model = make_policy(), make_policy(1)
+    with followers(Scheme("disk", strategy=strategy), [model], model=policy):
+        assert same(model.state_dict(), policy.state_dict())
+
+
+@pytest.mark.parametrize("name", sorted(tx.transports()))
+def test_from_backend_knows_every_transport(name):
+    scheme = WeightSyncScheme.from_backend(name, timeout_s=3.0)
+    assert isinstance(scheme, Scheme)
+    assert (scheme.transport, scheme.timeout_s) == (name, 3.0)
+
+
+@pytest.mark.parametrize("first", ["torchrl.weight_update", "torchrl_ext"])
+def test_from_backend_knows_the_names_whichever_package_was_imported_first(first):
+    python(
+        f"import {first}, torchrl_ext, torchrl.weight_update as w\n"
+        "assert w.WeightSyncScheme.from_backend('delta').transport == 'delta'\n"
+        "assert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)"
+    )
+
+
+def test_settings_are_checked_when_the_scheme_is_made():
+    with pytest.raises(ConfigError, match="no transport called 'dsik'"):
+        Scheme("dsik")
+    with pytest.raises(ConfigError, match="'disk' has no setting 'rot'"):
+        Scheme("disk", rot="/tmp")
+    with pytest.raises(ConfigError, match="number of workers of model 'critic'"):
+        Scheme("disk").init_on_sender(model_id="critic", model=make_policy())
+
+
+def test_a_scheme_carries_its_settings_into_a_worker_and_nothing_of_this_process():
+    scheme = Scheme("disk", keep_files=True)
+    scheme.init_on_sender(model=make_policy(), num_workers=1)
+    try:
+        copy = pickle.loads(pickle.dumps(scheme))
+        assert (copy.transport, copy.settings) == ("disk", {"keep_files": True})
+        assert not copy.initialized_on_sender
+    finally:
+        scheme.shutdown()
+
+
+# bad input
+
+
+def test_a_scheme_that_is_used_too_early_or_too_late_says_so():
+    scheme = Scheme("disk")
+    with pytest.raises(NotConnectedError, match="initialized on sender"):
+        scheme.send(make_policy())
+    with pytest.raises(NotConnectedError, match="initialized on receiver"):
+        scheme.receive()
+    scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=1)
+    with pytest.raises(NotConnectedError, match=r"synchronized on sender.*'actor'"):
+        scheme.send()
+    scheme.shutdown()
+    lost = Scheme("disk")
+    lost.init_on_receiver(model_id="actor", model=make_policy(), worker_idx=0)
+    with pytest.raises(NotConnectedError, match="'actor' knows no trainer"):
+        lost.connect()
+
+
+@pytest.mark.parametrize("transport", sorted(tx.transports()))
+def test_a_policy_with_other_keys_is_refused_by_name_and_the_next_one_lands(transport):
+    policy, models, scheme = make_policy(), [make_policy(1), make_policy(2)], Scheme(transport, timeout_s=10)
+    with followers(scheme, models, model=policy):
+        with pytest.raises(UpdateError, match=r"worker [01] of model 'policy'.*no parameter 'module.9.weight'"):
+            scheme.send({**policy.state_dict(), "module.9.weight": torch.ones(2)})
+        with pytest.raises(UpdateError, match=r"worker [01] of model 'policy'.*missing.*'module.2.bias'"):
+            scheme.send({name: t for name, t in policy.state_dict().items() if name != "module.2.bias"})
+        assert all(same(model.state_dict(), policy.state_dict()) for model in models)
+        train(policy)
+        scheme.send()
+        assert all(same(model.state_dict(), policy.state_dict()) for model in models)
+
+
+def test_two_models_under_one_id_are_refused():
+    policy, model, scheme = make_policy(), make_policy(1), Scheme("disk")
+    with followers(scheme, [model], model=policy):
+        second = pickle.loads(pickle.dumps(scheme))
+        with pytest.raises(NotConnectedError, match=r"refused worker 0 of model 'policy'.*connected already \(pid"):
+            join(second, make_policy(2), 0)
+        with pytest.raises(NotConnectedError, match="carries model 'policy', not 'critic'"):
+            join(second, make_policy(2), 0, "critic")
+
+
+def test_workers_that_do_not_come_are_named():
+    scheme = Scheme("disk", start_timeout_s=0.3)
+    scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=3)
+    with pytest.raises(DeadlineError, match=r"3 of 3 workers of model 'actor'.*0, 1, 2"):
+        scheme.connect()
+
+
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+def test_a_worker_that_dies_during_a_send_is_named_within_the_deadline(transport):
+    trained, scheme = Mortal(), Scheme(transport, timeout_s=20)
+    scheme.init_on_sender(model=trained, num_workers=2)
+    with processes(scheme, Mortal, 2) as (pids, pipes):
+        trained.doomed = torch.tensor([float(pids[1])])
+        with torch.no_grad():
+            trained.weight.add_(1)
+        with pytest.raises(UpdateError, match=rf"worker 1 of model 'policy' \(pid {pids[1]}\) ended") as caught:
+            scheme.send()
+        states = {row.engine.split()[1]: row.state for row in caught.value.rows}
+        assert states == {"0": "serving", "1": "unreachable"}
+        pipes[0].send(True)
+        assert torch.equal(pipes[0].recv()["weight"], trained.weight)  # the other one has the version
+        trained.doomed = torch.zeros(1)
+        with pytest.raises(EngineUnreachableError, match=r"worker 1 of model 'policy'.*nothing was sent"):
+            scheme.send()
+        scheme.send(worker_ids=0)
+
+
+def test_a_second_send_beside_a_running_one_is_refused():
+    class Slow(Mortal):
+        def set_extra_state(self, state):
+            inside.set()
+            assert go_on.wait(30)
+
+    inside, go_on = threading.Event(), threading.Event()
+    go_on.set()
+    scheme = Scheme("memory")
+    with followers(scheme, [Slow()], model=Slow()):
+        go_on.clear(), inside.clear()
+        first = threading.Thread(target=scheme.send)
+        first.start()
+        assert inside.wait(30)
+        with pytest.raises(ConcurrentUpdateError, match="'policy'"):
+            scheme.send()
+        go_on.set()
+        first.join(30)
+        assert not first.is_alive()

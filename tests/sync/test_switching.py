@@ -1,0 +1,168 @@
+"""An engine of this process takes other weights between requests, or keeps those it has."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.errors import EngineError, ManifestError, UpdateError
+from torchrl_ext.plugins.embedded.engine import Engine
+from torchrl_ext.plugins.embedded.protocol import GenerateRequest
+from torchrl_ext.weights.loader import TensorsLoader
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        tiny_checkpoint(folder / f"seed{seed}", seed)
+    tiny_checkpoint(folder / "wide", 2, hidden_size=64)
+    return folder
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+def states(module):
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def same(module, tensors):
+    return all(torch.equal(tensor, tensors[name]) for name, tensor in module.state_dict().items())
+
+
+def submitted(engine, count, **sampling):
+    asked = {"temperature": 0, "max_tokens": count, "ignore_eos": True, **sampling}
+    body = {"token_ids": PROMPT, "sampling_params": asked}
+    return engine.scheduler.submit(GenerateRequest.from_json(body, "request")).future
+
+
+class TestModule:
+    def test_a_state_dict_is_copied_in_place(self):
+        served, other = nn.Linear(3, 2), nn.Linear(3, 2)
+        before = [parameter.data_ptr() for parameter in served.parameters()]
+        engine = tx.make_engine("inprocess", engine=served)
+        report = run(engine.update_model_weights_from_state_dict(other.state_dict()))
+        assert same(served, other.state_dict()) and report.engines[0].state == "serving"
+        assert [parameter.data_ptr() for parameter in served.parameters()] == before
+
+    def test_what_a_state_dict_leaves_out_stays(self):
+        served, bias = nn.Linear(3, 2), torch.tensor([1.0, 2.0])
+        weight = served.weight.detach().clone()
+        engine = tx.make_engine("inprocess", engine=served)
+        run(engine.update_model_weights_from_state_dict({"bias": bias}))
+        assert torch.equal(served.bias, bias) and torch.equal(served.weight, weight)
+        run(engine.update_model_weights_from_state_dict({"weight": weight + 1}))
+        assert torch.equal(served.bias, bias) and torch.equal(served.weight, weight + 1)
+
+    def test_names_of_another_framework_are_mapped(self):
+        served = nn.Linear(3, 2)
+        engine = tx.make_engine("inprocess", engine=served)
+        given = {"decoder.linear_fc1.bias": torch.ones(2)}
+        run(engine.update_model_weights_from_state_dict(given, mapper={r"decoder\.linear_fc1\.(.*)": r"\1"}))
+        assert torch.equal(served.bias, torch.ones(2))
+
+    @pytest.mark.parametrize(
+        ("tensors", "named"), [({"nobody": torch.ones(2)}, "'nobody'"), ({"bias": torch.ones(3)}, r"'bias'.*\[3\]")]
+    )
+    def test_a_strange_name_or_shape_is_refused_and_nothing_changes(self, tensors, named):
+        served = nn.Linear(3, 2)
+        before = states(served)
+        engine = tx.make_engine("inprocess", engine=served)
+        with pytest.raises(ManifestError, match=named):
+            run(engine.update_model_weights_from_state_dict({"weight": torch.ones(2, 3), **tensors}))
+        assert same(served, before) and engine.serving.is_set()
+
+    def test_an_update_that_fails_half_way_puts_the_old_weights_back(self):
+        class Failing(TensorsLoader):
+            fails = False
+
+            def load(self, pairs):
+                if Failing.fails:
+                    Failing.fails = False
+                    super().load([next(iter(pairs))])
+                    raise RuntimeError("out of memory")
+                super().load(pairs)
+
+        served = nn.Linear(3, 2)
+        receiver = tx.WeightReceiver(served)
+        receiver._loader = Failing(served)
+        engine = tx.make_engine("inprocess", engine=receiver)
+        good = nn.Linear(3, 2)
+        run(engine.update_model_weights_from_state_dict(good.state_dict()))
+        Failing.fails = True
+        with pytest.raises(UpdateError, match=r"out of memory(.|\n)*were put back"):
+            run(engine.update_model_weights_from_state_dict(nn.Linear(3, 2).state_dict()))
+        assert same(served, good.state_dict()) and engine.serving.is_set()
+
+    def test_updates_at_the_same_time_queue_and_none_is_torn(self):
+        served = nn.Linear(64, 64)
+        others = [nn.Linear(64, 64).state_dict() for _ in range(6)]
+        engine = tx.make_engine("inprocess", engine=served)
+
+        async def together():
+            return await asyncio.gather(*(engine.update_model_weights_from_state_dict(other) for other in others))
+
+        reports = run(together())
+        assert sorted(report.version for report in reports) == [1, 2, 3, 4, 5, 6]
+        assert same(served, others[[report.version for report in reports].index(6)])
+
+
+class TestEmbedded:
+    @pytest.fixture
+    def engine(self, place):
+        made = Engine(str(place / "seed0"), dtype="float32")
+        yield made
+        made.close()
+
+    def says(self, engine):
+        (output,) = submitted(engine, 8).result(60)
+        return list(output.token_ids)
+
+    def test_a_checkpoint_by_path_and_back(self, engine, place):
+        online = tx.make_engine("inprocess", engine=engine)
+        for seed in (1, 0):
+            report = run(online.update_model_weights(place / f"seed{seed}"))
+            assert report.verified and self.says(engine) == greedy(tiny_model(seed), PROMPT, 8)
+
+    def test_one_layer_alone(self, engine):
+        online, model = tx.make_engine("inprocess", engine=engine), tiny_model(0)
+        other = tiny_model(1)
+        layer = {name: tensor for name, tensor in other.state_dict().items() if ".layers.1." in name}
+        run(online.update_model_weights_from_state_dict(layer))
+        model.load_state_dict({**model.state_dict(), **layer})
+        assert self.says(engine) == greedy(model, PROMPT, 8)
+
+    def test_a_checkpoint_of_another_model_is_refused_and_the_old_weights_serve(self, engine, place):
+        online = tx.make_engine("inprocess", engine=engine)
+        with pytest.raises(UpdateError, match=r"lm_head.*\[512, 64\]"):
+            run(online.update_model_weights(place / "wide"))
+        assert self.says(engine) == greedy(tiny_model(0), PROMPT, 8)
+
+    def test_an_engine_asleep_is_not_updated(self, engine, place):
+        engine.sleep(1, "abort", 10)
+        with pytest.raises(EngineError, match="asleep"):
+            run(tx.make_engine("inprocess", engine=engine).update_model_weights(place / "seed1"))
+        engine.wake_up(None)
+        assert self.says(engine) == greedy(tiny_model(0), PROMPT, 8)
+
+    @pytest.mark.parametrize("mode", ["keep", "wait"])
+    def test_requests_that_run_are_frozen_or_end_first_and_new_ones_wait(self, engine, place, mode):
+        online = tx.make_engine("inprocess", engine=engine, pause_mode=mode)
+        running = [submitted(engine, 60, temperature=1.0, seed=seed) for seed in range(8)]
+        reports = [run(online.update_model_weights(place / f"seed{seed}")) for seed in (1, 0, 1)]
+        later = submitted(engine, 8)
+        for future in running:
+            (output,) = future.result(60)
+            assert len(output.token_ids) == 60 and output.finish_reason == "length"
+            labels = [span["version"] for span in output.spans()]
+            assert set(labels) <= {"default", *(str(report.version) for report in reports)}
+            assert mode == "keep" or len(labels) == 1
+        (output,) = later.result(60)
+        assert list(output.token_ids) == greedy(tiny_model(1), PROMPT, 8)

@@ -1,0 +1,193 @@
+"""`TransportWeightUpdater` in collectors, and senders in TorchRL's trainer hook: an engine follows, versions agree."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict, set_list_to_stack
+from torch.utils.data import DataLoader
+from torchrl.collectors import Collector
+from torchrl.collectors.llm import LLMCollector
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.trainers.trainers import UpdateWeights
+
+import torchrl_ext as tx
+from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
+from tests.sync.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
+from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.registry import transports
+
+AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lists_are_stacks():
+    with set_list_to_stack(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as running:
+        yield running
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Of a transport by name: a root where it takes one."""
+
+    def made(name):
+        return {"root": tmp_path / "updates"} if name in ("disk", "delta") else {}
+
+    return made
+
+
+def llm_collector(server, updater, version_type="int"):
+    env = ChatEnv.from_dataloader(
+        DataLoader(
+            ["the engine serves"] * 4, batch_size=1, collate_fn=lambda rows: TensorDict(query=rows, batch_size=[1])
+        ),
+        batch_size=(1,),
+        input_mode="text",
+        tokenizer=tiny_tokenizer(),
+        template_kwargs={"chat_template": AS_IT_IS},
+    )
+    policy = tx.RemoteLLMPolicy(server.url, tokenizer=tiny_tokenizer(), input_mode="text", generate_kwargs=GREEDY)
+    return LLMCollector(
+        env,
+        policy=policy,
+        dialog_turns_per_batch=1,
+        total_dialog_turns=100,
+        weight_updater=updater,
+        track_policy_version=PolicyVersion(version_type),
+    )
+
+
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+def test_an_engine_follows_the_updater_of_an_llm_collector(server, settings, transport):
+    model = tiny_model(seed=len(transport))
+    wrapped = TransformersWrapper(model, tokenizer=tiny_tokenizer(), input_mode="text", generate=False)
+    updater = tx.TransportWeightUpdater(transport, server.url, **settings(transport))
+    collector = llm_collector(server, updater)
+    try:
+        batches = iter(collector)
+        assert next(batches)["policy_version"].unique().tolist() == [0]
+        for expected in (1, 2):
+            train(model, expected)
+            collector.update_policy_weights_(wrapped)
+            assert updater.report.verified  # the engine's own bytes, against the trainer's
+            assert collector.policy_version == expected
+        assert next(batches)["next", "policy_version"].max() == 2
+        updater.push_weights(model)
+        assert collector.policy_version == 3
+        with pytest.raises(UpdateError, match=r"lm_head\.weight"):
+            collector.update_policy_weights_({"lm_head.weight": torch.zeros(3)})
+        assert collector.policy_version == 3
+        collector.update_policy_weights_(model)
+        assert collector.policy_version == 4 and updater.report.verified
+    finally:
+        collector.shutdown()
+        updater.shutdown()
+
+
+def test_a_version_that_is_a_uuid_changes_once_per_accepted_update(server, settings):
+    updater = tx.TransportWeightUpdater("disk", server.url, **settings("disk"))
+    collector = llm_collector(server, updater, "uuid")
+    tracker = collector.policy_version_tracker
+    try:
+        before = len(tracker.version_history)
+        collector.update_policy_weights_(tiny_model(3))
+        updater.push_weights(tiny_model(4))
+        with pytest.raises(UpdateError):
+            updater.push_weights({"x": torch.zeros(1)})
+        versions = [change.new_version for change in tracker.version_history]
+        assert len(versions) == len(set(versions)) == before + 2
+        assert collector.policy_version == versions[-1]
+    finally:
+        collector.shutdown()
+        updater.shutdown()
+
+
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("unit", ["batches", "optim_steps"])
+def test_a_sender_is_a_sender_of_torchrls_trainer_hook(server, settings, transport, unit):
+    class Trainer:
+        _optim_count = 0
+        optimization_stepper = None
+
+    model, trainer = tiny_model(9), Trainer()
+    sender = tx.WeightSender(transports.make(transport, **settings(transport)), tx.connect(server.url))
+    sender.register_model(TransformersWrapper(model, tokenizer=tiny_tokenizer(), input_mode="text", generate=False))
+    try:
+        hook = UpdateWeights(sender=sender, trainer=trainer, update_weights_interval=2, interval_unit=unit)
+        first = None
+        for step in range(1, 5):
+            trainer._optim_count = step
+            train(model, step)
+            hook()
+            first = sender.version if step == 2 else first
+            assert (sender.version > 0) == (step >= 2)
+        assert sender.version == first + 1
+        assert sender.update_weights().verified
+    finally:
+        sender.shutdown()
+
+
+@pytest.mark.parametrize("transport", sorted(tx.transports()))
+def test_a_module_of_this_process_can_be_the_engine(settings, transport):
+    served, policy = make_policy(1), make_policy()
+    updater = tx.TransportWeightUpdater(transport, served, **settings(transport))
+    collector = Collector(Walk(), policy, frames_per_batch=5, total_frames=50, weight_updater=updater)
+    collector.update_policy_weights_(TensorDict.from_module(policy))
+    assert same(served.state_dict(), policy.state_dict())
+    collector.shutdown()
+    updater.shutdown()
+
+
+def test_several_collectors_agree_on_the_version():
+    class Elsewhere:
+        version = 0
+
+        def increment_version(self):
+            self.version += 1
+
+    served, policy, other = make_policy(1), make_policy(), Elsewhere()
+    updater = tx.TransportWeightUpdater("memory", served)
+    collector = Collector(
+        Walk(), policy, frames_per_batch=5, total_frames=50, weight_updater=updater, track_policy_version=True
+    )
+    updater.register_collector(other)
+    calls = []
+    updater.register_post_hook(lambda: calls.append(updater.version))
+    collector.update_policy_weights_(policy)
+    updater.push_weights(policy)
+    assert (collector.policy_version, other.version, calls) == (2, 2, [1, 2])
+    collector.shutdown()
+
+
+def test_an_updater_travels_to_another_process_without_what_only_this_one_has():
+    updater = tx.TransportWeightUpdater("memory", "127.0.0.1:1", channel="here")
+    updater.register_collector(make_policy())
+    copy = pickle.loads(pickle.dumps(updater))
+    assert copy.collectors is None and copy._parts == ("memory", "127.0.0.1:1", {"channel": "here"})
+
+
+def test_what_cannot_work_is_said():
+    with pytest.raises(ConfigError, match="exists already"):
+        tx.TransportWeightUpdater(tx.MemoryTransport(), channel="x")
+    updater = tx.TransportWeightUpdater("memory", make_policy())
+    with pytest.raises(NotConnectedError, match="register_model"):
+        updater.push_weights()
+    with pytest.raises(ConfigError, match="worker 1 cannot be updated alone"):
+        updater.push_weights(make_policy(), worker_ids=1)
+    policy = make_policy(2)
+    updater.register_model(policy)
+    updater.init()
+    updater.push_weights()
+    assert updater.version == 1

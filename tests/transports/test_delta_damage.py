@@ -1,0 +1,173 @@
+"""What damaged versions do to readers and engines: they are refused by name, before the pause."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.processes import python
+from tests.transports.chains import flip, folder, published, rewrite, same, step, trainer_at, weights
+from tests.transports.contract import WAIT_S
+from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
+from torchrl_ext.stores import LocalStore
+from torchrl_ext.stores.chain import Chain
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+DAMAGES = {
+    "a flipped bit": (lambda d: flip(d / "delta-00001.bin", 20), r"'a.weight' in .*weight_v000003/delta-00001.bin"),
+    "a truncated payload": (
+        lambda d: (d / "delta-00001.bin").write_bytes((d / "delta-00001.bin").read_bytes()[:30]),
+        r"delta-00001.bin has 30 bytes, so that tensor 'a.weight'",
+    ),
+    "a missing payload": (lambda d: (d / "delta-00001.bin").unlink(), r"delta-00001.bin is missing, .*'a.weight'"),
+    "a truncated manifest": (
+        lambda d: (d / "manifest.json").write_bytes((d / "manifest.json").read_bytes()[:200]),
+        r"weight_v000003/manifest.json is damaged",
+    ),
+    "a name that leads elsewhere": (
+        lambda d: rewrite(d / "manifest.json", lambda m: m["files"].update({"../weight_v000001/x": 3})),
+        r"weight_v000003/manifest.json is damaged.*\.\./weight_v000001/x",
+    ),
+    "a payload beyond its file": (
+        lambda d: rewrite(d / "manifest.json", lambda m: m["params"][0].__setitem__(8, 2**62)),
+        r"weight_v000003/manifest.json is damaged.*'a.weight'",
+    ),
+    "an absurd shape": (
+        lambda d: rewrite(d / "manifest.json", lambda m: m["params"][0].__setitem__(2, [2**40, 2**20])),
+        r"weight_v000003 changes a.weight",
+    ),
+    "a codec nobody knows": (
+        lambda d: rewrite(d / "manifest.json", lambda m: m["codecs"].__setitem__(0, {"name": "quantum"})),
+        r"'quantum'",
+    ),
+    "a container nobody knows": (
+        lambda d: rewrite(d / "manifest.json", lambda m: m.update(container="crate")),
+        r"weight_v000003 is laid out.*crate",
+    ),
+    "a digest of other weights": (
+        lambda d: rewrite(d / "manifest.json", lambda m: m["params"][1].__setitem__(3, "0" * 32)),
+        r"'b.weight'",
+    ),
+    "another base": (
+        lambda d: rewrite(d / "manifest.json", lambda m: m.update(base_run_id="somebody")),
+        r"version 3 .* of run 'somebody'",
+    ),
+}
+
+
+class TestDamage:
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_is_refused_before_the_pause_by_name_and_the_next_update_lands(self, root, damage):
+        spoil, words = DAMAGES[damage]
+        own, served, pauses = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}, []
+
+        class Watched(tx.InProcessEngine):
+            def pause(self):
+                pauses.append(1)
+                super().pause()
+
+        class Spoiled(tx.DeltaTransport):
+            def prepare(self, source, version):
+                made = super().prepare(source, version)
+                if version == 3:
+                    spoil(folder(root, 3))
+                return made
+
+        sender = tx.WeightSender(Spoiled(root, keyframe_every=0, encoding="ulp"), Watched(served))
+        alone = trainer_at(root)
+        for version in (1, 2):
+            sender.update_weights(own)
+            assert same(alone.receive_weights(WAIT_S), own)
+            before = {name: tensor.clone() for name, tensor in own.items()}
+            step(own, version)
+        count = len(pauses)
+        with pytest.raises(UpdateError, match=words) as refused:
+            sender.update_weights(own)
+        assert len(pauses) == count
+        assert (refused.value.rows[0].state, refused.value.rows[0].version) == ("serving", 2)
+        assert same(served, before)
+        into = {name: tensor.clone() for name, tensor in before.items()}
+        for reader in (alone, trainer_at(root)):
+            with pytest.raises(WeightSyncError, match=words.replace("weight_v000003 changes", "")):
+                reader.receive_weights(WAIT_S, weights=into)
+        assert same(into, before)
+        step(own, 9)
+        assert sender.update_weights(own).verified
+        assert same(served, own)
+        assert same(alone.receive_weights(WAIT_S), own)
+        assert same(trainer_at(root).receive_weights(WAIT_S), own)
+        sender.shutdown()
+
+    @pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd", "xor"])
+    def test_is_found_in_the_files_of_others_too(self, root, encoding):
+        published(root, 3, encoding=encoding, keyframe_every=0)
+        file = next(folder(root, 3).glob("*0000*.safetensors"))
+        flip(file, file.stat().st_size - 5)
+        with pytest.raises(IntegrityError, match=file.name):
+            trainer_at(root).receive_weights(WAIT_S)
+
+    def test_a_missing_link_is_named_and_a_keyframe_after_it_is_enough(self, root):
+        trainer, own, history = published(root, 4, keyframe_every=0)
+        reader = trainer_at(root)
+        shutil.rmtree(folder(root, 3))
+        with pytest.raises(IntegrityError, match=r"weight_v000003.*is missing"):
+            reader.receive_weights(WAIT_S)
+        trainer.shutdown()
+        trainer_at(root).send_weights("policy", own)
+        assert same(reader.receive_weights(WAIT_S), own)
+        assert history
+
+    def test_a_damaged_keyframe_is_found_before_the_pause(self, root):
+        own, served = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}
+
+        class Spoiled(tx.DeltaTransport):
+            def prepare(self, source, version):
+                made = super().prepare(source, version)
+                if version == 1:
+                    flip(folder(root, 1) / "model.safetensors", -9)
+                return made
+
+        sender = tx.WeightSender(Spoiled(root), tx.InProcessEngine(served))
+        with pytest.raises(UpdateError, match=r"model.safetensors is damaged"):
+            sender.update_weights(own)
+        assert not any(tensor.view(torch.uint8).any() for tensor in served.values())
+        assert sender.update_weights(own).verified
+        assert same(served, own)
+
+    def test_a_root_on_which_another_trainer_works_is_refused(self, root):
+        keep = trainer_at(root)
+        keep.send_weights("policy", weights())
+        with pytest.raises(AssertionError, match="another trainer publishes into"):
+            python("import sys, torchrl_ext as tx; tx.DeltaTransport(sys.argv[1]).send_weights({})", root)
+
+
+def test_a_manifest_of_another_version_is_refused(root):
+    published(root, 3, keyframe_every=0)
+    shutil.rmtree(folder(root, 3))
+    shutil.copytree(folder(root, 2), folder(root, 3))
+    with pytest.raises(IntegrityError, match="says that it is version 2"):
+        trainer_at(root).receive_weights(WAIT_S)
+
+
+def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):
+    published(root, 2, keyframe_every=0)
+    other = trainer_at(tmp_path / "other", keyframe_every=0)
+    tensors = {"a.weight": torch.randn(3), "z": torch.randn(4)}
+    for _ in range(2):
+        other.send_weights("policy", tensors)
+        tensors["z"] += 1
+    reader = trainer_at(root)
+    run = Chain(LocalStore(root)).run_id(1)
+    shutil.copytree(folder(tmp_path / "other", 2), folder(root, 3))
+    rewrite(folder(root, 3) / "manifest.json", lambda m: m.update(version=3, base_version=2, base_run_id=run))
+    (root / "latest").write_text("3\n")
+    with pytest.raises(ManifestError, match=r"a.weight"):
+        reader.receive_weights(WAIT_S)

@@ -1,0 +1,140 @@
+"""Chains in the files of another library: ours read by its reader, and its own read by us."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import zstandard
+from safetensors.torch import load_file, save_file
+
+from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
+from tests.transports.contract import WAIT_S
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.weights.digest import tensor_digest
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+class TestFilesOfOthers:
+    """Written and read here with the reference libraries, as the formats' authors do."""
+
+    def test_a_chain_in_slimes_current_format_is_what_its_reader_expects(self, root):
+        _, _, history = published(root, 4, encoding="xor", keyframe_every=0)
+        held = load_file(folder(root, 1) / "model.safetensors")
+        for version in (2, 3, 4):
+            apply_slime(folder(root, version), held, version)
+            assert same(held, history[version])
+
+    def test_files_of_slimes_first_format_hold_positions_and_values(self, root):
+        published(root, 2, encoding="deltas_zstd", keyframe_every=0)
+        names = sorted(path.name for path in folder(root, 2).glob("rank*"))
+        assert names == ["rank0000_flush000000.safetensors", "rank0000_flush000001.safetensors"]
+        raw = (folder(root, 2) / names[0]).read_bytes()
+        assert raw[:4] == b"\x28\xb5\x2f\xfd"
+
+    @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+    @pytest.mark.parametrize("checksum", ["xxh3-128", "adler32"])
+    def test_a_chain_that_slime_wrote_is_followed_from_its_checkpoint(self, tmp_path, root, encoding, checksum):
+        own, reader = weights(), None
+        base = checkpoint(tmp_path / "base", own)
+        for version in range(1, 5):
+            old = {name: tensor.clone() for name, tensor in own.items()}
+            if version != 3:
+                step(own, version)
+            write_slime(folder(root, version), version, old, own, encoding, checksum)
+            reader = reader or trainer_at(root, base=base)
+            assert same(reader.receive_weights(WAIT_S), own)
+            assert same(trainer_at(root, base=base).receive_weights(WAIT_S), own)
+        assert reader.receive_weights(0.0) is None
+
+    def test_a_full_version_in_the_middle_is_enough_to_join(self, root):
+        own = weights()
+        checkpoint(folder(root, 3), own)
+        old = {name: tensor.clone() for name, tensor in own.items()}
+        step(own, 1)
+        write_slime(folder(root, 4), 4, old, own, "xor", "xxh3-128")
+        assert same(trainer_at(root).receive_weights(WAIT_S), own)
+
+    def test_another_base_is_noticed_by_the_checksum(self, tmp_path, root):
+        own, other = weights(), weights(5)
+        old = {name: tensor.clone() for name, tensor in own.items()}
+        step(own, 1)
+        write_slime(folder(root, 1), 1, old, own, "xor", "xxh3-128")
+        with pytest.raises(IntegrityError, match=r"'[ab].weight' in .*model-00000-of-00001"):
+            trainer_at(root, base=checkpoint(tmp_path / "base", other)).receive_weights(WAIT_S)
+        with pytest.raises(ConfigError, match="base="):
+            trainer_at(root).receive_weights(WAIT_S)
+
+    @pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
+    def test_flush_files_without_a_manifest_are_followed_from_the_base(self, tmp_path, root, encoding):
+        made = tmp_path / "made"
+        _, _, history = published(made, 4, encoding=encoding, keyframe_every=0)
+        base = checkpoint(tmp_path / "base", history[1])
+        for version in (2, 3, 4):  # renumbered: the seed counts from the first delta
+            shutil.copytree(folder(made, version), folder(root, version))
+            (folder(root, version) / "manifest.json").unlink()
+        checkpoint(folder(root, 1), history[1])
+        assert same(trainer_at(root).receive_weights(WAIT_S), history[4])
+        del base
+        shutil.rmtree(folder(root, 2))
+        with pytest.raises(IntegrityError, match="weight_v000002"):
+            trainer_at(root).receive_weights(WAIT_S)
+
+
+def raw(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def write_slime(path, version, old, new, encoding, algorithm):
+    import zlib
+
+    import numpy as np
+    import xxhash
+
+    payloads, sums = {}, {}
+    for name, tensor in new.items():
+        before, after = raw(old[name]), raw(tensor)
+        where = np.flatnonzero(before != after).astype("<u4")
+        if where.size:
+            data = (before ^ after).tobytes()
+            if encoding == "overwrite":
+                data = np.uint32(where.size).tobytes() + where.tobytes() + after[where].tobytes()
+            packed = zstandard.ZstdCompressor(level=1).compress(data)
+            payloads[name] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            digest = xxhash.xxh3_128_hexdigest(after) if algorithm != "adler32" else f"{zlib.adler32(after):08x}"
+            sums[name] = digest
+    path.mkdir(parents=True)
+    file = "model-00000-of-00001.safetensors"
+    if payloads:
+        save_file(payloads, path / file, metadata=sums)
+    metadata = {
+        "version": f"{version:06d}",
+        "base_version": f"{version - 1:06d}",
+        "delta_encoding": encoding,
+        "compression_format": "zstd",
+        "checksum_format": algorithm,
+    }
+    index = {"metadata": metadata, "weight_map": dict.fromkeys(payloads, file)}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def apply_slime(path, held, version):
+    """What slime's reader does with a version."""
+    from safetensors import safe_open
+
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert (index["metadata"]["version"], index["metadata"]["base_version"]) == (f"{version:06d}", f"{version - 1:06d}")
+    assert (index["metadata"]["delta_encoding"], index["metadata"]["compression_format"]) == ("xor", "zstd")
+    for file in sorted(set(index["weight_map"].values())):
+        with safe_open(path / file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                difference = zstandard.ZstdDecompressor().decompress(opened.get_tensor(name).numpy().tobytes())
+                flat = held[name].view(-1).view(torch.uint8)
+                flat ^= torch.frombuffer(bytearray(difference), dtype=torch.uint8)
+                assert opened.metadata()[name] == tensor_digest(held[name])

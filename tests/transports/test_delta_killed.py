@@ -1,0 +1,164 @@
+"""Trainers and readers that are killed, full disks, and collection beside readers at work."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+import torch
+
+from tests.processes import python, running_python
+from tests.transports.chains import folder, published, same, step, trainer_at, weights
+from tests.transports.contract import WAIT_S
+from torchrl_ext.stores import LocalStore
+from torchrl_ext.stores.chain import Chain
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+class TestKilled:
+    @pytest.mark.parametrize("point", ["in a delta", "in a keyframe", "before the rename", "before the pointer"])
+    def test_a_trainer_killed_leaves_a_chain_that_reads_and_goes_on(self, root, point):
+        with running_python(KILLED_TRAINER, root, point) as child:
+            assert child.stdout.readline() == "now\n"
+            child.send_signal(signal.SIGKILL)
+            child.wait(WAIT_S)
+        expected = {"x": torch.full((500,), 2.0), "y": torch.arange(500.0)}
+        assert same(trainer_at(root).receive_weights(WAIT_S), expected)
+        trainer, reader = trainer_at(root), trainer_at(root)
+        reader.receive_weights(WAIT_S)
+        expected["x"] += 5
+        trainer.send_weights("policy", expected)
+        assert same(reader.receive_weights(WAIT_S), expected)
+        assert same(trainer_at(root).receive_weights(WAIT_S), expected)
+        assert not [path for path in root.rglob("*") if ".tmp-" in path.name]
+
+    def test_a_reader_killed_under_way_keeps_nothing_but_its_lease(self, root):
+        trainer, own, _ = published(root, 2, keyframe_every=0)
+        with running_python(KILLED_READER, root) as child:
+            assert child.stdout.readline() == "reading\n"
+            child.send_signal(signal.SIGKILL)
+            child.wait(WAIT_S)
+        assert list((root / "readers").iterdir())
+        trainer.send_weights("policy", own)
+        assert same(trainer_at(root).receive_weights(WAIT_S), own)
+
+    def test_a_full_disk_half_way_costs_one_version(self, root):
+        python(LIMITED, root)
+
+
+KILLED_TRAINER = """
+import os, sys, torch, torchrl_ext as tx
+from torchrl_ext.stores.versions import Versions
+from torchrl_ext.weights.source import MappingSource
+root, point = sys.argv[1:]
+weights = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
+def stop(*_):
+    print("now", flush=True)
+    sys.stdin.read()
+class Hanging(MappingSource):
+    def __iter__(self):
+        yield next(super().__iter__())
+        stop()
+trainer = tx.DeltaTransport(root, keyframe_every=3 if point == "in a keyframe" else 0)
+trainer.send_weights(weights)
+weights["x"] += 1
+trainer.send_weights(weights)
+weights["x"] += 1
+if point.startswith("in"):
+    trainer.send_weights(Hanging(weights))
+if point == "before the rename":
+    os.rename = stop
+else:
+    Versions.advance = stop
+trainer.send_weights(weights)
+"""
+
+KILLED_READER = """
+import sys, torchrl_ext as tx
+from torchrl_ext.stores import LocalStore
+real = LocalStore.get
+def get(self, key):
+    if key.endswith(".bin"):
+        print("reading", flush=True)
+        sys.stdin.read()
+    return real(self, key)
+LocalStore.get = get
+tx.DeltaTransport(sys.argv[1]).receive_weights(60)
+"""
+
+LIMITED = """
+import resource, signal, sys, torch, torchrl_ext as tx
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+trainer, weights = tx.DeltaTransport(sys.argv[1], keyframe_every=0), {"x": torch.randn(50_000)}
+reader = tx.DeltaTransport(sys.argv[1])
+trainer.send_weights(weights)
+weights["x"] = torch.randn(50_000)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+try:
+    trainer.send_weights(weights)
+except tx.errors.StoreError as error:
+    assert "File too large" in str(error), error
+else:
+    raise AssertionError("nothing failed")
+assert not reader.receive_weights(60)["x"].equal(weights["x"])
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+trainer.send_weights(weights)
+assert reader.receive_weights(60)["x"].equal(weights["x"])
+assert tx.DeltaTransport(sys.argv[1]).receive_weights(60)["x"].equal(weights["x"])
+"""
+
+
+class TestCollection:
+    def test_never_races_readers_that_join_and_follow(self, root):
+        own, stop, failures, seen = weights(), threading.Event(), [], []
+        trainer = trainer_at(root, keyframe_every=3)
+        trainer.send_weights("policy", own)
+
+        def read(make):
+            reader = make()
+            try:
+                while not stop.is_set():
+                    reader = make() if make is not None and len(seen) % 2 else reader
+                    received = reader.receive_weights(0.2)
+                    if received is not None:
+                        assert int(received["c.count"][0]) == reader.received_version
+                        seen.append(reader.received_version)
+            except Exception as error:  # noqa: BLE001 - a thread hands everything on
+                failures.append(error)
+
+        own["c.count"][0] = 1
+        stop_at = 60
+        own["c.count"][0] = 2
+        trainer.send_weights("policy", own)
+        threads = [threading.Thread(target=read, args=(lambda: trainer_at(root),)) for _ in range(2)]
+        for version in range(3, stop_at):
+            if version == 4:
+                for thread in threads:
+                    thread.start()
+            step(own, version)
+            own["c.count"][0] = version
+            trainer.send_weights("policy", own)
+        stop.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not failures, failures
+        assert len(set(seen)) > 3
+        assert len(list(root.glob("weight_v*"))) <= 6
+
+    def test_a_lease_keeps_versions_and_an_expired_one_does_not(self, root):
+        trainer, own, _ = published(root, 2, keyframe_every=2)
+        chain = Chain(LocalStore(root))
+        with chain.lease(chain.route(2)):
+            for version in range(3, 8):
+                step(own, version)
+                trainer.send_weights("policy", own)
+            assert folder(root, 2).exists()
+        expired = Chain(LocalStore(root), lease_s=-1.0)
+        with expired.lease(expired.route(7)):
+            trainer.send_weights("policy", own)
+            assert not folder(root, 2).exists()

@@ -1,0 +1,57 @@
+"""Host copies in files: they follow like those in memory, and nothing is left of them, however a reader ends."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.processes import WAIT_S, running_python
+from tests.transports.contract import same_bits
+from torchrl_ext.errors import StoreError
+from torchrl_ext.transports.host_copies import HostCopies
+
+READER = """
+import sys, torchrl_ext as tx
+reader = tx.DeltaTransport(sys.argv[1], local_dir=sys.argv[2])
+reader.receive_weights(30)
+print(sum(sys.argv[2] in line and "(deleted)" in line for line in open("/proc/self/maps")), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8]
+)
+@pytest.mark.parametrize("shape", [(3, 5), (), (0, 4)])
+def test_a_copy_has_the_same_bits_and_no_name(tmp_path, dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    copied = HostCopies(tmp_path / "made" / "here").copy(tensor)
+    assert same_bits(copied, tensor) and not list(tmp_path.rglob("*.*"))
+    assert not copied.nbytes or copied.data_ptr() != tensor.data_ptr()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=rf"{tmp_path}/file/copies cannot take a copy of 12 bytes"):
+        HostCopies(tmp_path / "file" / "copies").copy(torch.ones(3))
+
+
+def test_a_reader_with_copies_in_files_follows_and_nothing_is_left_when_it_is_killed(tmp_path):
+    root, local = tmp_path / "root", tmp_path / "local"
+    own = {"x": torch.randn(1000), "y": torch.randn(20, 30).bfloat16()}
+    trainer, reader = tx.DeltaTransport(root), tx.DeltaTransport(root, local_dir=local)
+    for step in range(4):
+        own["x"][step * 7] += 1
+        own["y"][step] *= 2
+        trainer.send_weights(own)
+        found = reader.receive_weights(WAIT_S)
+        assert all(same_bits(found[name], tensor) for name, tensor in own.items())
+    with running_python(READER, root, local) as child:
+        assert child.stdout.readline() == "2\n"
+        child.send_signal(signal.SIGKILL)
+        child.wait(WAIT_S)
+    assert not list(Path(local).iterdir())

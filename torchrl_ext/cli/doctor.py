@@ -1,0 +1,135 @@
+"""``torchrl-ext doctor URL...``: what would go wrong in an update, found before one is tried."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from torchrl_ext.cli.findings import Examined, Finding, Patient, compare, examine
+from torchrl_ext.cli.shared_findings import SharedChecks, check_checkpoint
+from torchrl_ext.errors import ConfigError, WeightSyncError
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.inspection import ask_workers
+
+__all__ = ["add_parser", "run"]
+
+_COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the command; the options of the training job can be given word for word."""
+    from torchrl_ext import WeightUpdateConfig
+
+    parser = subparsers.add_parser(
+        "doctor",
+        help="find what will go wrong in an update before it does",
+        description="Look at engines, at the options of the job, and at what both sides share. Nothing is changed, and "
+        "engines go on generating. Exit status 1 when an update would fail.",
+    )
+    parser.add_argument("addresses", nargs="*", metavar="URL", help="host:port or URL of an engine")
+    parser.add_argument("--transport", help="the transport to be used; derived from the options where they are given")
+    parser.add_argument("--root", help="directory or bucket that both sides are to see")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint directory that training starts from")
+    parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument("--timeout-s", type=float, default=10.0, help="deadline of each engine's discovery, in seconds")
+    WeightUpdateConfig.add_arguments(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine everything; a table of what is wrong, or with ``--json`` every finding.
+
+    Returns:
+        0; 1 when an update would fail.
+
+    Raises:
+        ConfigError: there is nothing to look at.
+    """
+    findings, addresses, transport, root = _options(args)
+    if not addresses and not findings:
+        raise ConfigError("there is nothing to look at", expected="addresses of engines", hint="torchrl-ext doctor URL")
+    every: list[Examined] = []
+    if addresses:
+        more, every = _look(args, addresses, transport, root)
+        findings += more
+    sick = [one for one in findings if one.level == "failure"]
+    if args.json:
+        rows = [asdict(one.info) for one in every if one.info is not None]
+        print(json.dumps({"ok": not sick, "engines": rows, "findings": [asdict(one) for one in findings]}))
+    else:
+        _show(findings)
+    return 1 if sick else 0
+
+
+def _options(args: argparse.Namespace) -> tuple[list[Finding], list[str], str | None, str | None]:
+    """Findings about the job's options, then addresses, transport and root, whichever way they were given."""
+    from torchrl_ext import WeightUpdateConfig
+
+    names = list(WeightUpdateConfig.__dataclass_fields__)
+    addresses = [*args.addresses, *(args.rollout_external_engine_addrs or ())]
+    transport, root = args.transport, args.root or args.update_weight_disk_dir
+    if all(getattr(args, name) in (None, False) for name in names):
+        return [], addresses, transport, root
+    try:
+        config = WeightUpdateConfig.from_arguments(args)
+    except ConfigError as error:
+        words = {"found": error.what, "expected": error.expected or "", "remedy": error.hint or ""}
+        return [Finding(where="trainer", check="options", level="failure", **words)], addresses, transport, root
+    chosen = transport or config.transport_config().name
+    told = f"{config.update_weight_mode} over {config.update_weight_transport}: transport {chosen!r}"
+    return [Finding(where="trainer", check="options", level="ok", found=told)], addresses, chosen, root
+
+
+def _look(
+    args: argparse.Namespace, addresses: list[str], transport: str | None, root: str | None
+) -> tuple[list[Finding], list[Examined]]:
+    model, size = check_checkpoint(args.model, []) if args.model else ([], 0)
+    shared = SharedChecks(root, transport, size)
+    with shared.asking(addresses) as question, ThreadPoolExecutor(min(64, len(addresses))) as pool:
+        patient = Patient(api_key=args.api_key, timeout_s=args.timeout_s, transport=transport, question=question)
+        every = list(pool.map(lambda address: examine(address, patient), addresses))
+        judged = shared.judge(every)
+        _tidy(shared, every, args.api_key)
+    if args.model:
+        model, _ = check_checkpoint(args.model, every)
+    findings = [*shared.findings, *model]
+    for one in every:
+        findings += [*one.findings, *(found for found in judged if found.where == one.address)]
+    return [*findings, *compare(every)], every
+
+
+def _tidy(shared: SharedChecks, every: list[Examined], api_key: str | None) -> None:
+    """Have every probe removed by whoever wrote it."""
+    for one in every:
+        if one.info is None:
+            continue
+        for asked in filter(None, map(shared.forget, one.answers)):
+            session = HTTPSession(one.info.url, api_key=api_key)
+            try:
+                ask_workers(session, one.info.kind, asked)
+            except WeightSyncError:
+                continue  # a hidden file of a few bytes stays; the next trainer sweeps it
+            finally:
+                session.close()
+
+
+def _show(findings: list[Finding]) -> None:
+    console = Console()
+    table = Table("where", "check", "", "found", "expected", "remedy", show_lines=True)
+    for one in findings:
+        level = f"[{_COLOURS[one.level]}]{one.level}[/]"
+        table.add_row(one.where, one.check, level, one.found, one.expected, one.remedy)
+    console.print(table)
+    counts = {level: sum(one.level == level for one in findings) for level in _COLOURS}
+    if counts["failure"]:
+        console.print(
+            f"[bold red]an update would fail[/]: {counts['failure']} failure(s), {counts['warning']} warning(s)"
+        )
+    else:
+        console.print(f"[green]nothing stands in the way of an update[/]; {counts['warning']} warning(s)")

@@ -1,0 +1,308 @@
+"""What `torchrl-ext doctor` looks at in one engine, in the fleet, and in what both sides share."""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torchrl_ext
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
+from torchrl_ext.rpc.inspection import ask_workers, has_route
+from torchrl_ext.types import BACKEND, EngineInfo, Info
+
+__all__ = ["Examined", "Finding", "Patient", "compare", "examine"]
+
+SKEW_S, WRONG_S = 5.0, 600.0
+"""Clocks further apart than the first are worth a word; than the second, object stores refuse signed requests."""
+
+_VLLM = ("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update")
+_ROUTES = {
+    "vllm": (*_VLLM, "/reset_prefix_cache", "/resume"),
+    "embedded": (*_VLLM, "/prefetch_weights", "/reset_prefix_cache", "/resume"),
+    "sglang": ("/pause_generation", "/update_weights_from_disk", "/weights_checker", "/continue_generation"),
+}
+_DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment: it has these routes only then"
+_PLUGIN = {
+    "vllm": "install torchrl_ext in the engine's environment and start it with --weight-transfer-config "
+    f'\'{{"backend": "{BACKEND}"}}\'; `torchrl-ext serve vllm` does both',
+    "sglang": "install torchrl_ext in the engine's environment; `torchrl-ext serve sglang` does it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        where: an engine's address, ``"trainer"`` or ``"fleet"``.
+        check: what was looked at, in a word.
+        level: ``"ok"``, ``"warning"`` (an update works, with a catch) or ``"failure"`` (it would not work).
+        found: what there is.
+        expected: what there should be; empty where all is well.
+        remedy: what to do; empty where all is well.
+    """
+
+    where: str
+    check: str
+    level: str
+    found: str
+    expected: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patient:
+    """What is asked of every engine.
+
+    Attributes:
+        api_key: sent as a bearer token.
+        timeout_s: deadline of each engine's discovery, in seconds.
+        transport: the transport that is wanted; None for any.
+        question: for the engine's workers, see `torchrl_ext.sync.inspection`.
+    """
+
+    api_key: str | None = None
+    timeout_s: float = 10.0
+    transport: str | None = None
+    question: Info
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What is known of one engine.
+
+    Attributes:
+        address: as it was given.
+        findings: in the order in which they were made.
+        info: None where discovery failed.
+        answers: of its workers; empty where they gave none.
+        dtype: of its weights, as far as it says.
+    """
+
+    address: str
+    findings: tuple[Finding, ...]
+    info: EngineInfo | None = None
+    answers: tuple[Info, ...] = ()
+    dtype: str = ""
+
+
+def examine(address: str, patient: Patient) -> Examined:
+    """Look at one engine. Nothing is changed there; a connected trainer is not disturbed."""
+    notes = _Notes(address)
+    try:
+        url = normalise_url(address)
+    except ConfigError as error:
+        notes.failure("address", error.what, error.expected or "", "write IPv6 addresses in brackets: [::1]:8000")
+        return Examined(address=address, findings=notes.found())
+    notes.ok("address", url if "://" in address else f"{url} (http, as no scheme is given)")
+    session = HTTPSession(url, api_key=patient.api_key, timeout_s=patient.timeout_s, max_body_bytes=16 << 20)
+    try:
+        return _examine(address, url, session, patient, notes)
+    except WeightSyncError as error:  # it went away between two questions
+        notes.error("reachable", error)
+        return Examined(address=address, findings=notes.found())
+    finally:
+        session.close()
+
+
+def _examine(address: str, url: str, session: HTTPSession, patient: Patient, notes: _Notes) -> Examined:
+    began = time.time()
+    answer = session.call("GET", "/server_info", query={"config_format": "json"})
+    ended = time.time()
+    workers = _behind_router(session)
+    if workers is not None:
+        notes.failure(
+            "router",
+            f"a router with {len(workers)} worker(s): it hands a control call to one of them and says that all is well",
+            "the address of an engine",
+            f"give the engines' own addresses: {' '.join(workers) or 'it has none yet'}",
+        )
+        return Examined(address=address, findings=notes.found())
+    notes.ok("router", "the engine itself, no router")
+    try:
+        (info,) = discover(url, timeout_s=patient.timeout_s, api_key=patient.api_key)
+    except WeightSyncError as error:
+        notes.error("routes", error)
+        return Examined(address=address, findings=notes.found())
+    notes.ok("reachable", f"{info.kind} {info.version}, {info.worker_type}, serves {info.model or 'a model'}")
+    _clock(notes, answer, began, ended)
+    _routes(notes, session, info)
+    _transports(notes, info, patient)
+    _paused(notes, session, info)
+    _world(notes, info)
+    answers: list[Info] = []
+    try:
+        answers = ask_workers(session, info.kind, patient.question, timeout_s=max(30.0, patient.timeout_s))
+    except (EngineRefusedError, DeadlineError) as error:
+        if info.transports and info.transports != ("disk",):
+            notes.warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
+    _versions(notes, answers)
+    dtype = _dtype(answer)
+    return Examined(address=address, findings=notes.found(), info=info, answers=tuple(answers), dtype=dtype)
+
+
+def _behind_router(session: HTTPSession) -> list[str] | None:
+    """Addresses of the workers where this is a router, of vLLM or of SGLang; None where it is none."""
+    for route, field in (("/list_workers", "urls"), ("/workers", "workers")):
+        try:
+            told = session.get(route)
+        except EngineError:
+            continue
+        rows = told.get(field) if isinstance(told, dict) else None
+        if isinstance(rows, list):
+            return [str(row.get("url") if isinstance(row, dict) else row) for row in rows]
+    return None
+
+
+def _clock(notes: _Notes, answer: Answer, began: float, ended: float) -> None:
+    try:
+        theirs = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        notes.ok("clock", "the engine does not say what time it is")
+        return
+    skew_s = max(0.0, theirs - ended, began - (theirs + 1.0))  # a Date header has whole seconds
+    if skew_s <= SKEW_S:
+        notes.ok("clock", "agrees with this machine's")
+        return
+    words = (f"{skew_s:,.0f} s apart", f"less than {SKEW_S:g} s", "let both machines follow a time server (NTP)")
+    (notes.failure if skew_s > WRONG_S else notes.warning)("clock", *words)
+
+
+def _routes(notes: _Notes, session: HTTPSession, info: EngineInfo) -> None:
+    missing = [route for route in _ROUTES.get(info.kind, ()) if not has_route(session, route)]
+    if missing:
+        remedy = _DEV_MODE if info.kind == "vllm" else "update the engine"
+        notes.failure("routes", f"lacks {', '.join(missing)}", "every route of a weight update", remedy)
+    else:
+        notes.ok("routes", "every route of a weight update is there")
+
+
+def _transports(notes: _Notes, info: EngineInfo, patient: Patient) -> None:
+    wanted = patient.transport
+    if not info.transports:
+        notes.failure(
+            "plugin", "follows by no transport", f"weight-transfer backend {BACKEND!r}", _PLUGIN.get(info.kind, "")
+        )
+    elif wanted is not None and wanted not in info.transports:
+        names = ", ".join(info.transports)
+        notes.failure(
+            "plugin", f"follows by {names}", f"transport {wanted!r}", _PLUGIN.get(info.kind, "use another one")
+        )
+    elif info.transports == ("disk",):
+        expected = "every transport, and proof of what was loaded"
+        notes.warning("plugin", "runs without our plugin: full files only", expected, _PLUGIN.get(info.kind, ""))
+    else:
+        notes.ok("plugin", f"follows by {', '.join(info.transports)}")
+
+
+def _paused(notes: _Notes, session: HTTPSession, info: EngineInfo) -> None:
+    if info.kind == "sglang":
+        return
+    try:
+        paused = session.get("/is_paused").get("is_paused")
+    except (EngineRefusedError, AttributeError):
+        return
+    if paused:
+        notes.warning(
+            "paused",
+            "the engine is paused",
+            "an engine that generates",
+            "an update may be under way; after a failed one, the next good update resumes it",
+        )
+
+
+def _world(notes: _Notes, info: EngineInfo) -> None:
+    told = f"tp {info.tp_size} x pp {info.pp_size} x dp {info.dp_size}, world size {info.world_size}"
+    product = info.tp_size * info.pp_size * info.dp_size
+    if info.world_size in (product, info.tp_size * info.pp_size):  # replicas may share the workers of one another
+        notes.ok("world size", told)
+    else:
+        remedy = "look at the engine's parallel settings; a collective counts workers by this number"
+        notes.warning("world size", told, f"{product}", remedy)
+
+
+def _versions(notes: _Notes, answers: list[Info]) -> None:
+    if not answers:
+        return
+    theirs = sorted({str(answer["torchrl_ext"]) for answer in answers})
+    one = answers[0]
+    told = f"torchrl_ext {', '.join(theirs)}, torch {one.get('torch')}, Python {one.get('python')} on {one.get('host')}"
+    if theirs == [torchrl_ext.__version__]:
+        notes.ok("versions", told)
+    else:
+        remedy = "install the same version on both sides"
+        notes.warning("versions", told, f"torchrl_ext {torchrl_ext.__version__}, as here", remedy)
+
+
+def _dtype(answer: Answer) -> str:
+    try:
+        told: Any = answer.json()
+    except ValueError:
+        return ""
+    if not isinstance(told, dict):
+        return ""
+    config = told.get("vllm_config") if isinstance(told.get("vllm_config"), dict) else {}
+    inner = config.get("model_config") if isinstance(config.get("model_config"), dict) else {}
+    return str(inner.get("dtype") or told.get("dtype") or "").removeprefix("torch.")
+
+
+def compare(every: list[Examined]) -> list[Finding]:
+    """What can only be seen in all engines together."""
+    notes = _Notes("fleet")
+    known = [one for one in every if one.info is not None]
+    processes: dict[tuple[Any, Any], list[str]] = {}
+    for one in known:
+        for answer in one.answers[:1]:
+            processes.setdefault((answer.get("host"), answer.get("pid")), []).append(one.address)
+    for addresses in processes.values():
+        if len(addresses) > 1:
+            notes.failure(
+                "addresses",
+                f"{' and '.join(addresses)} lead to one engine",
+                "each engine once",
+                "leave one of them out",
+            )
+    for what, values in (
+        ("model", {one.address: one.info.model.rstrip("/").rpartition("/")[2] for one in known if one.info}),
+        ("dtype", {one.address: one.dtype for one in known if one.dtype not in ("", "auto")}),
+    ):
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{address}: {value}" for address, value in values.items())
+            notes.warning(
+                what, told, "the same in all engines", "check that all of them are meant to follow one trainer"
+            )
+    workers = sum(one.info.world_size for one in known if one.info)
+    if len(known) == len(every):
+        notes.ok("world size", f"{len(known)} engine(s) with {workers} worker(s): a group has {1 + workers} ranks")
+    return list(notes.found())
+
+
+class _Notes:
+    """Findings about one place, as they are made."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self._found = where, []
+
+    def found(self) -> tuple[Finding, ...]:
+        return tuple(self._found)
+
+    def ok(self, check: str, found: str) -> None:
+        self._add(check, "ok", found)
+
+    def warning(self, check: str, found: str, expected: str, remedy: str) -> None:
+        self._add(check, "warning", found, expected, remedy)
+
+    def failure(self, check: str, found: str, expected: str, remedy: str) -> None:
+        self._add(check, "failure", found, expected, remedy)
+
+    def error(self, check: str, error: WeightSyncError) -> None:
+        self._add(check, "failure", error.what, error.expected or "", error.hint or "")
+
+    def _add(self, check: str, level: str, found: str, expected: str = "", remedy: str = "") -> None:
+        self._found.append(
+            Finding(where=self._where, check=check, level=level, found=found, expected=expected, remedy=remedy)
+        )

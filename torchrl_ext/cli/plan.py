@@ -1,0 +1,184 @@
+"""``torchrl-ext plan``: from facts about a deployment to a transport, and what an update will cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+import typing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.sync.break_even import BreakEven
+from torchrl_ext.sync.facts import Facts
+from torchrl_ext.sync.fits import Fit, refit
+from torchrl_ext.sync.fitted import FITTED
+from torchrl_ext.sync.planner import Recommendation, recommend
+
+__all__ = ["add_parser", "run"]
+
+_SCALES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the command: one flag per fact."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say which transport suits a deployment, and what an update costs",
+        description="Recommend an entry point and a transport from facts about a deployment, with predicted seconds, "
+        "bytes and pause of every road. Numbers may end in k, M, G (or B) and T.",
+    )
+    kinds = typing.get_type_hints(Facts)
+    for one in fields(Facts):
+        flag, text = f"--{one.name.replace('_', '-')}", one.metadata["help"]
+        kind = next(iter(set(_members(kinds[one.name])) - {type(None)}))
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=text)
+        else:
+            read = {int: _whole, float: _number}.get(kind, str)
+            shown = {int: "N", float: "X"}.get(kind, "TEXT")
+            parser.add_argument(flag, type=read, default=one.default, metavar=shown, help=f"{text} ({one.default})")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint directory to take parameters and dtype from")
+    parser.add_argument("--fit", nargs="+", metavar="FILE", default=[], help="documents of `torchrl-ext bench --json`")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Recommend; a page, or with ``--json`` one document.
+
+    Raises:
+        ConfigError: facts that cannot be, under which nothing works, or a file that is no document of a benchmark.
+    """
+    given = {one.name: getattr(args, one.name) for one in fields(Facts)}
+    if args.model:
+        given |= _measured(args.model)
+    found = recommend(Facts(**given), fit=_fit(args.fit))
+    if args.json:
+        print(json.dumps(found.to_json() | {"refitted_from": args.fit}))
+    else:
+        _show(found, args.fit)
+    return 0
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _number(text: str) -> float:
+    scale = _SCALES.get(text[-1:], 1.0)
+    return float(text[:-1] if text[-1:] in _SCALES else text) * scale
+
+
+def _whole(text: str) -> int:
+    value = _number(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+    return int(value)
+
+
+def _measured(directory: str) -> dict[str, Any]:
+    from torchrl_ext.weights.checkpoint import CheckpointSource
+
+    params = CheckpointSource(directory).params()
+    elements = sum(meta.numel for meta in params)
+    size = sum(meta.nbytes for meta in params)
+    return {"parameters": elements, "tensors": len(params), "bytes_per_parameter": size / elements}
+
+
+def _fit(paths: list[str]) -> Fit:
+    documents = []
+    for path in paths:
+        try:
+            document = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}", expected="a JSON document of `bench --json`"
+            ) from error
+        if not isinstance(document, dict):
+            raise ConfigError(f"{path} holds a {type(document).__name__}", expected="a JSON object of `bench --json`")
+        documents.append(document)
+    return refit(FITTED, documents)
+
+
+# what is shown
+
+
+def _show(found: Recommendation, refitted: list[str]) -> None:
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    say(f"[bold]{found.chosen.label}[/]: {found.reason}.")
+    for answer in found.answers.values():
+        say(f"  {answer.goal}: [bold]{answer.entry_point}[/]")
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in found.options.items()
+    ]
+    say(f"  {' '.join(flags)}")
+    console.print(_roads_table(found))
+    say("[bold]rejected[/]")
+    for label, why in _rejections(found).items():
+        say(f"  {label}: {why}")
+    say("[bold]where two roads take equally long[/]")
+    for one in found.break_evens:
+        say(f"  {_even(one)}")
+    source = f"refitted from {', '.join(refitted)}" if refitted else "fitted to this library's own benchmarks"
+    say(f"The model is {source}; a range is what the rounds of those differed by.")
+    for note in found.notes:
+        say(f"  - {note}")
+
+
+def _roads_table(found: Recommendation) -> Table:
+    facts = found.facts
+    title = f"{_count(facts.parameters).strip()} parameters, {facts.density:.2%} changed, {facts.engines:,} engine(s)"
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    for heading in ("road", "bytes", "seconds", "range", "pause"):
+        table.add_column(heading, justify="left" if heading == "road" else "right", no_wrap=True)
+    for road in found.roads:
+        if road.obstacle is None:
+            cells = [road.label, f"{_count(road.bytes)}B", _seconds(road.seconds)]
+            cells += [f"{_seconds(road.low_s)} to {_seconds(road.high_s)}", _seconds(road.pause_s)]
+            table.add_row(*cells, style="bold green" if road is found.chosen else "")
+    return table
+
+
+def _rejections(found: Recommendation) -> dict[str, str]:
+    """One line per transport and carrier, about the best of its encodings."""
+    lines: dict[str, str] = {}
+    for road in sorted(found.roads, key=lambda road: road.seconds):
+        group = f"{road.transport} over {road.carrier}" if road.carrier else road.transport
+        if road is not found.chosen and (road.transport, road.carrier) != (
+            found.chosen.transport,
+            found.chosen.carrier,
+        ):
+            lines.setdefault(group, found.rejected[road.label])
+    return lines
+
+
+def _even(one: BreakEven) -> str:
+    of = {"density": "density", "disk_bytes_s": "the shared path", "network_bytes_s": "the network"}[one.quantity]
+    if one.value is None:
+        other = one.above if one.always == one.below else one.below
+        return f"{one.always} is sooner than {other} at any {'speed of ' * (of != 'density')}{of}"
+    value = f"{one.value:.1%}" if one.quantity == "density" else f"{_count(one.value)}B/s of {of}"
+    return f"{one.below} is sooner below {value}, {one.above} above"
+
+
+def _count(value: float) -> str:
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g} "
+
+
+def _seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f} s"
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

@@ -1,0 +1,227 @@
+"""``torchrl-ext push DIR --engines URL...``: put a checkpoint into running engines from the shell."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import json
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, UpdateError
+from torchrl_ext.types import EngineInfo, ParamMeta, SyncReport, dtype_from_name
+from torchrl_ext.weights.source import WeightSource
+
+__all__ = ["add_parser", "run"]
+
+TRANSPORTS = ("disk", "delta", "collective")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "push",
+        help="put a checkpoint into running engines",
+        description="Put the weights of a checkpoint directory into running engines, as one update of all of them. A "
+        "checkpoint of another model is refused while they serve.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="Hugging Face checkpoint directory")
+    parser.add_argument("--engines", nargs="+", required=True, metavar="URL", help="engines, not routers")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="disk", help="default: %(default)s")
+    parser.add_argument("--root", help="directory (delta: or bucket) that the engines see under the same path")
+    parser.add_argument("--base", metavar="DIR", help="delta: the checkpoint that the engines run now")
+    parser.add_argument("--encoding", default="auto", help="delta: how changes are coded (default: %(default)s)")
+    parser.add_argument("--keep-files", action="store_true", help="leave what was published under the root")
+    parser.add_argument("--dtype", help="cast floating-point tensors on the way, for example bfloat16")
+    parser.add_argument("--master-address", help="collective: this host's address, as the engines reach it")
+    parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="deadline of every step, in seconds")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Push; a row per engine.
+
+    Returns:
+        0; 1 when not every engine serves the checkpoint.
+
+    Raises:
+        WeightSyncError: nothing was begun: no checkpoint, no engine, a transport or settings that cannot work.
+    """
+    import torchrl_ext as tx
+    from torchrl_ext.weights.checkpoint import CheckpointSource
+
+    _check(args)
+    source = CheckpointSource(args.directory)
+    total = sum(meta.nbytes for meta in source.params())
+    found = tx.discover(*args.engines, api_key=args.api_key)
+    _check_engines(args, found)
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(_Bar(total))
+        transport = tx.make_transport(args.transport, **_settings(args, found, stack))
+        stack.callback(transport.shutdown)
+        fleet = tx.connect(*args.engines, api_key=args.api_key, load_timeout_s=args.timeout_s)
+        sender = tx.WeightSender(transport, fleet, dtype=dtype_from_name(args.dtype) if args.dtype else None)
+        stack.callback(fleet.close)
+        bar.say(f"{args.directory} to {len(found)} engine(s) by {args.transport}")
+        try:
+            report, error = sender.update_weights(_Counted(source, bar.advance)), None
+        except UpdateError as failure:
+            report, error = failure.report, failure
+    _tell(args, report, error)
+    return 0 if error is None else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.transport != "delta" and (args.base or args.encoding != "auto"):
+        given = "--base" if args.base else "--encoding"
+        raise ConfigError(f"{given} means nothing with transport {args.transport!r}", expected="--transport delta")
+    if args.transport == "collective" and (args.root or args.keep_files):
+        raise ConfigError("a collective writes no files", expected="no --root and no --keep-files")
+    if args.keep_files and not args.root:
+        raise ConfigError("--keep-files needs a place for them", hint="name it with --root")
+
+
+def _check_engines(args: argparse.Namespace, found: list[EngineInfo]) -> None:
+    for info in found:
+        if args.transport not in info.transports:
+            raise ConfigError(
+                f"{info.url} cannot follow by {args.transport!r}",
+                expected=f"one of {', '.join(info.transports) or 'no transport: it lacks the plugin'}",
+                hint=f"`torchrl-ext doctor {info.url}` says what is missing",
+            )
+
+
+def _settings(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.ExitStack) -> dict[str, Any]:
+    shared = {"timeout_s": args.timeout_s}
+    if args.transport == "collective":
+        return shared | {"master_address": args.master_address or _own_address(found)}
+    shared |= {"root": _root(args, found, stack), "keep_files": args.keep_files}
+    if args.transport == "disk":
+        return shared
+    return shared | {"encoding": args.encoding, "base": args.base or _served(found), "keyframe_every": 0}
+
+
+def _root(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.ExitStack) -> str:
+    """A place of this push alone: what others published under the same root has versions of its own."""
+    if args.root is None:
+        away = [info.url for info in found if not _is_here(info.url)]
+        if away:
+            raise ConfigError(
+                f"{away[0]} is on another host, and transport {args.transport!r} needs files that it sees",
+                hint="name a directory that both see with --root, or push with --transport collective",
+            )
+        return stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-push-"))
+    place = f"{args.root.rstrip('/')}/push-{uuid.uuid4().hex[:12]}"
+    if not args.keep_files and "://" not in place:
+        stack.callback(shutil.rmtree, place, ignore_errors=True)
+    return place
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _own_address(found: list[EngineInfo]) -> str:
+    from torchrl_ext.cli.shared_findings import own_address
+
+    return own_address([info.url for info in found])
+
+
+def _served(found: list[EngineInfo]) -> str:
+    """The checkpoint that engines say they serve; whether their weights are its own is checked before they pause."""
+    models = sorted({info.model for info in found})
+    if len(models) != 1 or not Path(models[0]).is_dir():
+        raise ConfigError(
+            f"what the engines run is not to be seen from here: {', '.join(models) or 'they do not say'}",
+            expected="one checkpoint directory on this host",
+            hint="name it with --base, or push in full with --transport disk",
+        )
+    return models[0]
+
+
+@final
+class _Counted(WeightSource):
+    """Tells how many bytes went by."""
+
+    def __init__(self, source: WeightSource, advance: Callable[[int], None]) -> None:
+        self._source, self._advance = source, advance
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._source.params()
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._source:
+            yield name, tensor
+            self._advance(tensor.nbytes)
+
+
+class _Bar:
+    """Progress on standard error: a bar in a terminal, a line elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self._console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=self._console, transient=True)
+        self._task = self._bar.add_task("asking engines", total=total)
+        self._total, self._seen = total, 0
+
+    def __enter__(self) -> _Bar:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+
+    def say(self, what: str) -> None:
+        """What goes on now."""
+        self._bar.update(self._task, description=what)
+        if not self._console.is_terminal:
+            print(what, file=sys.stderr, flush=True)
+
+    def advance(self, count: int) -> None:
+        """Bytes that were read."""
+        self._seen += count
+        self._bar.update(self._task, completed=self._seen)
+        if self._seen == self._total:
+            self.say("all read; the engines take it in")
+
+
+def _tell(args: argparse.Namespace, report: SyncReport, error: UpdateError | None) -> None:
+    if args.json:
+        told: dict[str, Any] = {"pushed": error is None, "directory": args.directory, "report": report.to_json()}
+        print(json.dumps(told if error is None else told | {"error": str(error), "type": type(error).__name__}))
+    else:
+        console = Console()
+        table = Table("engine", "kind", "state", "version", "pause", "", show_lines=error is not None)
+        for row in report.engines:
+            colour = "green" if row.state == "serving" and row.error is None else "red"
+            version = "" if row.version is None else str(row.version)
+            cells = [row.engine, row.kind, f"[{colour}]{row.state}[/]", version, f"{1e3 * row.pause_s:.0f} ms"]
+            table.add_row(*cells, row.error or "")
+        console.print(table)
+    if error is not None:
+        print(f"torchrl-ext push: {error}", file=sys.stderr)
+    elif not args.json:
+        share = f" of {report.model_bytes:,}" if report.bytes != report.model_bytes else ""
+        proof = ", every tensor compared" if report.verified else ""
+        print(f"version {report.version}: {report.bytes:,}{share} bytes in {report.spans['total']:.2f} s{proof}")

@@ -1,0 +1,126 @@
+"""How an engine of a plan is started: on this machine by default; other ways implement `EngineLauncher`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.launch.processes import free_port
+from torchrl_ext.launch.topology import EnginePlan
+from torchrl_ext.registry import launchers
+
+__all__ = ["EngineLauncher", "LocalLauncher", "RunningEngine"]
+
+
+class RunningEngine(Protocol):
+    """A started engine."""
+
+    url: str
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+
+    def log(self) -> str:
+        """The end of what it has printed."""
+
+    def stop(self) -> None:
+        """End it and wait for it. May be called twice."""
+
+
+class EngineLauncher(ABC):
+    """Starts engines somewhere."""
+
+    @abstractmethod
+    def launch(self, plan: EnginePlan, encoders: Sequence[str] = ()) -> RunningEngine:
+        """Start an engine and wait until it is healthy; the same plan again starts it at the same address.
+
+        Args:
+            plan: what to start.
+            encoders: addresses of the encoders of its model.
+
+        Raises:
+            ConfigError: the plan cannot work here.
+            EngineError, DeadlineError: it ended while starting, or was not healthy in time.
+        """
+
+
+class LocalLauncher(EngineLauncher):
+    """Starts engines as processes of this machine, each with its devices.
+
+    Overrides that the engine's launcher knows as settings go there; others become arguments of the server. On a machine
+    without GPUs, devices count workers and nothing is pinned.
+
+    Args:
+        log_folder: gets a file per engine; None takes temporary ones.
+        settings: for every engine's launcher, such as ``dtype``; overrides of a plan go first.
+    """
+
+    def __init__(self, *, log_folder: str | Path | None = None, **settings: Any) -> None:
+        self._log_folder = None if log_folder is None else Path(log_folder)
+        self._settings = settings
+        self._ports: dict[str, int] = {}
+
+    def launch(self, plan: EnginePlan, encoders: Sequence[str] = ()) -> RunningEngine:
+        make = launchers.load(plan.kind)
+        known = inspect.signature(make).parameters
+        wanted = {**self._settings, **_role(plan, encoders), **plan.overrides}
+        settings = {name: value for name, value in wanted.items() if name in known}
+        others = {name: value for name, value in wanted.items() if name not in known}
+        if others and "extra_args" not in known:
+            raise ConfigError(
+                f"{plan.name}: an engine of kind {plan.kind!r} has no setting {', '.join(sorted(others))}",
+                expected=f"some of {', '.join(known)}",
+            )
+        if others:
+            settings["extra_args"] = (*settings.get("extra_args", ()), *_arguments(others))
+        if "tensor_parallel_size" in known:
+            settings.setdefault("tensor_parallel_size", len(plan.gpus))
+        elif len(plan.gpus) > 1:
+            raise ConfigError(f"{plan.name}: an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
+        if torch.cuda.is_available():
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, plan.gpus))}
+            settings["environ"] = {**devices, **settings.get("environ", {})}
+        settings.setdefault("port", self._ports.setdefault(plan.name, free_port()))
+        if self._log_folder is not None:
+            self._log_folder.mkdir(parents=True, exist_ok=True)
+            settings.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
+        return make(plan.model_path, **settings)
+
+
+def _role(plan: EnginePlan, encoders: Sequence[str]) -> dict[str, Any]:
+    """What makes an engine the kind of worker that its plan says (not tested on real pools: they need GPUs)."""
+    if plan.kind == "vllm":
+        roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+        if plan.worker_type == "encoder":
+            raise ConfigError(f"{plan.name}: vLLM has no encoder workers", expected="regular, prefill or decode")
+        if plan.worker_type in roles:
+            return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[plan.worker_type]}}
+    if plan.kind == "sglang":
+        mode = {"disaggregation_mode": plan.worker_type} if plan.worker_type in ("prefill", "decode") else {}
+        if plan.worker_type == "encoder":
+            return {"encoder_only": True}
+        return mode | ({"language_only": True, "encoder_urls": list(encoders)} if encoders else {})
+    return {}
+
+
+def _arguments(settings: dict[str, Any]) -> list[str]:
+    """``{"swap_space": 4, "enable_x": True}`` -> ``["--swap-space", "4", "--enable-x"]``."""
+    found: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            found.append(flag)
+        elif isinstance(value, dict):
+            found += [flag, json.dumps(value)]
+        elif isinstance(value, (list, tuple)):
+            found += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            found += [flag, str(value)]
+    return found

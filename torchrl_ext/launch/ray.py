@@ -1,0 +1,134 @@
+"""`RayLauncher`: engines of a plan on the nodes of a Ray cluster, each under an actor that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
+from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher, RunningEngine
+from torchrl_ext.launch.topology import EnginePlan
+
+__all__ = ["RayLauncher"]
+
+_ANSWER_S = 30.0
+
+
+class RayLauncher(EngineLauncher):
+    """Starts each engine in an actor; Ray picks the node, and sets which GPUs it sees.
+
+    Args:
+        remote: options of an engine's actor (``num_cpus``, ``resources``, ...), or a callable that takes the plan and
+            returns them; None asks for the plan's number of GPUs where the cluster has any.
+        start_timeout_s: deadline of a start, in seconds; waiting for a node with room included.
+        settings: of `LocalLauncher` on the node. Engines that take a ``host`` listen on the node's address.
+
+    Raises:
+        ConfigError: Ray is not installed, or not initialised.
+    """
+
+    def __init__(
+        self,
+        *,
+        remote: Mapping[str, Any] | Callable[[EnginePlan], Mapping[str, Any]] | None = None,
+        start_timeout_s: float = 600.0,
+        **settings: Any,
+    ) -> None:
+        self._ray = _ray()
+        self._remote, self._timeout_s, self._settings = remote, start_timeout_s, settings
+        self._ports: dict[str, int] = {}
+
+    def launch(self, plan: EnginePlan, encoders: Sequence[str] = ()) -> RunningEngine:
+        wanted = self._remote(plan) if callable(self._remote) else self._remote
+        if wanted is None:
+            wanted = {"num_gpus": len(plan.gpus)} if self._ray.cluster_resources().get("GPU") else {}
+        settings = {**self._settings}
+        if plan.name in self._ports:
+            settings["port"] = self._ports[plan.name]
+        actor = self._ray.remote(_Node).options(**{"num_cpus": 1, **wanted}).remote(settings)
+        engine = _Engine(self._ray, actor, plan.name)
+        try:
+            engine.url = engine.ask("launch", plan, tuple(encoders), timeout_s=self._timeout_s)
+        except BaseException:
+            engine.stop()
+            raise
+        self._ports[plan.name] = urlsplit(engine.url).port or 0
+        return engine
+
+
+class _Node:
+    """The actor: an engine of its node. Its guard ends the engine when the actor's process dies."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings, self._engine = settings, None
+
+    def launch(self, plan: EnginePlan, encoders: tuple[str, ...]) -> str:
+        settings = dict(self._settings)
+        if plan.kind in ("vllm", "sglang"):
+            settings.setdefault("host", _ray().util.get_node_ip_address())
+        self._engine = LocalLauncher(**settings).launch(plan, encoders)
+        return self._engine.url
+
+    def alive(self) -> bool:
+        return self._engine is not None and self._engine.alive()
+
+    def log(self) -> str:
+        return "" if self._engine is None else self._engine.log()
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+
+
+class _Engine:
+    """The other end of the actor, as a `RunningEngine`."""
+
+    def __init__(self, ray: Any, actor: Any, name: str) -> None:
+        self._ray, self._actor, self._name = ray, actor, name
+        self.url = ""
+
+    def alive(self) -> bool:
+        try:
+            return self.ask("alive")
+        except WeightSyncError:
+            return False
+
+    def log(self) -> str:
+        try:
+            return self.ask("log")
+        except WeightSyncError as error:
+            return str(error)
+
+    def stop(self) -> None:
+        with suppress(WeightSyncError):  # whoever cannot be asked ends with its actor
+            self.ask("stop")
+        self._ray.kill(self._actor)
+
+    def ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
+        """Call a method of the actor.
+
+        Raises:
+            EngineError: the actor is dead.
+            DeadlineError: it did not answer in time.
+        """
+        try:
+            return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout_s)
+        except self._ray.exceptions.GetTimeoutError:
+            raise DeadlineError(
+                f"the actor of engine {self._name} did not {method} within {timeout_s:g} s",
+                hint="a node with the resources that it asks for may be missing: ray status",
+            ) from None
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, WeightSyncError) else EngineError(str(error)) from error
+        except self._ray.exceptions.RayError as error:
+            raise EngineError(f"the actor of engine {self._name} is dead: {error}") from error
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("engines on a Ray cluster need Ray", hint="pip install 'torchrl_ext[ray]'") from error
+    return ray

@@ -1,0 +1,96 @@
+"""vLLM's router as a child process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.launch.environments import router_python, to_stderr
+from torchrl_ext.launch.processes import Launched, ServerProcess, free_port, reachable
+
+__all__ = ["RouterProcess"]
+
+
+class RouterProcess(Launched):
+    """Starts a router; a context manager. Requests of one ``X-Session-ID`` stay on one engine.
+
+    It comes from this environment where ``vllm-router`` is installed, else from one that is made for it on first use.
+    Its circuit breaker is off: an engine that is paused for new weights is slow, not broken. It leaves out an engine
+    whose health route failed three times, ten seconds apart; who is in service otherwise is decided by who knows the
+    engines' weights (`torchrl_ext.rollout.routing`).
+
+    Args:
+        workers: base addresses of regular engines, registered at the start. More can be added later.
+        prefill: base addresses of prefill engines, or pairs of address and bootstrap port. Static.
+        decode: base addresses of decode engines. Static.
+        host: address to listen on.
+        port: 0 picks a free one.
+        policy: ``consistent_hash``, ``sticky_least_loaded``, ``cache_aware``, ``round_robin``, ...
+        request_timeout_s: deadline of a request through the router, pauses of its engine included, in seconds.
+        extra_args: more arguments for the router.
+        log_path: file for what it prints; None takes a temporary one.
+        python: interpreter with ``vllm_router``; None finds or makes one.
+        report: takes a line of progress at a time.
+        start_timeout_s: deadline of the start, in seconds; making an environment does not count.
+
+    Raises:
+        ConfigError: workers and pools together, or one pool without the other.
+        EngineError: it ended while starting; the message has the end of its log.
+        DeadlineError: it was not up in time.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str] = (),
+        *,
+        prefill: Sequence[str | tuple[str, int]] = (),
+        decode: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        port: int = 0,
+        policy: str = "consistent_hash",
+        request_timeout_s: int = 1800,
+        extra_args: Sequence[str] = (),
+        log_path: str | Path | None = None,
+        python: str | Path | None = None,
+        report: Callable[[str], None] = to_stderr,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        if workers and (prefill or decode):
+            raise ConfigError("a router has regular workers, or a prefill and a decode pool", hint="start two routers")
+        if bool(prefill) != bool(decode):
+            raise ConfigError("a prefill pool needs a decode pool, and the other way round")
+        python = Path(python or router_python(report))
+        port = port or free_port()
+        arguments = {
+            "host": host,
+            "port": port,
+            "policy": policy,
+            "prometheus-port": free_port(),  # two routers would meet at its default
+            "request-timeout-secs": request_timeout_s,
+            "health-check-interval-secs": 10,
+            "worker-startup-timeout-secs": max(1, int(start_timeout_s)),
+            "worker-startup-check-interval": 1,
+            "log-level": "warning",
+        }
+        command = [str(python), "-m", "vllm_router.launch_router"]
+        command += [f"--{name}={value}" for name, value in arguments.items()]
+        command += ["--disable-circuit-breaker", *extra_args]
+        self.static = bool(prefill)
+        if self.static:
+            command.append("--vllm-pd-disaggregation")
+            for worker in prefill:
+                command += ["--prefill", *([worker] if isinstance(worker, str) else map(str, worker))]
+            for url in decode:
+                command += ["--decode", url]
+        elif workers:
+            command += ["--worker-urls", *workers]
+        server = ServerProcess(
+            command,
+            name="router",
+            url=f"http://{reachable(host)}:{port}",
+            health="/liveness",
+            log_path=log_path,
+            start_timeout_s=start_timeout_s,
+        )
+        super().__init__(server)

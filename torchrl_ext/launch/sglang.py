@@ -1,0 +1,134 @@
+"""A stock SGLang server with our plugin in it, as a child process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.launch.environments import sglang_python, to_stderr
+from torchrl_ext.launch.overlay import make_overlay, on_path
+from torchrl_ext.launch.processes import Launched, ServerProcess, free_port, reachable
+
+__all__ = ["SGLangServer"]
+
+# an idle scheduler would keep one of the few cores busy
+_CPU_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle")
+_CPU_ARGUMENTS = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "mem-fraction-static": "0.2",
+    "max-total-tokens": "4096",
+    "max-running-requests": "8",
+}
+
+
+class SGLangServer(Launched):
+    """Starts SGLang's server for one model, ready to follow a trainer; a context manager.
+
+    SGLang comes from this environment where it is installed, else from one that is made for it on first use (CPU). Our
+    plugin reaches it through a folder on its ``PYTHONPATH``; nothing is written into its environment.
+
+    Args:
+        model_dir: Hugging Face checkpoint directory.
+        host: address to listen on.
+        port: 0 picks a free one.
+        dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        tensor_parallel_size: workers that share the model.
+        max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
+        plugin: whether the server gets our plugin; without, it follows by full files only.
+        extra_args: more arguments for the server.
+        environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
+        log_path: file for what the server prints; None takes a temporary one.
+        python: interpreter with SGLang; None finds or makes one.
+        report: takes a line of progress at a time.
+        start_timeout_s: deadline of the start, in seconds; making an environment does not count.
+
+    Raises:
+        ConfigError: ``model_dir`` is no directory, or there is no SGLang to be had.
+        EngineError: it ended while starting; the message has the end of its log.
+        DeadlineError: it was not healthy in time.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        plugin: bool = True,
+        extra_args: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        log_path: str | Path | None = None,
+        python: str | Path | None = None,
+        report: Callable[[str], None] = to_stderr,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        if not Path(model_dir).is_dir():
+            raise ConfigError(f"{model_dir} is no directory", expected="a Hugging Face checkpoint directory")
+        python = Path(python or sglang_python(report))
+        port = port or free_port()
+        on_cpu = python != Path(sys.executable) or not torch.cuda.is_available()  # what we make is for CPUs
+        arguments: dict[str, Any] = {
+            "model-path": Path(model_dir).absolute(),
+            "host": host,
+            "port": port,
+            "dtype": dtype,
+            "tp-size": tensor_parallel_size,
+            "context-length": max_model_len,
+            **(_CPU_ARGUMENTS if on_cpu else {}),
+        }
+        command = [str(python), "-m", "sglang.launch_server"]
+        command += [f"--{name}={value}" for name, value in arguments.items() if value is not None]
+        command += ["--skip-server-warmup", *(_CPU_FLAGS if on_cpu else ())]
+        overlay = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-"))
+        try:
+            if plugin:
+                make_overlay(overlay)
+            server = ServerProcess(
+                [*command, *extra_args],
+                name="sglang",
+                url=f"http://{reachable(host)}:{port}",
+                environ={**_environ(overlay, tensor_parallel_size, on_cpu), **(environ or {})},
+                log_path=log_path,
+                start_timeout_s=start_timeout_s,
+                shared_memory=("sgl_shm_", "sglang_loads_"),
+            )
+        except BaseException:
+            shutil.rmtree(overlay, ignore_errors=True)
+            raise
+        super().__init__(server, overlay)
+
+
+def _environ(overlay: Path, workers: int, on_cpu: bool) -> dict[str, str]:
+    # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
+    environ = {"PYTHONPATH": on_path(overlay), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
+    if allowed:
+        environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
+    if on_cpu:
+        environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
+        if workers > 1:
+            environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(workers)
+    return environ
+
+
+def _cores(workers: int) -> str:
+    """The cores of each worker, as SGLang wants them: ``"0-1|2-3"``; workers share cores where these are too few."""
+    mine = sorted(os.sched_getaffinity(0))
+    each = max(1, len(mine) // workers)
+    shares = ([mine[(worker * each + i) % len(mine)] for i in range(each)] for worker in range(workers))
+    return "|".join(",".join(map(str, share)) for share in shares)

@@ -1,0 +1,137 @@
+"""Entry point of group ``sglang.srt.plugins``: a stock SGLang follows our transports, and slime's ``"delta"``.
+
+SGLang (0.5.13 and later) calls `register` in each of its processes and then applies the hooks; only schedulers, which
+hold the model, ever run one:
+
+* ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
+  carries a free string: the ``action``. Ours begin with `torchrl_ext.types.CHANNEL`; a server without the plugin says
+  "Unsupported action" and goes on. What they do is in `torchrl_ext.plugins.sglang_worker`.
+* ``/update_weights_from_disk`` with ``load_format="delta"`` lands a version directory, or the newest one of a root.
+
+An exception that leaves a scheduler ends the server (0.5.23), so none leaves these hooks: a checkpoint that SGLang
+itself cannot load, or a ``load_format`` that it does not know, becomes an answer as well. Hooks around its other ways
+to load only remember that the model was loaded past us.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torchrl_ext.types import CHANNEL
+
+__all__ = ["register"]
+
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_WAYS_PAST_US = (
+    "load_weights_from_distributed",  # 0.5.21 and later
+    "update_weights_from_distributed",  # before
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
+_workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def register() -> None:
+    """Register the hooks. May be called any number of times."""
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # the kernel grants AMX tiles only on request; without it bfloat16 may end in SIGILL
+    hooks: dict[str, Callable[..., Any]] = {
+        f"{_MANAGER}.check_weights": check_weights,
+        f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
+        **{f"{_UPDATER}.{name}": load_past_us for name in _WAYS_PAST_US},
+    }
+    for target, hook in hooks.items():
+        known = any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ()))
+        if not known and _exists(target):
+            HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around the scheduler's part of ``/weights_checker``."""
+    if not request.action.startswith(CHANNEL):
+        return original(manager, request)
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+
+    try:
+        runner = manager.tp_worker.model_runner
+        worker = _worker(runner.model, runner.model_config)
+        success, message = worker.answer(request.action.removeprefix(CHANNEL), manager)
+    except Exception as error:  # noqa: BLE001 - it would end the server
+        success, message = False, f"{type(error).__name__}: {error}"
+    return CheckWeightsReqOutput(success=success, message=message)
+
+
+def update_weights_from_disk(
+    original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
+) -> tuple[bool, str]:
+    """Around one worker's part of ``/update_weights_from_disk``."""
+    try:
+        if load_format == "delta":
+            if updater.get_model_runner().is_draft_worker:
+                return True, "a draft model follows no delta: it stays as it is"
+            return _worker(updater.get_model(), updater.model_config).land(model_path)
+    except Exception as error:  # noqa: BLE001 - it would end the server
+        return False, f"{type(error).__name__}: {error}"
+    if kwargs.get("weight_name_filter") or any(args):  # not a trainer's call
+        return load_past_us(original, updater, model_path, load_format, *args, **kwargs)
+    words, success, message = "", False, ""
+    try:
+        success, message = load_past_us(original, updater, model_path, load_format, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - it would end the server
+        words = f"{type(error).__name__}: {error}"
+    return _agreed(success, message, words)
+
+
+def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's own ways to load."""
+    try:
+        return original(updater, *args, **kwargs)
+    finally:
+        worker = _workers.get(updater.get_model())
+        if worker is not None:
+            worker.doubt()
+
+
+def _agreed(success: bool, message: str, words: str) -> tuple[bool, str]:
+    """One answer of all workers; SGLang would give that of the first."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    from torchrl_ext.plugins.workers import agree, joined
+
+    failures = agree(words or ("" if success else message), get_tp_group().cpu_group)
+    if not any(failures):
+        return True, message
+    return False, (
+        f"{joined(failures)}. State: the model may hold part of an update. "
+        "Next: load a whole version before requests are served again."
+    )
+
+
+def _worker(model: Any, model_config: Any) -> Any:
+    """The part of ours that keeps this model up to date; there is one per model and process."""
+    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+
+    from torchrl_ext.errors import ConfigError
+    from torchrl_ext.plugins.sglang_worker import SGLangWorker
+
+    if get_pp_group().world_size > 1:
+        raise ConfigError("the plugin does not know engines with pipeline stages", expected="--pp-size 1")
+    if model not in _workers:
+        _workers[model] = SGLangWorker(model, model_config.model_path, get_tp_group().cpu_group)
+    return _workers[model]
+
+
+def _exists(target: str) -> bool:
+    """Whether this SGLang has what a hook would wrap."""
+    try:
+        return pkgutil.resolve_name(target) is not None
+    except (ImportError, AttributeError):
+        return False

@@ -1,0 +1,94 @@
+"""What the workers of one engine tell each other about an update, over a process group that the engine has anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import distributed
+
+from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.landing import Coverage, Piece
+from torchrl_ext.weights.position_digest import PositionDigest
+
+__all__ = ["agree", "combine", "joined"]
+
+_WORDS_BYTES = 4096  # of each worker's failure that the others get to see
+_SIGN = 1 << 63
+
+
+def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
+    """What each worker has to say, in order of rank; at most 4096 bytes of each.
+
+    Every worker has to call it, at the same point of its work.
+
+    Args:
+        words: this worker's.
+        groups: those that the worker is in, the innermost first: ranks are laid out with it varying fastest.
+    """
+    row, spoken = torch.zeros(1, _WORDS_BYTES, dtype=torch.uint8), words.encode()[:_WORDS_BYTES]
+    if spoken:
+        row[0, : len(spoken)] = torch.frombuffer(bytearray(spoken), dtype=torch.uint8)
+    for group in groups:
+        row = torch.cat(_gather(row, group))
+    return [bytes(told.tolist()).rstrip(b"\0").decode("utf-8", "replace") for told in row]
+
+
+def joined(failures: list[str]) -> str:
+    """One line; workers that failed in the same words are named together."""
+    if len(failures) == 1:
+        return failures[0]
+    ranks: dict[str, list[str]] = {}
+    for rank, words in enumerate(failures):
+        if words:
+            ranks.setdefault(words, []).append(str(rank))
+    return "; ".join(f"worker {', '.join(numbers)}: {words}" for words, numbers in ranks.items())
+
+
+def combine(
+    own: Mapping[str, Coverage],
+    pieces: Mapping[str, Iterable[Piece]],
+    params: Iterable[ParamMeta],
+    group: distributed.ProcessGroup,
+) -> dict[str, PositionDigest]:
+    """Digests of the tensors that the workers hold together; tensors whose parts overlap are left out.
+
+    Args:
+        own: what this worker holds of each tensor.
+        pieces: where it holds it.
+        params: the tensors, in the same order on every worker.
+        group: the workers.
+    """
+    known = [meta for meta in params if meta.name in own]
+    if not known:
+        return {}
+    rows = torch.tensor([_row(own[meta.name], pieces[meta.name]) for meta in known], dtype=torch.int64)
+    every = _gather(rows, group)
+    found = {}
+    for index, meta in enumerate(known):
+        shares = {tuple(row[index].tolist()) for row in every}  # equal shares are one share, held twice
+        if sum(share[2] for share in shares) == layout_of(meta.dtype).count(meta):
+            found[meta.name] = sum(
+                (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in shares), PositionDigest()
+            )
+    return found
+
+
+def _gather(row: torch.Tensor, group: distributed.ProcessGroup) -> list[torch.Tensor]:
+    if distributed.get_world_size(group) == 1:
+        return [row]
+    every = [torch.empty_like(row) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(every, row, group=group)
+    return every
+
+
+def _row(coverage: Coverage, pieces: Iterable[Piece]) -> list[int]:
+    """A share as four int64: two digest words, its size, and where it lies."""
+    digest, count = coverage
+    where = hash(tuple((piece.offset, tuple(piece.destination.shape), piece.strides) for piece in pieces))
+    return [_signed(digest.first), _signed(digest.second), count, where]
+
+
+def _signed(word: int) -> int:
+    return word - 2 * _SIGN if word >= _SIGN else word

@@ -1,0 +1,104 @@
+"""How each kind of engine wants to be asked; the one place where their requests differ."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torchrl_ext.registry import Registry
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, spans
+from torchrl_ext.types import Info
+
+__all__ = ["Dialect", "SGLangDialect", "VLLMDialect", "dialects"]
+
+
+class Dialect(ABC):
+    """Translates between `GenerationRequest`, `Generation` and the JSON of one kind of engine."""
+
+    route: ClassVar[str]
+
+    @abstractmethod
+    def body(self, request: GenerationRequest) -> Info:
+        """The body of a ``POST`` to `route`."""
+
+    @abstractmethod
+    def read(self, answer: Any) -> list[Generation]:
+        """The continuations in an answer, in order.
+
+        Raises:
+            KeyError, TypeError, IndexError: the answer is not of this dialect.
+        """
+
+
+class VLLMDialect(Dialect):
+    """vLLM's token-in, token-out route (`vllm.entrypoints.scale_out`), which the embedded engine speaks too."""
+
+    route: ClassVar[str] = "/inference/v1/generate"
+
+    def body(self, request: GenerationRequest) -> Info:
+        sampling = {
+            "n": request.n,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            **request.more,
+        }
+        sampling |= {"logprobs": 0} if request.logprobs else {}
+        sampling |= {"stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
+        sampling |= {} if request.seed is None else {"seed": request.seed}
+        return {"token_ids": list(request.token_ids), "sampling_params": sampling}
+
+    def read(self, answer: Any) -> list[Generation]:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [
+            Generation(
+                token_ids=tuple(choice["token_ids"] or ()),
+                logprobs=tuple(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()),
+                finish_reason=choice["finish_reason"],
+                weight_versions=spans(choice.get("weight_versions")),
+            )
+            for choice in choices
+        ]
+
+
+class SGLangDialect(Dialect):
+    """SGLang's native route (`sglang.srt.managers.io_struct.GenerateReqInput`).
+
+    A prompt with ``n`` continuations travels as a batch of ``n``, since SGLang gives the copies of one request the
+    same seed. Seeds count where the server runs with ``--enable-deterministic-inference``.
+    """
+
+    route: ClassVar[str] = "/generate"
+
+    _NAMES: ClassVar[dict[str, str]] = {"min_tokens": "min_new_tokens"}
+
+    def body(self, request: GenerationRequest) -> Info:
+        more = {self._NAMES.get(name, name): value for name, value in request.more.items()}
+        sampling = {"max_new_tokens": request.max_tokens, "temperature": request.temperature, **more}
+        sampling |= {"stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
+        seeds = [{} if request.seed is None else {"sampling_seed": request.seed + j} for j in range(request.n)]
+        return {
+            "input_ids": [list(request.token_ids)] * request.n,
+            "sampling_params": [sampling | seed for seed in seeds],
+            "return_logprob": request.logprobs,
+        }
+
+    def read(self, answer: Any) -> list[Generation]:
+        return [self._read(row) for row in ([answer] if isinstance(answer, dict) else answer)]
+
+    def _read(self, row: Any) -> Generation:
+        told, tokens = row["meta_info"], tuple(row["output_ids"])
+        found = spans(told.get("weight_versions"))
+        if not found and "weight_version" in told:  # servers before spans say only what served the end of it
+            found = (VersionSpan(version=str(told["weight_version"]), start=0, end=len(tokens)),)
+        return Generation(
+            token_ids=tokens,
+            logprobs=tuple(entry[0] for entry in told.get("output_token_logprobs") or ()),
+            finish_reason=told["finish_reason"]["type"],
+            weight_versions=found,
+        )
+
+
+dialects = Registry("dialect")
+dialects.register("vllm", f"{__name__}:VLLMDialect", "token ids in and out over /inference/v1/generate")
+dialects.register("embedded", f"{__name__}:VLLMDialect", "as vllm")
+dialects.register("sglang", f"{__name__}:SGLangDialect", "token ids in and out over /generate")

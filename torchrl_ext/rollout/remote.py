@@ -1,0 +1,312 @@
+"""`RemoteInferenceClient`: requests for tokens by way of a router, control calls to every engine itself.
+
+The split, the names and the shapes of inputs and outputs are those of SkyRL's client of that name (its "Inference
+Architecture" page); what is added are weight versions per token, and a generation that an engine aborted goes on where
+it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.rollout.carrying import Carried
+from torchrl_ext.rollout.continuing import ChatContinuation, TextContinuation
+from torchrl_ext.rollout.control_calls import ControlCalls
+from torchrl_ext.rollout.controls import Call, control_routes, fan_out, refuse_routers
+from torchrl_ext.rollout.generation import Generation, GenerationRequest
+from torchrl_ext.rollout.loops import BackgroundLoop
+from torchrl_ext.rollout.routed import Routed
+from torchrl_ext.rpc.discovery import connect
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.http import normalise_url
+from torchrl_ext.types import Info
+
+__all__ = ["RemoteInferenceClient"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteInferenceClient(ControlCalls):
+    """One client for a router and the engines behind it; can be sent to another process at any time.
+
+    Methods are coroutines, for any number of event loops; `run` calls them from code that has none.
+
+    Attributes:
+        proxy_url: base address of the router (or of the only engine): requests for tokens go there.
+        server_urls: base address of every engine: control calls go there, and are refused where a router answers.
+        kind: ``"vllm"``, ``"sglang"`` or ``"embedded"``.
+        model_name: ``model`` of requests; None leaves it to the engine.
+        data_parallel_size: how many of ``server_urls`` are replicas of one engine.
+        tokenizer: used for text in place of the engines' routes, where given.
+        api_key: sent as a bearer token.
+        concurrency_per_engine: most requests in work per engine, over all calls in one event loop; 0 for no limit.
+        timeout_s: deadline of a call for tokens, all its prompts together, in seconds.
+        control_timeout_s: deadline of a control call, in seconds.
+
+    Raises:
+        ConfigError: addresses or numbers that cannot work.
+    """
+
+    proxy_url: str
+    server_urls: Sequence[str]
+    kind: str = "vllm"
+    model_name: str | None = None
+    data_parallel_size: int = 1
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    api_key: str | None = field(default=None, repr=False)
+    concurrency_per_engine: int = 512
+    timeout_s: float = 1800.0
+    control_timeout_s: float = 600.0
+    _live: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        servers = tuple(normalise_url(url) for url in self.server_urls)
+        twice = sorted({url for url in servers if servers.count(url) > 1})
+        if not servers or twice:
+            raise ConfigError(f"server {twice[0]} is given twice" if twice else "there is no server to control")
+        if self.data_parallel_size < 1 or len(servers) % self.data_parallel_size or self.concurrency_per_engine < 0:
+            raise ConfigError(
+                f"{len(servers)} servers, data_parallel_size={self.data_parallel_size}, "
+                f"concurrency_per_engine={self.concurrency_per_engine}",
+                expected="servers in groups of data_parallel_size, and a limit of at least 0",
+            )
+        control_routes(self.kind)
+        object.__setattr__(self, "server_urls", servers)
+        object.__setattr__(self, "proxy_url", normalise_url(self.proxy_url))
+        if len(servers) > 1 and self.proxy_url in servers:
+            raise ConfigError(
+                f"proxy_url {self.proxy_url} is one of {len(servers)} servers: the others would get no request",
+                hint="put a router in front of them (torchrl_ext.rollout.routing.Routing)",
+            )
+
+    # tokens, by way of the router
+
+    async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> Info:
+        """Continue prompts; each travels as a request of its own.
+
+        Args:
+            input_batch: ``prompt_token_ids`` (token ids per prompt), ``sampling_params`` (vLLM's names; ``n`` is 1),
+                ``session_ids`` (one per prompt, or absent: prompts of one session stay on one engine), ``cache_salt``.
+            model: in place of ``model_name``.
+
+        Returns:
+            Lists with one entry per prompt: ``responses`` (text; None without a tokenizer on either side),
+            ``response_ids``, ``stop_reasons``, ``response_logprobs`` (None where none were asked for), and
+            ``weight_versions`` (the number of the version that sampled each token; -1 where an engine does not say).
+
+        Raises:
+            ConfigError: no token ids, an empty prompt, or ``n`` above 1.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: a prompt got no answer in time.
+        """
+        prompts = input_batch.get("prompt_token_ids")
+        if prompts is None:
+            raise ConfigError("input_batch has no prompt_token_ids", hint="render or tokenize prompts first")
+        sampling = dict(input_batch.get("sampling_params") or {})
+        if sampling.pop("n", 1) != 1:
+            raise ConfigError("generate makes one continuation per prompt", hint="repeat the prompt, or call sample")
+        sessions = input_batch.get("session_ids") or [None] * len(prompts)
+        if len(sessions) != len(prompts):
+            raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
+        extra = {"model": model or self.model_name, "cache_salt": input_batch.get("cache_salt")}
+        requests = [_request(prompt, sampling, i) for i, prompt in enumerate(prompts)]
+        found = await self._all(requests, sessions, extra)
+        texts = None
+        if self.tokenizer is not None or self.kind != "embedded":
+            texts = await self.detokenize([one.token_ids for one in found])
+        return {
+            "responses": texts,
+            "response_ids": [list(one.token_ids) for one in found],
+            "stop_reasons": [one.finish_reason for one in found],
+            "response_logprobs": [list(one.logprobs) for one in found] if requests and requests[0].logprobs else None,
+            "weight_versions": [one.token_versions() for one in found],
+        }
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        num_samples: int = 1,
+        sampling_params: Mapping[str, Any] | None = None,
+        session_id: Any = None,
+        model: str | None = None,
+    ) -> list[Generation]:
+        """Continue one prompt ``num_samples`` times; with a seed, continuation i is sampled with ``seed + i``.
+
+        Raises:
+            ConfigError, EngineUnreachableError, EngineRefusedError, DeadlineError: as for `generate`.
+        """
+        request = _request(prompt_token_ids, {"logprobs": 0, **(sampling_params or {})}, 0)
+        seeds = [None if request.seed is None else request.seed + i for i in range(num_samples)]
+        requests = [dataclasses.replace(request, seed=seed) for seed in seeds]
+        return await self._all(requests, [session_id] * num_samples, {"model": model or self.model_name})
+
+    async def chat_completion(self, request_payload: Mapping[str, Any]) -> Info:
+        """``/v1/chat/completions``.
+
+        Args:
+            request_payload: ``{"json": body}``; ``session_id`` in the body picks the engine and is taken out of it.
+
+        Returns:
+            The engine's answer. One that was aborted has been continued where it was, unless it has several choices.
+
+        Raises:
+            EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time.
+        """
+        body, session_id = self._body(request_payload)
+        return await self._routed().continued("/v1/chat/completions", ChatContinuation(body), session_id)
+
+    async def completion(self, request_payload: Mapping[str, Any]) -> Info:
+        """``/v1/completions``; otherwise as `chat_completion`."""
+        body, session_id = self._body(request_payload)
+        return await self._routed().continued("/v1/completions", TextContinuation(body), session_id)
+
+    async def render(self, request_payload: Mapping[str, Any]) -> Any:
+        """The token ids that a chat (``messages``) or a completion (``prompt``) would be asked with.
+
+        Raises:
+            ConfigError: SGLang has no such route.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time.
+        """
+        if self.kind == "sglang":
+            raise ConfigError("SGLang does not render chats", hint="give the client a tokenizer, and use its template")
+        body, session_id = self._body(request_payload)
+        kind = "chat/completions" if "messages" in body else "completions"
+        return await self._routed().post(f"/v1/{kind}/render", body, session_id)
+
+    render_chat_completion = render
+
+    async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text."""
+        if self.tokenizer is not None:
+            return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
+        more = {"add_special_tokens": add_special_tokens, **self._model()}
+        routed = self._routed()
+        found = await routed.each([routed.post("/tokenize", {"prompt": one, **more}) for one in texts])
+        return [told["tokens"] for told in found]
+
+    async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each list of token ids."""
+        if self.tokenizer is not None:
+            return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
+        routed, more = self._routed(), self._model()
+        found = await routed.each([routed.post("/detokenize", {"tokens": list(ids), **more}) for ids in token_ids])
+        return [told.get("prompt", told.get("text")) for told in found]
+
+    async def finish_session(self, session_id: Any) -> None:
+        """Let the router forget a session; routers without that route are left alone."""
+        await self._routed().finish_session(str(session_id))
+
+    async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
+        """Any other route for requests, by way of the router; returns the JSON answer."""
+        return await self._routed().post(route, body, session_id)
+
+    def fleet(self, **settings: Any) -> Fleet:
+        """A client for `WeightSender` that drives every engine through whole updates.
+
+        Args:
+            settings: as for `torchrl_ext.connect`.
+        """
+        return connect(*self.server_urls, api_key=self.api_key, **settings)
+
+    # life
+
+    def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
+        """Await ``call`` from code without an event loop: ``client.run(client.pause())``.
+
+        Raises:
+            DeadlineError: it took longer than ``timeout_s`` seconds.
+        """
+        if "background" not in self._live:
+            self._live["background"] = BackgroundLoop()
+        return self._live["background"].run(call, timeout_s)
+
+    async def teardown(self) -> None:
+        """Drop this event loop's connections; a later call opens new ones."""
+        routed = self._loops().pop(asyncio.get_running_loop(), None)
+        if routed is not None:
+            await routed.close()
+
+    def close(self) -> None:
+        """What `run` has opened is closed. May be called twice."""
+        background = self._live.pop("background", None)
+        if background is not None:
+            background.run(self.teardown())
+            background.stop()
+
+    async def __aenter__(self) -> RemoteInferenceClient:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_live": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    # helpers
+
+    def _loops(self) -> Any:
+        return self._live.setdefault("loops", weakref.WeakKeyDictionary())
+
+    def _routed(self) -> Routed:
+        """The sessions and the limit of this event loop."""
+        loops, loop = self._loops(), asyncio.get_running_loop()
+        if loop not in loops:
+            engines = len(self.server_urls) // self.data_parallel_size
+            loops[loop] = Routed(
+                self.proxy_url,
+                kind=self.kind,
+                api_key=self.api_key,
+                limit=self.concurrency_per_engine * engines,
+                timeout_s=self.timeout_s,
+            )
+        return loops[loop]
+
+    async def _all(
+        self, requests: Sequence[GenerationRequest], sessions: Sequence[Any], extra: Mapping[str, Any]
+    ) -> list[Generation]:
+        routed, until = self._routed(), time.monotonic() + self.timeout_s
+        more = {name: value for name, value in extra.items() if value is not None}
+        carried = (Carried(request=request) for request in requests)
+        return await routed.each(
+            [
+                routed.generate(one, session, more, until, self.detokenize)
+                for one, session in zip(carried, sessions, strict=True)
+            ]
+        )
+
+    def _model(self) -> Info:
+        return {} if self.model_name is None else {"model": self.model_name}
+
+    def _body(self, payload: Mapping[str, Any]) -> tuple[Info, Any]:
+        body = {**self._model(), **(payload.get("json") or {})}
+        return body, body.pop("session_id", None)
+
+    async def _fan_out(self, what: str, calls: Mapping[str, Call]) -> dict[str, Info]:
+        routed = self._routed()
+        if not self._live.get("direct"):
+            await refuse_routers(self.server_urls, self.api_key)
+            self._live["direct"] = True
+        return await fan_out(routed.session, calls, kind=self.kind, what=what, timeout_s=self.control_timeout_s)
+
+
+def _request(prompt: Sequence[int], sampling: Mapping[str, Any], index: int) -> GenerationRequest:
+    """vLLM's ``sampling_params`` with a prompt."""
+    if not len(prompt):
+        raise ConfigError(f"prompt {index} has no token", expected="at least one token id per prompt")
+    more = {name: value for name, value in sampling.items() if value is not None}
+    known = {name: more.pop(name) for name in ("max_tokens", "temperature", "seed") if name in more}
+    logprobs = more.pop("logprobs", None) is not None
+    stops = tuple(more.pop("stop_token_ids", ()))
+    ids = tuple(int(token) for token in prompt)
+    return GenerationRequest(token_ids=ids, logprobs=logprobs, stop_token_ids=stops, more=more, **known)

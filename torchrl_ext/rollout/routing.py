@@ -1,0 +1,267 @@
+"""`Routing`: a router sends requests only to engines that serve the newest weights."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, UpdateError, WeightSyncError
+from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.rollout.controls import control_routes
+from torchrl_ext.rollout.dialects import dialects
+from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.rpc.http import HTTPSession, normalise_url
+from torchrl_ext.rpc.router import RouterClient
+from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
+
+__all__ = ["Changes", "Routing"]
+
+log = logging.getLogger("torchrl_ext")
+
+_ABORT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a look at a report has led to.
+
+    Attributes:
+        added, removed: addresses of engines that the router was told of.
+        problems: what could not be done, in words, by address; tried again with the next report.
+    """
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    problems: tuple[tuple[str, str], ...] = ()
+
+
+class Routing:
+    """Puts engines behind a router, and keeps those out that failed or fell behind; a context manager.
+
+    An engine that is taken out while it is paused ends its requests with what they have, so that a
+    `RemoteInferenceClient` goes on with them on another engine. It comes back with the first report that shows it with
+    the weights of the others.
+
+    Args:
+        engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools.
+        router: base address of a router that runs already; None starts one, which ends with `close`.
+        max_lag: versions that an engine may be behind the newest that any engine serves.
+        api_key: sent as a bearer token.
+        settings: for the router that is started, see `RouterProcess`.
+
+    Raises:
+        ConfigError: no engine, engines that one router cannot serve, or a router that cannot take them.
+        EngineError, DeadlineError: an engine or the router does not answer.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineInfo],
+        *,
+        router: str | None = None,
+        max_lag: int = 0,
+        api_key: str | None = None,
+        **settings: Any,
+    ) -> None:
+        _check(engines)
+        if router is not None and settings:
+            raise ConfigError(f"{', '.join(settings)} is for a router of ours, and {router} runs already")
+        self._engines = {normalise_url(info.url): info for info in engines}
+        self._max_lag, self._api_key, self._settings = max_lag, api_key, settings
+        self._process = self._started(list(self._engines)) if router is None else None
+        self._client = RouterClient(router if self._process is None else self._process.url, api_key=api_key)
+        try:
+            for info in self._routed(list(self._engines)):
+                self._client.add(info.url, info.worker_type)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def over(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> Routing:
+        """Behind a router: the engines at ``addresses``, whatever they are.
+
+        Raises:
+            ConfigError, EngineError, DeadlineError: as for `torchrl_ext.discover` and the class.
+        """
+        return cls(discover(*addresses, api_key=api_key), api_key=api_key, **settings)
+
+    @property
+    def url(self) -> str:
+        """The router's base address."""
+        return self._client.url
+
+    @property
+    def router(self) -> RouterClient:
+        """The client of the router."""
+        return self._client
+
+    @property
+    def engines(self) -> tuple[EngineInfo, ...]:
+        """The engines that belong behind the router, whether they are in service now or not."""
+        return tuple(self._engines.values())
+
+    def client(self, **settings: Any) -> RemoteInferenceClient:
+        """A client for requests by way of the router and control of every engine.
+
+        Args:
+            settings: further fields of `RemoteInferenceClient`.
+        """
+        kind = next(iter(self._engines.values())).kind
+        return RemoteInferenceClient(
+            proxy_url=self.url, server_urls=tuple(self._engines), kind=kind, api_key=self._api_key, **settings
+        )
+
+    def adopt(self, info: EngineInfo) -> None:
+        """Let an engine belong behind the router; it gets requests once a report shows it with the others' weights.
+
+        Raises:
+            ConfigError: one router cannot serve it together with the others.
+        """
+        _check([*self._engines.values(), info])
+        self._engines[normalise_url(info.url)] = info
+
+    def following(self, update: Callable[..., SyncReport]) -> Callable[..., SyncReport]:
+        """``update`` (such as ``sender.update_weights``) with `follow` after it, also where it fails."""
+
+        @functools.wraps(update)
+        def updating(*args: Any, **more: Any) -> SyncReport:
+            try:
+                report = update(*args, **more)
+            except UpdateError as error:
+                if error.report is not None:
+                    self.follow(error.report)
+                raise
+            self.follow(report)
+            return report
+
+        return updating
+
+    def follow(self, report: SyncReport) -> Changes:
+        """Let the router use the engines that serve the newest weights, and no others.
+
+        Newest are those that any engine serves; so an update that reached nobody changes nothing. Engines that the
+        report does not mention are out. Nothing is raised for an engine or a router that does not answer: it is in the
+        log and in the result.
+        """
+        rows = {normalise_url(row.engine): row for row in report.engines if "://" in row.engine}
+        newest = max((row.version or 0 for row in rows.values() if row.state == "serving"), default=0)
+        fit = {url for url in self._engines if self._is_fit(rows.get(url), newest)}
+        try:
+            listed = {worker.url for worker in self._client.workers()} & set(self._engines)
+        except (EngineError, DeadlineError) as error:
+            log.warning("router %s does not say whom it uses: %s", self.url, error)
+            return Changes(problems=((self.url, str(error)),))
+        out, back = (
+            [url for url in self._engines if url in listed - fit],
+            [u for u in self._engines if u in fit - listed],
+        )
+        changes = self._rebuilt(fit, out, back) if self._pools and (out or back) else self._changed(out, back)
+        for url in out:
+            row = rows.get(url)
+            log.warning(
+                "%s gets no requests: %s", url, (row and (row.error or f"version {row.version}")) or "no report"
+            )
+            if row is not None and row.state == "paused":
+                self._let_go(url)
+        return changes
+
+    def withdraw(self, url: str) -> Changes:
+        """Send no more requests to an engine that is known to be broken, until `follow` or `restore`.
+
+        A router with pools is left as it is: it leaves out by itself whoever does not answer.
+        """
+        return self._changed([normalise_url(url)], []) if not self._pools else Changes()
+
+    def restore(self, url: str) -> Changes:
+        """Send requests again to an engine whose weights are known to be right."""
+        return self._changed([], [normalise_url(url)]) if not self._pools else Changes()
+
+    def close(self) -> None:
+        """End the router where it is ours; leave one that was given as it is. May be called twice."""
+        if self._process is not None:
+            self._process.stop()
+        self._client.close()
+
+    def __enter__(self) -> Routing:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    @property
+    def _pools(self) -> bool:
+        return any(info.worker_type in ("prefill", "decode") for info in self._engines.values())
+
+    def _routed(self, urls: Sequence[str]) -> list[EngineInfo]:
+        """Those that a router can take: encoders answer to other engines."""
+        return [self._engines[url] for url in urls if self._engines[url].worker_type != "encoder"]
+
+    def _started(self, urls: Sequence[str], **more: Any) -> RouterProcess:
+        by_type: dict[str, list[str]] = {"regular": [], "prefill": [], "decode": []}
+        for info in self._routed(urls):
+            by_type[info.worker_type].append(normalise_url(info.url))
+        settings = {**self._settings, **more}
+        return RouterProcess(by_type["regular"], prefill=by_type["prefill"], decode=by_type["decode"], **settings)
+
+    def _is_fit(self, row: EngineRow | None, newest: int) -> bool:
+        return row is not None and row.state == "serving" and newest - (row.version or 0) <= self._max_lag
+
+    def _changed(self, out: Sequence[str], back: Sequence[str]) -> Changes:
+        added, removed, problems = [], [], []
+        for url in out:
+            try:
+                self._client.remove(url)
+                removed.append(url)
+            except WeightSyncError as error:
+                problems.append((url, str(error)))
+        for info in self._routed(back):
+            try:
+                self._client.add(info.url, info.worker_type)
+                added.append(normalise_url(info.url))
+            except WeightSyncError as error:
+                problems.append((normalise_url(info.url), str(error)))
+        for url, problem in problems:
+            log.warning("router %s and %s: %s", self.url, url, problem)
+        return Changes(added=tuple(added), removed=tuple(removed), problems=tuple(problems))
+
+    def _rebuilt(self, fit: set[str], out: Sequence[str], back: Sequence[str]) -> Changes:
+        """A router with pools learns of changes only by a new start, at the same port."""
+        kinds = {info.worker_type for info in self._routed([url for url in self._engines if url in fit])}
+        if self._process is None or not {"prefill", "decode"} <= kinds:
+            why = "has static pools" if self._process is None else "would have an empty pool"
+            log.warning("router %s %s and goes on with the engines that it has", self.url, why)
+            return Changes(problems=tuple((url, f"the router {why}") for url in (*out, *back)))
+        port = int(self.url.rpartition(":")[2])
+        self._process.stop()
+        self._process = self._started([url for url in self._engines if url in fit], port=port)
+        return Changes(added=tuple(back), removed=tuple(out))
+
+    def _let_go(self, url: str) -> None:
+        """End what a paused engine has in work, so that clients take it elsewhere."""
+        call = control_routes(self._engines[url].kind).pause("abort", clear_cache=False)
+        session = HTTPSession(url, api_key=self._api_key, timeout_s=_ABORT_TIMEOUT_S)
+        try:
+            session.call(call.method, call.route, call.body, query=call.query)
+        except (EngineError, DeadlineError) as error:
+            log.warning("requests on %s are lost with it: %s", url, error)
+        finally:
+            session.close()
+
+
+def _check(engines: Sequence[EngineInfo]) -> None:
+    if not engines:
+        raise ConfigError("there is no engine to put behind a router")
+    asked = {type(dialects.make(info.kind)) for info in engines}
+    if len(asked) > 1:
+        kinds = ", ".join(sorted({info.kind for info in engines}))
+        raise ConfigError(f"{kinds} are asked in different ways", expected="engines of one kind behind a router")
+    types = {info.worker_type for info in engines} - {"encoder"}
+    if "regular" in types and len(types) > 1:
+        raise ConfigError("one router has regular workers or pools, not both", expected="two routers")
+    if len(types) == 1 and types != {"regular"}:
+        raise ConfigError(f"there are only {types.pop()} engines", expected="prefill and decode engines")

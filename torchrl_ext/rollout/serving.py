@@ -1,0 +1,269 @@
+"""The models that a job rolls out with: each behind a router of its own, owned by the job or by somebody else.
+
+What is owned is watched and started again; what is not owned is left alone (slime's and vime's rule for external
+engines). Only models that follow the trainer can be asked for a client that sends weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher
+from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.launch.topology import ModelPlan, Topology
+from torchrl_ext.launch.watch import Keeper, Kept
+from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.rpc.discovery import connect
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.types import EngineInfo
+
+__all__ = ["ExternalEngines", "OwnedEngines", "ServedModel", "Serving"]
+
+log = logging.getLogger("torchrl_ext")
+
+
+class ServedModel:
+    """One model behind its router.
+
+    Args:
+        name: how the job calls it.
+        update_weights: whether it follows the trainer.
+        routing: its engines and their router; None for a router without engines.
+        router: that router.
+    """
+
+    def __init__(
+        self, name: str, *, update_weights: bool, routing: Routing | None, router: RouterProcess | None = None
+    ) -> None:
+        self.name, self.update_weights, self.routing, self._router = name, update_weights, routing, router
+
+    @property
+    def url(self) -> str:
+        """The router's base address."""
+        return self._router.url if self.routing is None else self.routing.url  # type: ignore[union-attr]
+
+    def client(self, **settings: Any) -> RemoteInferenceClient:
+        """A client for requests; see `Routing.client`.
+
+        Raises:
+            ConfigError: the model has no engine.
+        """
+        return self._engines().client(**settings)
+
+    def fleet(self, **settings: Any) -> Fleet:
+        """A client for `WeightSender`.
+
+        Args:
+            settings: as for `torchrl_ext.connect`.
+
+        Raises:
+            ConfigError: the model does not follow the trainer, or has no engine.
+        """
+        if not self.update_weights:
+            raise ConfigError(
+                f"model {self.name!r} does not follow the trainer",
+                state="its engines keep the weights that they were started with",
+                hint="set update_weights: true for it",
+            )
+        return connect(*(info.url for info in self._engines().engines), **settings)
+
+    def close(self) -> None:
+        """End the router where it is ours."""
+        for end in (self.routing, self._router):
+            if end is not None:
+                end.close() if isinstance(end, Routing) else end.stop()
+
+    def _engines(self) -> Routing:
+        if self.routing is None:
+            raise ConfigError(f"model {self.name!r} has a router and no engine")
+        return self.routing
+
+
+class Serving(ABC):
+    """Models by name, and the life of what serves them; a context manager.
+
+    Attributes:
+        models: by name.
+    """
+
+    models: Mapping[str, ServedModel]
+
+    def model(self, name: str) -> ServedModel:
+        """The model called ``name``.
+
+        Raises:
+            ConfigError: there is none; the message lists the names.
+        """
+        if name not in self.models:
+            raise ConfigError(f"there is no model called {name!r}", expected=f"one of {', '.join(self.models)}")
+        return self.models[name]
+
+    def updatable(self) -> dict[str, ServedModel]:
+        """The models that follow the trainer."""
+        return {name: model for name, model in self.models.items() if model.update_weights}
+
+    @abstractmethod
+    def recover(self) -> tuple[str, ...]:
+        """Start engines again that are lost; returns their addresses."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Let engines give their device memory to the trainer."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Let them take it again."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End what is ours. May be called twice."""
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.shutdown()
+
+
+class ExternalEngines(Serving):
+    """Engines that somebody else started, as model ``default``; nothing is started but a router where none is given.
+
+    Args:
+        addresses: ``host:port`` of each engine.
+        router: ``host:port`` of a router that runs already.
+        settings: for `Routing`.
+
+    Raises:
+        ConfigError, EngineError, DeadlineError: as for `Routing.over`.
+    """
+
+    def __init__(self, *addresses: str, router: str | None = None, **settings: Any) -> None:
+        routing = Routing.over(*addresses, router=router, **settings)
+        self.models = MappingProxyType({"default": ServedModel("default", update_weights=True, routing=routing)})
+
+    def recover(self) -> tuple[str, ...]:
+        """Nothing but a warning: their life is not ours."""
+        log.warning("external engines are not started again: whoever deployed them does that")
+        return ()
+
+    def offload(self) -> None:
+        """Nothing: their memory is not ours."""
+
+    def onload(self) -> None:
+        """Nothing."""
+
+    def shutdown(self) -> None:
+        """End a router of ours; engines go on."""
+        for model in self.models.values():
+            model.close()
+
+
+class OwnedEngines(Serving):
+    """Starts what a topology says, watches it, and ends it.
+
+    An engine that is lost gets no more requests; one of a frozen model gets them again as soon as it is up, one of a
+    model that follows the trainer when a report shows that it caught up (`Routing.follow`).
+
+    Args:
+        topology: what to start, or the path of its YAML (then with ``hf_checkpoint``).
+        hf_checkpoint: see `Topology.parse`.
+        launcher: how engines are started; None for processes on this machine.
+        router: settings of each `RouterProcess`.
+        keeper: settings of the `Keeper`, such as ``interval_s``.
+
+    Raises:
+        ConfigError, EngineError, DeadlineError: something could not be started; the rest was ended again.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | str | Path,
+        *,
+        hf_checkpoint: str | Path | None = None,
+        launcher: EngineLauncher | None = None,
+        router: Mapping[str, Any] | None = None,
+        keeper: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(topology, Topology):
+            topology = Topology.load(topology, hf_checkpoint=hf_checkpoint)
+        self._models: dict[str, ServedModel] = {}
+        self.models = MappingProxyType(self._models)
+        plans = [plan for model in topology.models for plan in model.engines]
+        self._keeper = Keeper(
+            plans,
+            launcher or LocalLauncher(),
+            on_lost=self._lost,
+            on_restarted=self._restarted,
+            **(keeper or {}),
+        )
+        try:
+            for model in topology.models:
+                self._models[model.name] = self._routed(model, dict(router or {}))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def engines(self) -> tuple[Kept, ...]:
+        """Every engine of the job."""
+        return self._keeper.engines
+
+    def recover(self) -> tuple[str, ...]:
+        """See `Keeper.recover`."""
+        return tuple(kept.url for kept in self._keeper.recover())
+
+    def offload(self) -> None:
+        """Sleep at level 1, which keeps weights in host memory (engines of kind ``embedded`` have no such route)."""
+        self._everywhere("sleep", level=1)
+
+    def onload(self) -> None:
+        self._everywhere("wake_up")
+
+    def shutdown(self) -> None:
+        """End routers first, then engines."""
+        for model in self._models.values():
+            model.close()
+        self._keeper.stop()
+
+    def _routed(self, model: ModelPlan, settings: dict[str, Any]) -> ServedModel:
+        if not model.engines:
+            process = RouterProcess(**settings)
+            return ServedModel(model.name, update_weights=False, routing=None, router=process)
+        infos = [
+            EngineInfo(
+                url=kept.url,
+                kind=kept.plan.kind,
+                worker_type=kept.plan.worker_type,
+                num_gpus=len(kept.plan.gpus),
+                model=kept.plan.model_path,
+            )
+            for kept in self._keeper.engines
+            if kept.plan.model == model.name
+        ]
+        return ServedModel(model.name, update_weights=model.update_weights, routing=Routing(infos, **settings))
+
+    def _everywhere(self, call: str, **arguments: Any) -> None:
+        for model in self._models.values():
+            if model.routing is not None:
+                client = model.client()
+                try:
+                    client.run(getattr(client, call)(**arguments))
+                finally:
+                    client.close()
+
+    def _lost(self, kept: Kept) -> None:
+        model = self._models.get(kept.plan.model)
+        if model is not None and model.routing is not None:
+            model.routing.withdraw(kept.url)
+
+    def _restarted(self, kept: Kept) -> None:
+        model = self._models.get(kept.plan.model)
+        if model is not None and model.routing is not None and not model.update_weights:
+            model.routing.restore(kept.url)

@@ -1,0 +1,113 @@
+"""JSON over HTTP from an event loop: many requests for tokens at a time, each with a deadline.
+
+Connections are kept for two seconds, which is less than servers keep them (uvicorn: five), so that none is used that
+the server is about to drop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.rpc.http import Answer
+
+__all__ = ["AsyncSession"]
+
+_KEEP_S = 2.0
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class AsyncSession:
+    """Calls routes of any server; belongs to the event loop that first used it.
+
+    Args:
+        api_key: sent as a bearer token.
+        max_body_bytes: answers above this size are refused.
+    """
+
+    def __init__(self, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._client = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {api_key}"} if api_key else None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_S),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def call(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        *,
+        until: float,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """One call, whatever its status says.
+
+        Args:
+            url: of the route.
+            until: deadline on the monotonic clock, in seconds.
+
+        Raises:
+            EngineUnreachableError: nobody listens, or the connection broke.
+            EngineRefusedError: an answer above ``max_body_bytes``.
+            DeadlineError: no complete answer in time.
+        """
+        left_s = max(0.001, until - time.monotonic())
+        where = f"{method} {url}"
+        try:
+            return await asyncio.wait_for(self._send(where, method, url, body, query, headers, left_s), left_s)
+        except (asyncio.TimeoutError, httpx.TimeoutException) as error:
+            raise DeadlineError(
+                f"{where}: no complete answer within {left_s:.3g} s",
+                hint="is the engine behind it paused? Resume it, or raise timeout_s",
+            ) from error
+        except httpx.HTTPError as error:
+            raise EngineUnreachableError(
+                f"{where}: {error or type(error).__name__}", hint="check that it runs, and the address"
+            ) from error
+
+    async def json(self, method: str, url: str, body: Any = None, **how: Any) -> Any:
+        """One call that has to succeed; returns the JSON answer (``{}`` for an empty one).
+
+        Raises:
+            EngineUnreachableError, DeadlineError: as for `call`.
+            EngineRefusedError: any status but 2xx, or an answer that is no JSON.
+        """
+        answer = await self.call(method, url, body, **how)
+        if not answer.ok:
+            raise EngineRefusedError(
+                f"{method} {url} answered {answer.status}: {answer.message() or 'no reason given'}",
+                status=answer.status,
+            )
+        try:
+            return answer.json()
+        except ValueError:
+            raise EngineRefusedError(
+                f"{method} {url} answered with something other than JSON: {answer.text[:120]!r}", status=answer.status
+            ) from None
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        await self._client.aclose()
+
+    async def _send(
+        self, where: str, method: str, url: str, body: Any, query: Any, headers: Any, left_s: float
+    ) -> Answer:
+        timeout = httpx.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S))
+        asked = self._client.stream(method, url, json=body, params=query, headers=headers, timeout=timeout)
+        async with asked as response:
+            chunks, size = [], 0
+            async for chunk in response.aiter_bytes():
+                size += len(chunk)
+                if size > self._max_body_bytes:
+                    raise EngineRefusedError(f"{where} answered with more than {self._max_body_bytes} bytes")
+                chunks.append(chunk)
+        return Answer(status=response.status_code, text=b"".join(chunks).decode("utf-8", "replace"))

@@ -1,0 +1,305 @@
+"""What an `InProcessEngine` drives: a module or a receiver, a vLLM object, or the embedded engine's object."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Final
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.types import BACKEND, STILL_STAGING, EngineInfo, Info, Receiver
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.source import WeightSource, as_source
+
+__all__ = ["EmbeddedHost", "Host", "ModuleHost", "VLLMHost", "host_of"]
+
+_VLLM: Final = {("vllm.entrypoints.llm", "LLM"), ("vllm.v1.engine.async_llm", "AsyncLLM")}
+_EMBEDDED: Final = {("torchrl_ext.plugins.embedded.engine", "Engine")}
+_POLL_S: Final = 0.05
+
+
+class Host(ABC):
+    """An engine object of this process, and what takes weights in it.
+
+    Attributes:
+        receiver: takes weights.
+        transport: name of the transport by which weights reach it from this process.
+    """
+
+    receiver: Receiver
+    transport: ClassVar[str]
+
+    def info(self, url: str) -> EngineInfo:
+        """What it says of itself."""
+        return EngineInfo(url=url, kind="inprocess")
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop generating."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Generate again."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises EngineError where it could not take an update: it is dead, or asleep."""
+
+    @abstractmethod
+    def start_weights(self) -> WeightSource:
+        """The weights that it holds before the first update, to fall back on."""
+
+
+def host_of(engine: Any, *, pause_mode: str, loop: asyncio.AbstractEventLoop | None, timeout_s: float) -> Host:
+    """The host for an object; classes of vLLM are told by their names, since this process may not have vLLM."""
+    bases = {(base.__module__, base.__name__) for base in type(engine).__mro__}
+    if bases & _VLLM:
+        return VLLMHost(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
+    if bases & _EMBEDDED:
+        return EmbeddedHost(engine, pause_mode=pause_mode, timeout_s=timeout_s)
+    return ModuleHost(engine)
+
+
+class ModuleHost(Host):
+    """A module, a mapping of tensors, a TensorDict, or a receiver.
+
+    Attributes:
+        serving: cleared while paused.
+    """
+
+    transport = "memory"
+
+    def __init__(self, target: Any) -> None:
+        from torchrl_ext.registry import receivers
+
+        default = receivers.load("default")
+        self.receiver = target if isinstance(target, default) else default(target)
+        self._target = self.receiver.target
+        self.serving = threading.Event()
+        self.serving.set()
+
+    def pause(self) -> None:
+        self.serving.clear()
+
+    def resume(self) -> None:
+        self.serving.set()
+
+    def check(self) -> None:
+        return None
+
+    def start_weights(self) -> WeightSource:
+        return as_source({name: tensor.clone() for name, tensor in as_source(self._target)})
+
+
+class EmbeddedHost(Host):
+    """The embedded engine's object (`torchrl_ext.plugins.embedded.engine.Engine`)."""
+
+    transport = "ipc"
+
+    def __init__(self, engine: Any, *, pause_mode: str, timeout_s: float) -> None:
+        self._engine, self._mode, self._timeout_s = engine, pause_mode, timeout_s
+        self.receiver = _EmbeddedReceiver(engine)
+
+    def info(self, url: str) -> EngineInfo:
+        return EngineInfo(url=url, kind="embedded", model=self._engine.model_dir)
+
+    def pause(self) -> None:
+        self._engine.pause(self._mode, self._timeout_s)
+
+    def resume(self) -> None:
+        self._engine.resume()
+
+    def check(self) -> None:
+        if self._engine.asleep:
+            raise EngineError("the engine is asleep", expected="one that is awake", hint="wake it up, then update it")
+
+    def start_weights(self) -> WeightSource:
+        return CheckpointSource(self._engine.model_dir)
+
+
+class _EmbeddedReceiver:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def connect(self, info: Info) -> None:
+        self._engine.connect(info)
+
+    def prefetch(self, version: int) -> None:
+        self._engine.prefetch(version)
+
+    def start(self) -> None:
+        self._engine.start()
+
+    def load(self, info: Info) -> None:
+        self._engine.load(info)
+
+    def finish(self, version: int) -> None:
+        self._engine.finish(str(version))
+
+
+class VLLMHost(Host):
+    """vLLM's `AsyncLLM`, or its `LLM`; nothing of vLLM is patched.
+
+    The workers take weights through our weight-transfer backend, by collective RPC. `LLM` generates only while its
+    caller waits, and is not safe to use from two threads: do not update it while another thread generates.
+
+    Args:
+        llm: made with ``weight_transfer_config`` of backend ``"torchrl_ext"``.
+        pause_mode: ``"keep"`` freezes running requests, ``"wait"`` lets them end, ``"abort"`` ends them.
+        loop: the event loop that `AsyncLLM` runs on; None finds it.
+        timeout_s: deadline of each call, and of staging a version, in seconds.
+    """
+
+    transport = "ipc"
+
+    def __init__(self, llm: Any, *, pause_mode: str, loop: asyncio.AbstractEventLoop | None, timeout_s: float) -> None:
+        self._llm, self._mode, self._loop, self._timeout_s = llm, pause_mode, loop, timeout_s
+        self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
+        self._config = llm.vllm_config if self._asynchronous else llm.llm_engine.vllm_config
+        self.receiver = _Workers(self)
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of each call, in seconds."""
+        return self._timeout_s
+
+    def info(self, url: str) -> EngineInfo:
+        self._refuse_own_loop()
+        parallel = self._config.parallel_config
+        return EngineInfo(
+            url=url,
+            kind="vllm",
+            model=self._config.model_config.model,
+            num_gpus=parallel.world_size,
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+            dp_size=parallel.data_parallel_size,
+            world_size=parallel.world_size_across_dp,
+        )
+
+    def pause(self) -> None:
+        if self._asynchronous:
+            self._done(self._llm.pause_generation(mode=self._mode, clear_cache=False))
+
+    def resume(self) -> None:
+        if self._asynchronous:
+            self._done(self._llm.resume_generation())
+
+    def check(self) -> None:
+        if self._asynchronous:
+            try:
+                self._done(self._llm.check_health())
+            except Exception as error:
+                raise EngineError(f"vLLM is not healthy: {error}", hint="make a new engine") from error
+            if self._done(self._llm.is_sleeping()):
+                raise EngineError("vLLM is asleep", expected="one that is awake", hint="await engine.wake_up() first")
+
+    def start_weights(self) -> WeightSource:
+        return CheckpointSource(self._config.model_config.model)
+
+    def workers(self, method: str, **arguments: Any) -> None:
+        """Call a method of every worker.
+
+        Raises:
+            EngineRefusedError: one of them says no, in its own words.
+        """
+        try:
+            self._done(self._llm.collective_rpc(method, kwargs=arguments))
+        except DeadlineError:
+            raise
+        except Exception as error:
+            hint = (
+                f'make the engine with weight_transfer_config={{"backend": "{BACKEND}"}}, with this package installed'
+                if "not configured" in str(error)
+                else None
+            )
+            raise EngineRefusedError(f"vLLM's workers refused {method}: {error}", hint=hint) from error
+
+    def label(self, version: str) -> None:
+        """Give what is held a version, and drop what was cached of older weights."""
+        if self._asynchronous:
+            self._done(self._llm.update_weight_version(version))
+            self._done(self._llm.reset_prefix_cache(reset_running_requests=True))
+        else:
+            self._llm.llm_engine.set_weight_version(version)
+            self._llm.reset_prefix_cache()
+
+    def _done(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        future = asyncio.run_coroutine_threadsafe(_awaited(value), self._home())
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise DeadlineError(f"vLLM did not answer within {self._timeout_s:g} s") from None
+
+    def _home(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            handler = self._llm.output_handler
+            if handler is None:
+                raise ConfigError(
+                    "the event loop of this AsyncLLM is not known: it has served no request yet",
+                    hint='give it: tx.make_engine("inprocess", engine=llm, loop=asyncio.get_running_loop())',
+                )
+            self._loop = handler.get_loop()
+        return self._loop
+
+    def _refuse_own_loop(self) -> None:
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if self._asynchronous and here is self._home():
+            raise ConfigError(
+                "this call would block the event loop that the engine runs on",
+                expected="await engine.update_model_weights(...), or await asyncio.to_thread(sender.update_weights)",
+            )
+
+    def at_home(self, loop: asyncio.AbstractEventLoop) -> None:
+        """`AsyncLLM` runs on this loop, unless another one is known."""
+        if self._loop is None and self._asynchronous and self._llm.output_handler is None:
+            self._loop = loop
+
+
+class _Workers:
+    """A `Receiver` that passes on to the workers."""
+
+    def __init__(self, host: VLLMHost) -> None:
+        self._host = host
+
+    def connect(self, info: Info) -> None:
+        self._host.workers("init_weight_transfer_engine", init_info={"rank_offset": 1, **info})
+
+    def prefetch(self, version: int) -> None:
+        request, until = {"prefetch": version}, time.monotonic() + self._host.timeout_s
+        pause = threading.Event()
+        while True:
+            try:
+                self._host.workers("init_weight_transfer_engine", init_info=request)
+                return
+            except EngineRefusedError as error:
+                if STILL_STAGING not in error.what:
+                    raise
+            if time.monotonic() > until:
+                raise DeadlineError(f"staging version {version} takes longer than {self._host.timeout_s:g} s")
+            request = {"prefetched": version}
+            pause.wait(_POLL_S)
+
+    def start(self) -> None:
+        self._host.workers("start_weight_update")
+
+    def load(self, info: Info) -> None:
+        self._host.workers("update_weights", update_info=info)
+
+    def finish(self, version: int) -> None:
+        self._host.workers("update_weights", update_info={"seal": version})
+        self._host.workers("finish_weight_update")
+        self._host.label(str(version))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -1,0 +1,305 @@
+"""Engines as Ray actors: `EngineActor` hosts any engine and its client on a node, `RayEngine` drives it from elsewhere.
+
+Ray moves the calls; weights go by the transport, from the trainer to the actor's process or to the engine behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torchrl_ext import registry
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, WeightSyncError
+from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.inprocess import InProcessEngine
+from torchrl_ext.types import EngineInfo, EngineRow, Info
+
+__all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"ray cannot be imported: {error}", hint="pip install 'torchrl_ext[ray]'") from error
+    return ray
+
+
+def as_remote(cls: type[Any], remote_config: Mapping[str, Any] | None = None) -> Any:
+    """``cls`` as a Ray actor class, by TorchRL's own helper.
+
+    Args:
+        cls: what runs in the actor.
+        remote_config: options of `ray.remote` (``num_cpus``, ``resources``, ``max_concurrency``, ...).
+
+    Raises:
+        ConfigError: ray is not installed.
+    """
+    _ray()
+    from torchrl._utils import as_remote as torchrls
+
+    return torchrls.__func__(cls, dict(remote_config or {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Recipe of an engine server that an `EngineActor` starts on its node, with the client that drives it there.
+
+    Attributes:
+        kind: ``"embedded"``, ``"vllm"``, ``"sglang"``.
+        launch: settings of the server (`torchrl_ext.launch`): ``model_dir``, ``dtype``, ...
+        client: settings of its client (`torchrl_ext.rpc`).
+    """
+
+    kind: str
+    launch: Mapping[str, Any]
+    client: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> tuple[EngineClient, Any]:
+        """Start it.
+
+        Returns:
+            The client, and the server.
+        """
+        server = registry.launchers.make(self.kind, **self.launch)
+        return registry.engines.make(self.kind, url=server.url, **self.client), server
+
+
+class EngineActor:
+    """What runs in the actor: an engine of its process, or a server on its node.
+
+    Args:
+        make: called in the actor; returns what takes the weights (a module, a TensorDict, a `WeightReceiver` or an
+            `EngineClient`). `Served` makes a server.
+
+    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `RayEngine` drives it. The methods
+    are those of `EngineClient`, without callbacks.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        made = make()
+        self.target, self._server = made if isinstance(made, tuple) else (made, None)
+        self._client = self.target if isinstance(self.target, EngineClient) else InProcessEngine(self.target)
+
+    @classmethod
+    def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
+        """As the function `as_remote`, with room for two calls at a time: one waits for weights, one asks or closes."""
+        return as_remote(cls, {"max_concurrency": 2, **(remote_config or {})})
+
+    def info(self) -> EngineInfo:
+        """What the engine says of itself; ``url`` is where a server answers requests."""
+        return self._client.info()
+
+    def connect(self, info: Info) -> bool:
+        """Join; returns whether the engine can compare what it holds with the trainer's digests."""
+        self._client.connect(info)
+        return self._client.verifies
+
+    def prefetch(self, version: int) -> None:
+        """As `EngineClient.prefetch`."""
+        self._client.prefetch(version)
+
+    def begin(self, version: int) -> None:
+        """As `EngineClient.begin`."""
+        self._client.begin(version)
+
+    def load(self, info: Info) -> None:
+        """As `EngineClient.load`."""
+        self._client.load(info)
+
+    def commit(self, version: int) -> None:
+        """As `EngineClient.commit`."""
+        self._client.commit(version)
+
+    def pause(self) -> None:
+        """As `EngineClient.pause`."""
+        self._client.pause()
+
+    def resume(self) -> None:
+        """As `EngineClient.resume`."""
+        self._client.resume()
+
+    def sleep(self, level: int, tags: Collection[str] | None) -> None:
+        """As `EngineClient.sleep`."""
+        self._client.sleep(level, tags)
+
+    def wake_up(self, tags: Collection[str] | None) -> None:
+        """As `EngineClient.wake_up`."""
+        self._client.wake_up(tags)
+
+    def row(self) -> EngineRow:
+        """How the last update went."""
+        (row,) = self._client.rows()
+        return row
+
+    def close(self) -> None:
+        """Leave the transport; the engine goes on."""
+        self._client.close()
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(target, *args)``, where the target is what ``make`` returned."""
+        return function(self.target, *args)
+
+    def stop(self) -> None:
+        """End the server, where there is one. It also ends with the actor's process."""
+        if self._server is not None:
+            self._server.stop()
+
+
+class RayEngine(EngineClient):
+    """Drives the engine of an `EngineActor` through its handle.
+
+    Args:
+        actor: its handle, or the name that it was given.
+        timeout_s: deadline of each short call, in seconds.
+        load_timeout_s: deadline of joining a transport and of receiving weights, in seconds.
+        start_timeout_s: deadline of the first call, which waits for the actor and its engine to start, in seconds.
+
+    Raises:
+        ConfigError: ray is not installed, or no actor has this name.
+    """
+
+    kind: ClassVar[str] = "ray"
+
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        timeout_s: float = 60.0,
+        load_timeout_s: float = 600.0,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        ray = _ray()
+        if isinstance(actor, str):
+            self._url = f"ray:{actor}"
+            try:
+                actor = ray.get_actor(actor)
+            except ValueError as error:
+                raise ConfigError(f"there is no Ray actor called {actor!r}: {error}") from None
+        else:
+            self._url = "ray:" + str(actor).removeprefix("Actor(").removesuffix(")").replace(", ", "/")
+        self._actor = actor
+        self._timeout_s, self._load_timeout_s, self._first_timeout_s = timeout_s, load_timeout_s, start_timeout_s
+        self._verifies = True
+        self._row = EngineRow(engine=self._url, kind=self.kind, state="serving")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def verifies(self) -> bool:
+        return self._verifies
+
+    def address(self) -> str:
+        """Where the engine answers requests, when it is a server."""
+        return self._ask("info").url
+
+    def info(self) -> EngineInfo:
+        return replace(self._ask("info"), url=self._url, kind=self.kind)
+
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._verifies = self._ask("connect", info, timeout_s=self._load_timeout_s)
+
+    def prefetch(self, version: int) -> None:
+        self._ask("prefetch", version, timeout_s=self._load_timeout_s)
+
+    def begin(self, version: int) -> None:
+        self._row = replace(self._row, state="paused")
+        self._ask("begin", version, timeout_s=self._load_timeout_s)
+
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._ask("load", info, timeout_s=self._load_timeout_s)
+
+    def commit(self, version: int) -> None:
+        self._ask("commit", version, timeout_s=self._load_timeout_s)
+        self._row = replace(self._ask("row"), engine=self._url, kind=self.kind)
+
+    def pause(self) -> None:
+        self._ask("pause", timeout_s=self._load_timeout_s)
+        self._row = replace(self._row, state="paused")
+
+    def resume(self) -> None:
+        self._ask("resume")
+        self._row = replace(self._row, state="serving", error=None)
+
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        self._ask("sleep", level, tags, timeout_s=self._load_timeout_s)
+        self._row = replace(self._row, state="paused")
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        self._ask("wake_up", tags, timeout_s=self._load_timeout_s)
+        self._row = replace(self._ask("row"), engine=self._url, kind=self.kind)
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        return (self._row,)
+
+    def close(self) -> None:
+        with suppress(EngineUnreachableError):
+            self._ask("close")
+
+    def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call the actor, and wait for the answer.
+
+        Raises:
+            EngineUnreachableError: the actor is dead.
+            DeadlineError: no answer in time.
+            WeightSyncError: what the actor raised, in its own class where it is one of ours.
+        """
+        ray = _ray()
+        limit = max(timeout_s or self._timeout_s, self._first_timeout_s)
+        try:
+            answer = ray.get(getattr(self._actor, method).remote(*args), timeout=limit)
+        except ray.exceptions.RayTaskError as error:
+            raise self._failed(method, error.cause) from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise self._noted(
+                DeadlineError(
+                    f"{self._url} did not answer {method!r} within {limit:g} s",
+                    state="the call may still run in the actor",
+                    hint="look at the actor's log, or allow more time (load_timeout_s)",
+                )
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            failure = EngineUnreachableError(
+                f"{self._url} is dead: {str(error).strip()}",
+                state="its weights are lost with it",
+                hint="start another actor, and connect a client to that",
+            )
+            self._row = replace(self._row, state="unreachable", error=str(failure))
+            raise failure from error
+        self._first_timeout_s = 0.0
+        return answer
+
+    def _failed(self, method: str, cause: BaseException) -> WeightSyncError:
+        if isinstance(cause, WeightSyncError):
+            return self._noted(cause)
+        return self._noted(EngineRefusedError(f"{self._url} failed to {method}: {type(cause).__name__}: {cause}"))
+
+    def _noted(self, error: WeightSyncError) -> WeightSyncError:
+        self._row = replace(self._row, error=str(error))
+        return error
+
+
+def connect_actors(engine: Any, **settings: Any) -> EngineClient:
+    """The client for whatever Ray runs: what the engine name ``"ray"`` stands for.
+
+    Args:
+        engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `RLvLLMEngine`.
+        settings: as for `RayEngine`.
+
+    Raises:
+        ConfigError: ray is not installed, or there is no such actor.
+    """
+    if isinstance(engine, Sequence) and not isinstance(engine, str):
+        return Fleet([RayEngine(actor, **settings) for actor in engine])
+    from torchrl.modules.llm.backends.vllm import RLvLLMEngine
+
+    if isinstance(engine, RLvLLMEngine):
+        from torchrl_ext.rpc.rlvllm import RLvLLMClient
+
+        return RLvLLMClient(engine)
+    return RayEngine(engine, **settings)

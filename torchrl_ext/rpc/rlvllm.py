@@ -1,0 +1,163 @@
+"""TorchRL's vLLM engines (`RLvLLMEngine`: `AsyncVLLM`, Ray workers, local ones) as engines of ours.
+
+Such an engine moves weights by itself: it is handed pairs, and what carries them further is its business. So the worker
+end of the transport is in this process, and every transport can feed it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from torchrl_ext.errors import DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
+from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.inprocess import InProcessEngine
+from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, dtype_name
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.loader import Staging, WeightLoader
+
+__all__ = ["RLvLLMClient"]
+
+
+class RLvLLMClient(EngineClient):
+    """Drives a `torchrl.modules.llm.backends.vllm.RLvLLMEngine` by the methods of that interface.
+
+    Its group is formed once (``init_weight_update_group``), each piece of an update goes to ``update_weights``, and
+    ``reset_prefix_cache`` ends a version. The engine pauses by itself.
+
+    Args:
+        engine: the engine.
+        timeout_s: deadline of each of its calls, in seconds; they have none of their own.
+    """
+
+    kind: ClassVar[str] = "ray"
+
+    def __init__(self, engine: Any, *, timeout_s: float = 600.0) -> None:
+        self._engine, self._timeout_s = engine, timeout_s
+        self._url = f"{type(engine).__name__}-{id(engine):x}"
+        self._inner = InProcessEngine(_Loader(engine, self._call), url=self._url)
+        self._grouped = False
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def info(self) -> EngineInfo:
+        size = self._engine.get_tp_size()
+        told = self._inner.info()
+        return EngineInfo(
+            url=self._url, kind=self.kind, tp_size=size, num_gpus=size, weight_version=told.weight_version
+        )
+
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._inner.connect(info)
+        if not self._grouped:
+            self._call("form its group", self._engine.init_weight_update_group)
+            self._grouped = True
+
+    def prefetch(self, version: int) -> None:
+        self._inner.prefetch(version)
+
+    def begin(self, version: int) -> None:
+        self._inner.begin(version)
+
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._inner.load(info)
+
+    def commit(self, version: int) -> None:
+        self._call("reset its prefix cache", self._engine.reset_prefix_cache)
+        self._inner.commit(version)
+
+    def pause(self) -> None:
+        self._inner.pause()
+
+    def resume(self) -> None:
+        self._inner.resume()
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        return self._inner.rows()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _call(self, what: str, call: Callable[[], Any]) -> None:
+        """Run ``call`` beside, with a deadline.
+
+        Raises:
+            DeadlineError: it did not return in time.
+            EngineRefusedError: it raised.
+        """
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - carried over to the waiting thread
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="torchrl-ext-rlvllm", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
+            raise DeadlineError(
+                f"{self._url} did not {what} within {self._timeout_s:g} s", state="the call still runs in the engine"
+            )
+        if failures:
+            if isinstance(failures[0], WeightSyncError):
+                raise failures[0]
+            raise EngineRefusedError(
+                f"{self._url} did not {what}: {type(failures[0]).__name__}: {failures[0]}"
+            ) from failures[0]
+
+
+class _Loader(WeightLoader):
+    """Hands pairs to the engine, whole tensors even of a delta.
+
+    Its digests are those of what it handed over: the interface reads nothing back.
+    """
+
+    def __init__(self, engine: Any, call: Callable[[str, Callable[[], Any]], None]) -> None:
+        self._engine, self._call = engine, call
+        self._digests: dict[str, str] = {}
+        self._staged: list[tuple[str, Tensor]] = []
+
+    def check(self, params: Iterable[ParamMeta]) -> None:
+        known = self._engine.get_model_metadata()
+        for meta in params if known else ():  # AsyncVLLM knows nothing of its model
+            if meta.name not in known:
+                raise ManifestError(f"the engine has no parameter {meta.name!r}", expected=f"one of its {len(known)}")
+            dtype, shape = known[meta.name]
+            if (dtype, tuple(shape)) != (meta.dtype, meta.shape):
+                raise ManifestError(
+                    f"parameter {meta} cannot land in the engine",
+                    expected=f"{dtype_name(dtype)}{list(shape)}",
+                    state="nothing was sent",
+                )
+
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        def noted() -> Any:
+            for name, tensor in pairs:
+                self._digests[name] = tensor_digest(tensor)
+                yield name, tensor
+
+        stream = noted()
+
+        def update() -> None:
+            self._engine.update_weights(stream)
+            for _ in stream:  # an engine that stops early must not leave a collective half-way
+                pass
+
+        self._call("take weights", update)
+
+    def stage(self, changes: Staging) -> None:
+        self._staged = list(changes.whole([patch.meta.name for patch in changes.patches()]))
+
+    def commit(self) -> None:
+        staged, self._staged = self._staged, []
+        self.load(staged)
+
+    def digests(self) -> dict[str, str]:
+        return dict(self._digests)

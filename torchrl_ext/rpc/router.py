@@ -1,0 +1,247 @@
+"""Routers: which engines they send requests to, and how to tell one from an engine.
+
+A router spreads requests; it is no way to an engine. What it does not know itself it hands to one worker of its choice
+and passes that worker's answer on with status 200, so a pause sent to a router pauses one engine of many. Control calls
+therefore look first (`refuse_router`).
+
+Routes of vLLM's router (vllm-router 0.1.17) and of SGLang's (sglang-router, later sgl-model-gateway):
+
+=======================================  ===========================================================================
+``GET /workers``                         ``{"workers": [{"url", "worker_type", "is_healthy", ...}], ...}``
+``POST /workers``                        ``{"url", "worker_type"[, "bootstrap_port"]}``
+``DELETE /workers/{id or quoted url}``
+``GET /list_workers``                    ``{"urls": [...]}``: the earlier form, with ``POST /add_worker?url=`` and
+                                         ``POST /remove_worker?url=``
+=======================================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
+
+__all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "is_router", "refuse_router"]
+
+WORKER_TYPES = ("regular", "prefill", "decode")
+"""What a router tells apart. Encoders answer to other engines, never to a router."""
+
+_ABSENT = (404, 405, 501)
+_LOOK_S = 0.05
+_STATIC = "a router with prefill and decode pools is told its workers when it starts: give them to RouterProcess"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterWorker:
+    """One engine as a router lists it.
+
+    Attributes:
+        url: base address, without a trailing slash.
+        worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
+        healthy: what the router believes.
+        key: what the router calls it where that is not its address.
+    """
+
+    url: str
+    worker_type: str = "regular"
+    healthy: bool = True
+    key: str = ""
+
+
+class RouterClient:
+    """Tells one router which engines to use.
+
+    Args:
+        url: base address of the router.
+        api_key: sent as a bearer token.
+        timeout_s: deadline of each change, until the router lists it, in seconds.
+
+    Raises:
+        ConfigError: the address cannot work.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 30.0) -> None:
+        self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s)
+        self._api_key, self._timeout_s = api_key, timeout_s
+
+    @property
+    def url(self) -> str:
+        """The router's base address."""
+        return self._http.url
+
+    def workers(self) -> tuple[RouterWorker, ...]:
+        """The engines that requests go to, in the router's order.
+
+        Raises:
+            EngineUnreachableError, DeadlineError: no answer.
+            EngineRefusedError: whoever answers is no router.
+        """
+        for route in ("/workers", "/list_workers"):
+            found = _listed(self._http.call("GET", route))
+            if found is not None:
+                return found
+        raise EngineRefusedError(
+            f"{self.url} lists no workers", expected="a router that answers GET /workers or GET /list_workers"
+        )
+
+    def add(self, url: str, worker_type: str = "regular", *, bootstrap_port: int | None = None) -> None:
+        """Let requests go to the engine at ``url``; nothing happens where they do already.
+
+        The engine is asked for its health first, since a router waits for minutes for one that is not there.
+
+        Args:
+            url: base address of the engine, as the router reaches it.
+            worker_type: one of `WORKER_TYPES`.
+            bootstrap_port: of a prefill engine whose connector has one.
+
+        Raises:
+            ConfigError: a type that routers do not know or that this one cannot take.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine or the router does not answer, or
+                says no.
+        """
+        url = normalise_url(url)
+        if worker_type not in WORKER_TYPES:
+            raise ConfigError(f"no router has workers of type {worker_type!r}", expected=" or ".join(WORKER_TYPES))
+        known = self._find(url)
+        if known is None:
+            self._check_health(url)
+            self._register(url, worker_type, bootstrap_port)
+            self._until(lambda: self._find(url) is not None, f"list {url}")
+            known = self._find(url)
+        if known is not None and known.worker_type != worker_type:
+            self.remove(url)  # a router without pools takes any type, and sends it whole requests
+            raise ConfigError(
+                f"{self.url} takes {url} as a {known.worker_type} worker", expected=worker_type, hint=_STATIC
+            )
+
+    def remove(self, url: str) -> None:
+        """Send no more requests to the engine at ``url``; those that it has in work go on.
+
+        Raises:
+            ConfigError: the router cannot let go of it.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
+        """
+        url = normalise_url(url)
+        known = self._find(url)
+        if known is None:
+            return
+        answer = self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}")
+        if answer.status in _ABSENT:
+            answer = self._http.call("POST", "/remove_worker", query={"url": url})
+        self._accepted(answer, f"remove {url}")
+        self._until(lambda: self._find(url) is None, f"let go of {url}")
+
+    def finish_session(self, session_id: str) -> None:
+        """Let the router forget which engine a session belongs to; routers without that route are left alone.
+
+        Raises:
+            EngineUnreachableError, DeadlineError: no answer.
+        """
+        self._http.call("POST", "/finish_session", query={"session_id": session_id})
+
+    def close(self) -> None:
+        """Drop the connection. May be called twice."""
+        self._http.close()
+
+    def _find(self, url: str) -> RouterWorker | None:
+        return next((worker for worker in self.workers() if worker.url == url), None)
+
+    def _check_health(self, url: str) -> None:
+        engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s)
+        try:
+            refuse_router(engine)
+            health = engine.call("GET", "/health")
+        finally:
+            engine.close()
+        if not health.ok:
+            raise EngineRefusedError(f"{url}/health answered {health.status}", expected="200", status=health.status)
+
+    def _register(self, url: str, worker_type: str, bootstrap_port: int | None) -> None:
+        body = {"url": url, "worker_type": worker_type}
+        body |= {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
+        answer = self._http.call("POST", "/workers", body)
+        if answer.status in _ABSENT:
+            answer = self._http.call("POST", "/add_worker", query={"url": url})
+        self._accepted(answer, f"add {url} as a {worker_type} worker")
+
+    def _accepted(self, answer: Answer, what: str) -> None:
+        if answer.ok or "already exists" in answer.text:
+            return
+        words = answer.message() or "no reason given"
+        if "PD router" in words or "add_prefill_server" in words:
+            raise ConfigError(f"{self.url} did not {what}: {words}", hint=_STATIC)
+        raise EngineRefusedError(
+            f"{self.url} did not {what}: it answered {answer.status}: {words}", status=answer.status
+        )
+
+    def _until(self, happened: Callable[[], bool], what: str) -> None:
+        """Routers may say yes first and act later."""
+        until, pause = time.monotonic() + self._timeout_s, threading.Event()
+        while not happened():
+            if time.monotonic() > until:
+                raise DeadlineError(f"{self.url} did not {what} within {self._timeout_s:g} s")
+            pause.wait(_LOOK_S)
+
+
+def is_router(session: HTTPSession) -> bool:
+    """Whether a router listens at the session's address: it lists workers, as no engine does.
+
+    Raises:
+        EngineUnreachableError, DeadlineError: nobody answers.
+    """
+    for route in ("/workers", "/list_workers"):
+        with contextlib.suppress(EngineRefusedError):  # whatever that is, the call itself will say so
+            if _listed(session.call("GET", route)) is not None:
+                return True
+    return False
+
+
+def refuse_router(session: HTTPSession) -> None:
+    """Let a call to an engine pass, and one to a router not.
+
+    Raises:
+        ConfigError: a router listens at the session's address.
+        EngineUnreachableError, DeadlineError: nobody answers.
+    """
+    if is_router(session):
+        raise ConfigError(
+            f"{session.url} is a router: it would hand a control call to one engine of many",
+            expected="the address of an engine itself",
+            state="nothing was sent to any engine",
+            hint="give each engine's own address; requests for tokens are what a router is for",
+        )
+
+
+def _listed(answer: Answer) -> tuple[RouterWorker, ...] | None:
+    """The workers in an answer to ``/workers`` or ``/list_workers``; None where it is neither's."""
+    if not answer.ok:
+        return None
+    try:
+        told = answer.json()
+    except ValueError:
+        return None
+    if not isinstance(told, dict):
+        return None
+    rows: Any = told.get("workers", told.get("urls"))
+    if not isinstance(rows, list):
+        return None
+    try:
+        return tuple(_worker({"url": row} if isinstance(row, str) else row) for row in rows)
+    except (KeyError, TypeError, AttributeError, ConfigError):
+        return None
+
+
+def _worker(row: dict[str, Any]) -> RouterWorker:
+    return RouterWorker(
+        url=normalise_url(row["url"]),
+        worker_type=str(row.get("worker_type") or "regular").lower(),
+        healthy=bool(row.get("is_healthy", True)),
+        key=str(row.get("id") or ""),
+    )

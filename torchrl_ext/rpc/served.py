@@ -1,0 +1,110 @@
+"""What clients of engines behind HTTP routes share: a session, the pause's stopwatch, errors that name the step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchrl_ext.errors import (
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    WeightSyncError,
+)
+from torchrl_ext.rpc.client import EngineClient, Stopwatch
+from torchrl_ext.rpc.direct import DirectSession
+from torchrl_ext.types import EngineRow
+
+__all__ = ["HTTPEngine", "restated"]
+
+
+class HTTPEngine(EngineClient):
+    """One engine behind one address; a subclass knows its routes.
+
+    Args:
+        url: base address of the server itself, never of a router.
+        timeout_s: deadline of each short call, in seconds.
+        load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
+        api_key: sent as a bearer token.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_s: float = 60.0, load_timeout_s: float = 600.0, api_key: str | None = None
+    ) -> None:
+        self._http = DirectSession(url, api_key=api_key, timeout_s=timeout_s)
+        self._load_timeout_s = load_timeout_s
+        self._watch = Stopwatch()
+        self._state = "serving"
+        self._version: int | None = None
+        self._error: str | None = None
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    def pause(self) -> None:
+        self._hold()
+        self._watch.start()
+        self._state = "paused"
+
+    def resume(self) -> None:
+        self._release()
+        self._watch.stop()
+        self._state, self._error = "serving", None
+
+    @abstractmethod
+    def _hold(self) -> None:
+        """Call the route that pauses."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Call the route that resumes."""
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        return (
+            EngineRow(
+                engine=self.url,
+                kind=self.kind,
+                state=self._state,
+                version=self._version,
+                pause_s=self._watch.seconds,
+                error=self._error,
+            ),
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _paused(self, holding: str) -> str:
+        return f"{self.url} is paused, serves nobody, and holds {holding}; the next good update resumes it"
+
+    @contextmanager
+    def _step(self, what: str, state: str | None = None) -> Iterator[None]:
+        """Names the step and the engine's state in an error, and remembers it for the report."""
+        try:
+            yield
+        except (EngineError, DeadlineError) as error:
+            if isinstance(error, EngineUnreachableError):
+                self._state = "unreachable"
+            found = restated(error, f"{self.url} did not {what}: {error.what}", state)
+            self._error = str(found)
+            raise found from error
+
+
+def restated(
+    error: WeightSyncError, what: str, state: str | None = None, *, expected: str | None = None, hint: str | None = None
+) -> Any:
+    """The same kind of error, in more words."""
+    more: dict[str, Any] = {
+        "expected": expected or error.expected,
+        "state": state or error.state,
+        "hint": hint or error.hint,
+    }
+    if isinstance(error, EngineError):
+        more["rows"] = error.rows
+    if isinstance(error, EngineRefusedError):
+        more["status"] = error.status
+    return type(error)(what, **more)

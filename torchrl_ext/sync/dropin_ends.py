@@ -1,0 +1,285 @@
+"""Senders and receivers of `torchrl_ext.sync.dropin`, in the shape of TorchRL's."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrl_ext.errors import NotConnectedError, WeightSyncError
+from torchrl_ext.registry import engines
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.sync.parties import as_engine
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.sources import inner_model, is_torchrl
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.types import SyncReport
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.loader import as_loader
+
+if TYPE_CHECKING:
+    from torchrl_ext.sync.dropin import SGLangWeightSyncScheme, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
+
+__all__ = [
+    "SGLangWeightSender",
+    "VLLMDoubleBufferWeightReceiver",
+    "VLLMDoubleBufferWeightSender",
+    "VLLMWeightReceiver",
+    "VLLMWeightSender",
+]
+
+
+class _Sender(ABC):
+    """What the senders share: a model, collectors, and a `WeightSender` once there is a connection."""
+
+    def __init__(self) -> None:
+        self._sender: WeightSender | None = None
+        self._model: Any = None
+        self._collectors: list[Any] = []
+
+    @abstractmethod
+    def _connected(self) -> WeightSender:
+        """The sender, or why there is none yet."""
+
+    def register_model(self, model: Any) -> None:
+        """What `update_weights` sends when no weights are passed; held weakly."""
+        self._model = weakref.ref(model)
+
+    def register_collector(self, collector: Any) -> None:
+        """Bump this collector's policy version after each accepted update."""
+        self._collectors.append(collector)
+        if self._sender is not None:
+            self._sender.register_collector(collector)
+
+    def update_weights(self, weights: Any = None) -> SyncReport:
+        """Send the registered model's weights, or ``weights``; returns when every engine serves them.
+
+        Raises:
+            NotConnectedError: before the group was formed.
+            UpdateError: some engine does not serve them.
+        """
+        if weights is None:
+            weights = None if self._model is None else self._model()
+            if weights is None:
+                raise NotConnectedError(
+                    "No model registered and no weights given", hint="call register_model(policy) and keep it alive"
+                )
+        sender = self._connected()
+        return sender.update_weights(weights)
+
+    def shutdown(self) -> None:
+        """Leave the engines, which go on with what they have."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.shutdown()
+        self._collectors.clear()
+
+    def _adopt(self, sender: WeightSender) -> WeightSender:
+        for collector in self._collectors:
+            sender.register_collector(collector)
+        self._sender = sender
+        return sender
+
+
+class _GroupSender(_Sender):
+    """A sender whose workers form a group first."""
+
+    def __init__(self, scheme: VLLMWeightSyncScheme | SGLangWeightSyncScheme) -> None:
+        super().__init__()
+        self._scheme = scheme
+
+    def _form(self, metadata: Mapping[str, tuple[torch.dtype, Any]], engine: EngineClient | None) -> None:
+        if self._sender is not None:
+            self._sender.shutdown()
+        self._adopt(WeightSender(self._scheme.create_transport(), engine)).init_all_workers_group(metadata)
+
+    def _connected(self) -> WeightSender:
+        if self._sender is None:
+            raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
+        return self._sender
+
+
+class VLLMWeightSender(_GroupSender):
+    """Sends to vLLM engines, or to the receivers of `VLLMWeightReceiver`.
+
+    Args:
+        scheme: a `VLLMWeightSyncScheme`.
+    """
+
+    def init_all_workers_group(
+        self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], vllm_engine: Any | None = None
+    ) -> None:
+        """Form the group.
+
+        Args:
+            model_metadata: ``{name: (dtype, shape)}``, from `get_model_metadata`.
+            vllm_engine: who is driven: anything that `torchrl_ext.sync.parties.as_engine` takes (addresses, clients,
+                `AsyncVLLM`); None where receivers form the group themselves, at the same time.
+
+        Raises:
+            DeadlineError: names the ranks that did not come.
+            EngineError: an engine does not join.
+        """
+        self._form(model_metadata, as_engine(vllm_engine))
+
+
+class SGLangWeightSender(_GroupSender):
+    """Sends to one SGLang server.
+
+    Args:
+        scheme: a `SGLangWeightSyncScheme`.
+    """
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
+        """Form the group with the server's workers; as for `VLLMWeightSender`."""
+        self._form(model_metadata, self._client())
+
+    def flush_cache(self) -> bool:
+        """Drop the server's prefix cache, which every update has done already; False where it cannot now."""
+        server = HTTPSession(self._scheme.server_url, timeout_s=30.0)
+        try:
+            server.post("/flush_cache", {})
+        except WeightSyncError:
+            return False
+        finally:
+            server.close()
+        return True
+
+    def _client(self) -> EngineClient:
+        mode = {} if self._scheme.pause_mode is None else {"pause_mode": self._scheme.pause_mode}
+        return engines.make("sglang", url=self._scheme.server_url, **mode)
+
+
+class VLLMDoubleBufferWeightSender(_Sender):
+    """Publishes weights in a directory, from which receivers take them when they like.
+
+    Args:
+        scheme: a `VLLMDoubleBufferSyncScheme`.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
+        super().__init__()
+        self._scheme = scheme
+
+    def _connected(self) -> WeightSender:
+        if self._model is None:
+            raise NotConnectedError("Transport not initialized", hint="Call register_model first")
+        return self._sender or self._adopt(WeightSender(self._scheme.create_transport()))
+
+
+class _Receiver(ABC):
+    """What the receivers share: an engine of this process lands weights itself, another one is driven."""
+
+    def __init__(self, engine: Any) -> None:
+        driven = isinstance(engine, (EngineClient, str, list, tuple)) or is_torchrl(engine, "RLvLLMEngine")
+        self._engine = as_engine(engine) if driven else None
+        self._local = None if driven else WeightReceiver(as_loader(inner_model(engine)))
+
+    @abstractmethod
+    def poll_and_apply(self, timeout: float) -> bool:
+        """Whether weights came within ``timeout`` seconds and are in service."""
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Land ``weights`` in an engine of this process; one elsewhere has them when its sender's update returns.
+
+        Args:
+            weights: TensorDict or mapping.
+            inplace: must be True.
+
+        Raises:
+            ValueError: not ``inplace``.
+        """
+        if not inplace:
+            raise ValueError("Cannot apply weights out of place")
+        if self._local is not None:
+            self._local.apply_weights(weights)
+
+
+class VLLMWeightReceiver(_Receiver):
+    """The engine's end of the collective.
+
+    Args:
+        scheme: a `VLLMWeightSyncScheme`.
+        vllm_engine: a module, mapping or loader of this process, which joins as rank 1 and is filled by
+            `poll_and_apply`; or an engine elsewhere, which the sender drives: then there is nothing to do here.
+    """
+
+    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
+        super().__init__(vllm_engine)
+        self._scheme, self._model = scheme, inner_model(vllm_engine)
+        self._transport: VLLMCollectiveTransport | None = None
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
+        """Join the group, at the same time as the sender forms it.
+
+        Raises:
+            DeadlineError: names the ranks that did not come.
+            ManifestError: the sender's parameters are others.
+        """
+        if self._local is None:
+            return
+        ours = self._scheme.create_transport()
+        self._transport = VLLMCollectiveTransport(
+            ours.master_address, ours.master_port, 1, ours.world_size, ours.device
+        )
+        self._transport.init_all_workers_group(model_metadata)
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Whether weights came within ``timeout`` seconds and are in place; False for an engine that is driven."""
+        if self._local is None:
+            return False
+        if self._transport is None:
+            raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
+        return self._transport.receive_weights(timeout, model=self._model) is not None
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._transport is not None:
+            self._transport.shutdown()
+
+
+class VLLMDoubleBufferWeightReceiver(_Receiver):
+    """Takes what the sender published.
+
+    Args:
+        scheme: a `VLLMDoubleBufferSyncScheme`.
+        vllm_engine: anything that `torchrl_ext.sync.parties.as_engine` takes. An engine elsewhere must see the
+            directory ``<local_addr>.served``, through which it is driven.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+        super().__init__(vllm_engine)
+        self._transport = DiskTransport(scheme.local_addr)
+        self._model, self._sender = inner_model(vllm_engine), None
+        if self._engine is not None:
+            self._sender = WeightSender(DiskTransport(f"{str(scheme.local_addr).rstrip('/')}.served"), self._engine)
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Whether a version newer than the last one was published within ``timeout`` seconds and is in service.
+
+        Raises:
+            ManifestError: it has other parameters than the engine; nothing was changed.
+            UpdateError: an engine does not serve it.
+        """
+        if self._sender is None:
+            return self._transport.receive_weights(timeout, model=self._model) is not None
+        info = self._transport.poll(timeout)
+        if info is None:
+            return False
+        self._sender.update_weights(CheckpointSource(Path(info["path"])))
+        for _ in self._transport.receive(info, {}):  # marks the version as read
+            pass
+        return True
+
+    def shutdown(self) -> None:
+        """Leave the engine, which goes on with what it has."""
+        if self._sender is not None:
+            self._sender.shutdown()
+        self._transport.shutdown()

@@ -1,0 +1,112 @@
+"""What the planner has to know about a deployment."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_ext.errors import ConfigError
+
+__all__ = ["Facts"]
+
+_PER_TENSOR = 25_000_000  # parameters; large decoders have about one tensor for as many
+
+
+def _fact(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A deployment, as far as weight updates are concerned.
+
+    Attributes:
+        parameters: elements of the model.
+        bytes_per_parameter: 2 for bfloat16.
+        tensors: number of tensors; None for an estimate from ``parameters``.
+        density: share of elements that change between two updates.
+        engines: how many follow.
+        workers_per_engine: that share the model, tp * pp * dp.
+        regions: in which there are engines, the trainer's included.
+        owned: the training job starts the engines; False where somebody else does; None to let ``topology`` decide.
+        topology: the job's engines need prefill/decode pools, several models, different groups or overrides.
+        frozen_models: reference, reward or tool models are served beside the policy.
+        colocated: trainer and engines share their devices.
+        same_stack: engines run in a compatible environment on compatible devices.
+        group: a process group between trainer and engines can be formed.
+        shared_path: directory or bucket that both sides see; None where there is none.
+        validate_delta: the aim is to try the delta's coding and landing within one datacenter.
+        network_bytes_s: of one host, in bytes a second.
+        disk_bytes_s: of the shared path, all readers of a region together, in bytes a second.
+        wan_bytes_s: between the trainer and one other region, in bytes a second.
+        device_bytes_s: of an accelerator's own memory, in bytes a second; with device ``"cuda"``.
+        host_link_bytes_s: between an accelerator and its host, in bytes a second; with device ``"cuda"``.
+        cores: of the host that finds and codes changes.
+        interval_s: seconds from one update to the next.
+        device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    parameters: int = _fact(8_000_000_000, "elements of the model")
+    bytes_per_parameter: float = _fact(2.0, "2 for bfloat16")
+    tensors: int | None = _fact(None, "number of tensors; estimated where it is not given")
+    density: float = _fact(0.01, "share of elements that change between two updates")
+    engines: int = _fact(1, "how many engines follow")
+    workers_per_engine: int = _fact(1, "workers that share the model in one engine")
+    regions: int = _fact(1, "regions with engines, the trainer's included")
+    owned: bool | None = _fact(None, "the training job starts the engines")
+    topology: bool = _fact(False, "prefill/decode pools, several models, different groups or overrides are needed")
+    frozen_models: bool = _fact(False, "reference, reward or tool models are served beside the policy")
+    colocated: bool = _fact(False, "trainer and engines share their devices")
+    same_stack: bool = _fact(True, "engines run in a compatible environment on compatible devices")
+    group: bool = _fact(True, "a process group between trainer and engines can be formed")
+    shared_path: str | None = _fact(None, "directory or bucket that both sides see")
+    validate_delta: bool = _fact(False, "try the delta within one datacenter")
+    network_bytes_s: float = _fact(12.5e9, "bytes a second of one host's network")
+    disk_bytes_s: float = _fact(2e9, "bytes a second of the shared path, all readers of a region together")
+    wan_bytes_s: float = _fact(125e6, "bytes a second between the trainer and another region")
+    device_bytes_s: float = _fact(2e12, "bytes a second of an accelerator's own memory")
+    host_link_bytes_s: float = _fact(25e9, "bytes a second between an accelerator and its host")
+    cores: int = _fact(16, "cores of the host that finds and codes changes")
+    interval_s: float = _fact(60.0, "seconds from one update to the next")
+    device: str = _fact("cuda", "cuda (NCCL) or cpu (gloo)")
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "engines", "workers_per_engine", "regions", "cores"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}", expected="a whole number of at least 1")
+        if self.tensors is not None and not 1 <= self.tensors <= self.parameters:
+            raise ConfigError(f"tensors is {self.tensors!r}", expected="from 1 to the number of parameters")
+        for name in ("bytes_per_parameter", "interval_s", *(one for one in vars(self) if one.endswith("_bytes_s"))):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}", expected="a positive number")
+        if not 0 < self.density <= 1:
+            raise ConfigError(f"density is {self.density!r}", expected="a share above 0 and up to 1, such as 0.01")
+        if self.device not in ("cuda", "cpu"):
+            raise ConfigError(f"device is {self.device!r}", expected="'cuda' or 'cpu'")
+        if self.regions > self.engines:
+            raise ConfigError(f"{self.engines} engines cannot be in {self.regions} regions")
+        if self.owned is False and self.topology:
+            raise ConfigError(
+                "a topology is wanted of engines that somebody else starts",
+                expected="engines that the job owns",
+                hint="leave out owned=False, or topology",
+            )
+        if self.colocated and self.regions > 1:
+            raise ConfigError("colocated engines are where the trainer is", expected="regions=1")
+        if self.validate_delta and self.colocated:
+            raise ConfigError("a delta does not go with colocated engines", hint="try it with engines of their own")
+
+    @property
+    def tensor_count(self) -> int:
+        """`tensors`, or the estimate."""
+        return self.tensors or max(1, min(self.parameters, max(100, self.parameters // _PER_TENSOR)))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe dictionary of every field."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,170 @@
+"""Where weights land in a collector's worker: a policy that may still be on the meta device, or carry extra state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.loader import Staging, TensorsLoader, WeightLoader
+from torchrl_ext.weights.source import _TensorsSource, _unwrapped, as_source, named_tensors, same_memory
+
+__all__ = ["EXTRA", "ModelLoader", "other_names"]
+
+EXTRA = "__extra_state__"
+"""The key under which TorchRL's `WeightStrategy` carries what `nn.Module.get_extra_state` returns."""
+
+
+def other_names(weights: Any) -> dict[str, str]:
+    """Names of tied tensors that do not travel -> the name under which they do."""
+    source = as_source(weights)
+    travels = {meta.name for meta in source.params()}
+    first: dict[Any, str] = {}
+    tensors = list(source._tensors()) if isinstance(source, _TensorsSource) else []
+    for name, tensor in tensors:
+        if name in travels:
+            first[same_memory(tensor)] = name
+    return {name: first[same_memory(tensor)] for name, tensor in tensors if name not in travels}
+
+
+class ModelLoader(WeightLoader):
+    """Lands in whatever model a scheme has at the moment of each update.
+
+    A collector sends its workers policies without storage (meta tensors), and may put a copy in the policy's place
+    after the first weights came. A meta tensor is replaced by what arrives, on ``device``; another is written in place.
+
+    Args:
+        model: gives the module, TensorDict or mapping of now.
+        device: where parameters that are on the meta device go; None: where they arrive.
+        tied: names that do not travel -> names that do, for models whose ties were lost with their storage.
+    """
+
+    def __init__(
+        self, model: Callable[[], Any], *, device: str | None = None, tied: Mapping[str, str] | None = None
+    ) -> None:
+        self._get, self._device, self._tied = model, device, dict(tied or {})
+        self._loader: TensorsLoader | None = None
+        self._model: Any = None
+        self._extra: dict[str, Tensor] = {}
+
+    def check(self, params: Iterable[ParamMeta]) -> None:
+        sent = [meta for meta in params if not _is_extra(meta.name)]
+        if self._bare():
+            names = {meta.name: meta for meta in sent}
+            own = {name for name, _ in named_tensors(self._current_model(), scratch=True)}
+            sent += [ParamMeta(name, names[via].dtype, names[via].shape) for name, via in self._tied.items()
+                     if name in own and via in names and name not in names]  # fmt: skip
+        try:
+            self._current().check(sent)
+        except ManifestError as error:
+            raise ManifestError(
+                error.what, expected=error.expected, state=error.state, hint="send the weights of a policy of one class"
+            ) from error
+
+    def start(self) -> None:
+        self._extra = {}
+
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        if self._bare():
+            self._fill(dict(self._plain(pairs)))
+        else:
+            self._current().load(self._plain(pairs))
+
+    def finish(self) -> None:
+        if self._extra:
+            extra, self._extra = self._extra, {}
+            self._current_model().set_extra_state({name.removeprefix(f"{EXTRA}."): t for name, t in extra.items()})
+
+    def targets(self) -> Mapping[str, Tensor]:
+        return {} if self._bare() else self._current().targets()
+
+    def patchable(self, name: str) -> bool:
+        return not _is_extra(name) and not self._bare()
+
+    def position_digests(self) -> dict[str, str]:
+        return {} if self._bare() else self._current().position_digests()
+
+    def stage(self, changes: Staging) -> None:
+        self._extra = dict(changes.whole([name for name in changes.digests if _is_extra(name)]))
+        self._current().stage(_PlainChanges(changes))
+
+    def commit(self) -> None:
+        self._current().commit()
+
+    def resident(self) -> Iterator[tuple[str, Tensor]]:
+        return self._current().resident()
+
+    def digests(self) -> dict[str, str]:
+        return self._current().digests()
+
+    def _plain(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in pairs:
+            if _is_extra(name):
+                self._extra[name] = tensor.clone()
+            else:
+                yield name, tensor
+
+    def _current_model(self) -> Any:
+        model = self._get()
+        if model is None:
+            raise ManifestError("the model of this worker no longer exists", hint="keep the collector's policy alive")
+        return model
+
+    def _current(self) -> TensorsLoader:
+        model = self._current_model()
+        if self._loader is None or model is not self._model:
+            self._loader, self._model = TensorsLoader(model), model
+        return self._loader
+
+    def _bare(self) -> bool:
+        """Whether the model has tensors without storage."""
+        model = self._current_model()
+        return isinstance(model, nn.Module) and any(tensor.is_meta for _, tensor in named_tensors(model, scratch=True))
+
+    def _fill(self, received: Mapping[str, Tensor]) -> None:
+        """Give the model storage: what arrived, tied tensors as one."""
+        model, made = self._current_model(), {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for held in (module._parameters, module._buffers):
+                for own, tensor in held.items():
+                    name = _unwrapped(f"{path}.{own}" if path else own)
+                    via = name if name in received else self._tied.get(name)
+                    if tensor is None or via not in received:
+                        continue
+                    if via not in made:
+                        made[via] = _like(tensor, received[via], self._device)
+                    held[own] = made[via]
+        self._loader = None
+        for name, tensor in named_tensors(model, scratch=True):
+            if tensor.is_meta:
+                raise ManifestError(
+                    f"{name!r} of the policy has no storage, and did not come with the weights",
+                    hint="use strategy='tensordict', which sends buffers that are not persistent too",
+                )
+
+
+def _like(old: Tensor, new: Tensor, device: str | None) -> Tensor:
+    new = new.to(device) if device else new
+    if new.untyped_storage().nbytes() != new.nbytes:
+        new = new.clone()  # a piece of a bucket would keep all of it
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+class _PlainChanges:
+    """Changes without those of the extra state, which is set as a whole."""
+
+    def __init__(self, changes: Staging) -> None:
+        self._changes = changes
+        self.digests = {name: digest for name, digest in changes.digests.items() if not _is_extra(name)}
+        self.whole = changes.whole
+
+    def patches(self) -> Iterator[Any]:
+        """One pass over the changed tensors of the model itself."""
+        return (patch for patch in self._changes.patches() if not _is_extra(patch.meta.name))
+
+
+def _is_extra(name: str) -> bool:
+    return name.startswith(f"{EXTRA}.")

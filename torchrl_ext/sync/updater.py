@@ -1,0 +1,140 @@
+"""`TransportWeightUpdater`: any transport, by name, as a weight updater for TorchRL's collectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torchrl.collectors import Collector, WeightUpdaterBase
+
+from torchrl_ext.errors import ConfigError, NotConnectedError
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.sync.parties import as_engine, as_transport
+from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.sources import inner_model
+from torchrl_ext.transports.base import Transport
+from torchrl_ext.types import SyncReport
+
+__all__ = ["TransportWeightUpdater"]
+
+
+class TransportWeightUpdater(WeightUpdaterBase):
+    """Pushes a policy's weights to engines, for ``LLMCollector(weight_updater=...)`` and other collectors.
+
+    Each accepted update bumps the policy version of every registered collector once, whether it came through
+    ``collector.update_policy_weights_()`` or `push_weights`; a refused one bumps none.
+
+    Args:
+        transport: a name of `torchrl_ext.transports`, or a transport.
+        engine: a client, ``"host:port"`` or several of them, or a module of this process; None for the data layer
+            alone, whose workers call ``receive_weights``.
+        mapper: trainer name -> checkpoint name, as for `WeightSender`.
+        dtype: cast of floating-point tensors.
+        verify: engines compare a digest of each tensor with the trainer's.
+        settings: of the transport, where it is given by name.
+
+    Raises:
+        ConfigError: settings for a transport that exists already.
+    """
+
+    def __init__(
+        self,
+        transport: str | Transport,
+        engine: EngineClient | str | Any | None = None,
+        *,
+        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool = True,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(transport, str) and settings:
+            as_transport(transport, **settings)  # says why not
+        self._parts = (transport, engine, settings)
+        self._how = {"mapper": mapper, "dtype": dtype, "verify": verify}
+        self._sender: WeightSender | None = None
+        self._model: Any = None
+        self.report: SyncReport | None = None
+
+    @property
+    def sender(self) -> WeightSender:
+        """What sends; made on first use, so that an updater can be pickled before.
+
+        Raises:
+            EngineError: an engine that was given by its address does not answer.
+        """
+        if self._sender is None:
+            transport, engine, settings = self._parts
+            self._sender = WeightSender(as_transport(transport, **settings), as_engine(engine), **self._how)
+        return self._sender
+
+    @property
+    def version(self) -> int:
+        """The version that the engines serve; 0 before the first."""
+        return 0 if self._sender is None else self._sender.version
+
+    def register_model(self, model: Any) -> None:
+        """What is sent when no weights are passed; kept alive."""
+        self._model = model
+
+    def init(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None) -> None:
+        """Connect the engines ahead of the first update; the updates do it by themselves otherwise.
+
+        Args:
+            model_metadata: ``{name: (dtype, shape)}``; that of the registered model if omitted.
+        """
+        if model_metadata is None:
+            self.sender.register_model(inner_model(self._get_server_weights()))
+        self.sender.init_all_workers_group(model_metadata)
+
+    def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        """Send weights, and return when every engine serves them.
+
+        Args:
+            policy_or_weights: module (TorchRL's LLM wrappers stand for the model inside), TensorDict, mapping,
+                checkpoint directory or `WeightSource`; None for the registered model.
+            worker_ids: must be None: engines are updated together.
+
+        Raises:
+            UpdateError: some engine does not serve them; no policy version was bumped.
+        """
+        self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+        self._call_post_hooks()
+        for collector in self.collectors or ():
+            if collector is not None:
+                collector.increment_version()
+
+    def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        """As `push_weights`, for a collector's `update_policy_weights_`, which bumps its own version afterwards."""
+        self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+        self._call_post_hooks()
+        for collector in self.collectors or ():
+            calls = isinstance(collector, Collector) and collector._weight_updater is self
+            if collector is not None and not calls:
+                collector.increment_version()
+
+    def shutdown(self) -> None:
+        """Leave the engines; they keep serving what they have."""
+        if self._sender is not None:
+            self._sender.shutdown()
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        if worker_id is not None:
+            raise ConfigError(
+                f"worker {worker_id} cannot be updated alone", expected="worker_ids=None: engines serve one version"
+            )
+        self.report = self.sender.update_weights(server_weights)
+
+    def _get_server_weights(self) -> Any:
+        if self._model is None:
+            raise NotConnectedError(
+                "there are no weights to push", hint="pass them, or call updater.register_model(policy)"
+            )
+        return self._model
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        return inner_model(policy_or_weights)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what only this process has: the sender, and references to collectors."""
+        return self.__dict__ | {"_sender": None, "_collector_wrs": None}

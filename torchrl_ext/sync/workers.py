@@ -1,0 +1,221 @@
+"""A worker of a collector as an engine: the trainer asks over a `Link`, a `WeightReceiver` in the worker answers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torchrl_ext import errors
+from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError, NotConnectedError
+from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
+from torchrl_ext.sync.links import Link
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.types import EngineInfo, EngineRow, Info
+
+__all__ = ["Station", "WorkerEngine"]
+
+log = logging.getLogger("torchrl_ext")
+_GRACE_S = 5.0
+"""How much longer the trainer waits than a transport does, so that the transport's own error arrives."""
+
+
+class WorkerEngine(EngineClient):
+    """Drives the receiver in one worker of a collector.
+
+    The worker goes on collecting while weights land, as with TorchRL's own schemes.
+
+    Args:
+        link: to the worker.
+        timeout_s: deadline of the transport's waits, in seconds.
+    """
+
+    kind: ClassVar[str] = "collector"
+
+    def __init__(self, link: Link, *, timeout_s: float) -> None:
+        self.link, self._timeout_s = link, timeout_s + _GRACE_S
+        self._numbers = itertools.count(1)
+        self._watch = Stopwatch()
+        self._state, self._version = "serving", 0
+
+    @property
+    def url(self) -> str:
+        return self.link.peer
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(url=self.url, kind=self.kind, weight_version=str(self._version))
+
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self.ask("connect", info)
+
+    def prefetch(self, version: int) -> None:
+        self.ask("prefetch", version)
+
+    def begin(self, version: int) -> None:
+        self._watch.start()
+        self._state = "paused"
+        self.ask("start", None)
+
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self.ask("load", info)
+
+    def commit(self, version: int) -> None:
+        self.ask("finish", version)
+        self._watch.stop()
+        self._state, self._version = "serving", version
+
+    def pause(self) -> None:
+        """A worker collects on: what it reads is written in place, as with TorchRL's own schemes."""
+
+    def resume(self) -> None:
+        """As `pause`."""
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        state = self._state if self.link.alive() else "unreachable"
+        return (
+            EngineRow(engine=self.url, kind=self.kind, state=state, version=self._version, pause_s=self._watch.seconds),
+        )
+
+    def close(self) -> None:
+        if self.link.alive():
+            self.ask("leave", None)
+
+    def ask(self, what: str, argument: Any) -> None:
+        """Let the worker do one thing, and wait until it has.
+
+        Raises:
+            EngineUnreachableError: the worker is gone.
+            EngineRefusedError: it says no, and why.
+            DeadlineError: it says nothing in time.
+        """
+        number = next(self._numbers)
+        try:
+            self.link.put({"number": number, "ask": what, "argument": argument})
+            answer = self.link.get(self._timeout_s)
+            while answer is not None and answer["number"] != number:  # late, of an ask that was given up
+                answer = self.link.get(self._timeout_s)
+        except NotConnectedError as error:
+            raise EngineUnreachableError(
+                f"{self.url} ended during {what!r}", state=f"its last weights version was {self._version}"
+            ) from error
+        if answer is None:
+            raise DeadlineError(f"{self.url} did not answer {what!r} within {self._timeout_s:g} s")
+        if "error" in answer:
+            error = answer["error"]
+            raise EngineRefusedError(
+                f"{self.url}: {error['what']}",
+                expected=error["expected"],
+                state=error["state"],
+                hint=error["hint"],
+            )
+
+
+class Station:
+    """The worker end: answers the trainer, in the caller's thread until the first weights are in, then in its own.
+
+    Args:
+        link: to the trainer.
+        receiver: lands the weights.
+        landed: called with each version that is in place.
+    """
+
+    def __init__(self, link: Link, receiver: WeightReceiver, landed: Callable[[int], None]) -> None:
+        self._link, self._receiver, self._landed = link, receiver, landed
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._news = threading.Condition()
+        self.version = 0
+
+    def until_first(self, timeout_s: float) -> None:
+        """Answer until the first version is in place, or the trainer says that there is none to wait for.
+
+        Raises:
+            DeadlineError: nothing came within ``timeout_s``.
+            NotConnectedError: the trainer is gone.
+            WeightSyncError: what came cannot land here.
+        """
+        while True:
+            asked = self._link.get(timeout_s)
+            if asked is None:
+                raise DeadlineError(f"no weights came from {self._link.peer} within {timeout_s:g} s")
+            failure = self._answer(asked)
+            if failure is not None:
+                raise failure
+            if asked["ask"] in ("finish", "keep"):
+                return
+
+    def start(self) -> None:
+        """Answer in a thread from here on."""
+        self._thread = threading.Thread(target=self._run, name="torchrl-ext-worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the first weights are in, and the thread answers."""
+        return self._thread is not None
+
+    def wait_for(self, version: int, timeout_s: float) -> bool:
+        """Whether a version newer than ``version`` is in place, at the latest in ``timeout_s`` seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: self.version > version, timeout_s)
+
+    def stop(self) -> None:
+        """Leave the trainer. May be called twice, and by the station's own thread."""
+        self._stopped = True
+        self._receiver.abort()
+        self._link.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        self._receiver.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                asked = self._link.get(None)
+                if asked is not None:
+                    self._answer(asked)
+        except NotConnectedError:
+            if not self._stopped:
+                log.debug("%s is gone; this worker keeps its weights", self._link.peer)
+
+    def _answer(self, asked: Info) -> Exception | None:
+        number, what, argument = asked["number"], asked["ask"], asked["argument"]
+        try:
+            self._do(what, argument)
+        except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
+            self._link.put({"number": number, "error": _described(error)})
+            return error
+        self._link.put({"number": number})
+        return None
+
+    def _do(self, what: str, argument: Any) -> None:
+        if what == "connect":
+            self._receiver.connect(argument)
+        elif what == "prefetch":
+            self._receiver.prefetch(argument)
+        elif what == "start":
+            self._receiver.confirm()
+            self._receiver.start()
+        elif what == "load":
+            self._receiver.load(argument)
+        elif what == "finish":
+            self._receiver.finish(argument)
+            self._landed(argument)
+            with self._news:
+                self.version = argument
+                self._news.notify_all()
+        elif what == "leave":
+            self._receiver.close()
+        elif what != "keep":
+            raise errors.TransportError(
+                f"a worker knows no {what!r}", hint="use one release of torchrl_ext on both ends"
+            )
+
+
+def _described(error: Exception) -> Info:
+    """An error in four JSON-safe parts."""
+    if isinstance(error, errors.WeightSyncError):
+        return {"what": error.what, "expected": error.expected, "state": error.state, "hint": error.hint}
+    return {"what": f"{type(error).__name__}: {error}", "expected": None, "state": None, "hint": None}

@@ -1,0 +1,227 @@
+"""The workers of one trainer, as the trainer sees them: who came, who has what, who is gone.
+
+=========================================  ================================================================
+``{"hello": {"rank", "devices"}}``         worker: who it is, and where it can take weights from, best first
+``{"welcome": {"session", "segment"}}``    trainer: the handle of the staging buffer on the best of these
+``{"announce": info}``                     trainer: a handoff comes (only where no control layer says so)
+``{"filled": [handoff, bucket]}``          trainer: that bucket is in the half ``bucket % 2`` of the buffer
+``{"taken": [handoff, bucket]}``           worker: its bytes are copied, the half may be filled again
+``{"refused": [handoff, words]}``          worker: it takes no more of this handoff
+``{"stopped": [handoff, words]}``          trainer: no more of this handoff comes
+=========================================  ================================================================
+
+A worker that falls behind its deadline is disconnected before its half is filled again: what it copied of it then, it
+cannot acknowledge any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
+from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.links import Link, Listener
+from torchrl_ext.transports.rendezvous import ranks_text
+from torchrl_ext.transports.segments import Segment
+from torchrl_ext.types import Info
+
+__all__ = ["Crew"]
+
+_HELLO_S = 2.0
+_GRACE_S = 2.0  # for those that still work, after somebody else failed
+_LOOK_S = 0.1
+
+
+class _Worker:
+    """One connection and how far it is."""
+
+    def __init__(self, link: Link, rank: int | None, segment: Segment) -> None:
+        self.link, self.rank, self.segment = link, rank, segment
+        self.name = link.name if rank is None else f"rank {rank} (pid {link.pid})"
+        self.taken = -1
+        self.lost = self.refused = ""
+
+    @property
+    def active(self) -> bool:
+        return not (self.lost or self.refused)
+
+
+class Crew:
+    """Trainer end of all connections.
+
+    Args:
+        address: where workers come in.
+        session: names this crew.
+        segment: gives the staging buffer for a worker that can use these devices, best first.
+        timeout_s: deadline of every wait, in seconds.
+    """
+
+    def __init__(self, address: str, session: str, segment: Callable[[list[str]], Segment], timeout_s: float) -> None:
+        self._listener = Listener(address)
+        self._session, self._segment, self._timeout_s = session, segment, timeout_s
+        self._workers: list[_Worker] = []
+        self._handoff = -1
+        self.hurry = threading.Event()
+        """Set from another thread: who does not work now is not waited for any longer."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether any worker is connected."""
+        return any(worker.link.alive for worker in self._workers)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Staging buffers of the workers that take part."""
+        return list({id(worker.segment): worker.segment for worker in self._active()}.values())
+
+    def admit(self, count: int, ranks: Iterable[int] = ()) -> None:
+        """Wait until ``count`` workers (and all of ``ranks``) are connected; more are welcome.
+
+        Raises:
+            DeadlineError: they did not come; names the ranks.
+            TransportError: another thread gave up.
+        """
+        until = deadline(self._timeout_s)
+        while True:
+            self._workers = [worker for worker in self._workers if worker.link.alive]
+            absent = set(ranks) - {worker.rank for worker in self._workers}
+            waiting = bool(absent) or len(self._workers) < count
+            link = self._listener.accept(min(until, deadline(_LOOK_S)) if waiting else 0.0)
+            if link is not None:
+                with contextlib.suppress(WeightSyncError):
+                    self._welcome(link)
+            elif not waiting:
+                return
+            elif self.hurry.is_set():
+                raise TransportError("waiting for workers was given up")
+            elif time.monotonic() >= until:
+                who = ranks_text(absent) if absent else f"{count - len(self._workers)} of {count} workers"
+                raise DeadlineError(
+                    f"{who} did not connect within {self._timeout_s:g} s",
+                    expected="workers on this machine, of this user",
+                    state="nothing was sent",
+                    hint="call receive_weights there, or let the engine connect",
+                )
+
+    def announce(self, info: Info) -> None:
+        """Tell every worker that a handoff comes."""
+        for worker in self._workers:
+            self._tell(worker, {"announce": info})
+
+    def begin(self, handoff: int) -> None:
+        """Start with a handoff: everybody who is connected takes part."""
+        self._handoff = handoff
+        for worker in self._workers:
+            worker.taken, worker.refused, worker.lost = -1, "", "" if worker.link.alive else "it is gone"
+
+    def filled(self, bucket: int) -> None:
+        """Tell that a bucket is there.
+
+        Raises:
+            TransportError: nobody is left who would take it.
+        """
+        for worker in self._active():
+            self._tell(worker, {"filled": [self._handoff, bucket]})
+        self._require_somebody()
+
+    def await_taken(self, bucket: int) -> None:
+        """Wait until whoever still takes part has copied ``bucket``.
+
+        Raises:
+            TransportError: nobody is left.
+        """
+        until = deadline(self._timeout_s)
+        while True:
+            late = [worker for worker in self._active() if worker.taken < bucket]
+            if not late:
+                break
+            if self.hurry.is_set():
+                until = min(until, deadline(_GRACE_S))
+            if time.monotonic() >= until:
+                for worker in late:
+                    self._lose(worker, f"it did not take bucket {bucket} in time")
+                break
+            before = [worker.taken for worker in late]
+            self._listen(late, min(until, deadline(_LOOK_S)))
+            if before != [worker.taken for worker in late]:
+                until = deadline(self._timeout_s)
+        self._require_somebody()
+
+    def stop(self, words: str) -> None:
+        """Tell those who wait for the rest of the handoff that it does not come."""
+        for worker in self._active():
+            self._tell(worker, {"stopped": [self._handoff, words]})
+
+    def troubles(self) -> str:
+        """Who did not take the handoff, and why; empty when everybody did."""
+        return "; ".join(
+            f"{worker.name}: {worker.lost or worker.refused}" for worker in self._workers if not worker.active
+        )
+
+    def close(self) -> None:
+        """Let everybody go. May be called twice."""
+        self._listener.close()
+        for worker in self._workers:
+            worker.link.close()
+        self._workers = []
+
+    def _active(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.active]
+
+    def _require_somebody(self) -> None:
+        if not self._active():
+            raise TransportError(f"no worker is left: {self.troubles() or 'none was connected'}")
+
+    def _welcome(self, link: Link) -> None:
+        try:
+            hello = (link.read(deadline(_HELLO_S)) or {}).get("hello")
+            if not isinstance(hello, dict) or not isinstance(hello.get("devices"), list):
+                raise TransportError(f"{link.name} does not say who it is")
+            worker = _Worker(link, hello.get("rank"), self._segment(hello["devices"]))
+            welcome = {"session": self._session, "segment": worker.segment.handle, "timeout_s": self._timeout_s}
+            link.send({"welcome": welcome}, deadline(_HELLO_S))
+        except BaseException:
+            link.close()
+            raise
+        self._workers.append(worker)
+
+    def _tell(self, worker: _Worker, message: Info) -> None:
+        try:
+            worker.link.send(message, deadline(self._timeout_s))
+        except WeightSyncError as error:
+            self._lose(worker, error.what)
+
+    def _lose(self, worker: _Worker, words: str) -> None:
+        worker.lost = words
+        worker.link.close()
+
+    def _listen(self, workers: list[_Worker], until: float) -> None:
+        """Read what any of these says; returns at once when one did."""
+        poll = select.poll()
+        for worker in workers:
+            poll.register(worker.link, select.POLLIN | select.POLLRDHUP)
+        ready = {number for number, _ in poll.poll(max(0.0, until - time.monotonic()) * 1e3)}
+        for worker in workers:
+            if worker.link.fileno() in ready:
+                self._hear(worker)
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            while True:
+                message = worker.link.read(0.0)
+                if message is None:
+                    return
+                (kind, said), *_ = message.items()
+                handoff, what = said
+                if handoff == self._handoff and kind == "taken":
+                    worker.taken = max(worker.taken, int(what))
+                elif handoff == self._handoff and kind == "refused":
+                    worker.refused = str(what)
+        except WeightSyncError as error:
+            self._lose(worker, error.what)
+        except (TypeError, ValueError):
+            self._lose(worker, "it does not speak our language")

@@ -1,0 +1,226 @@
+"""`IPCTransport`: through memory that trainer and engine share, for engines on the trainer's own machine."""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
+from torchrl_ext.transports.acks import why
+from torchrl_ext.transports.base import TransferStats, Transport
+from torchrl_ext.transports.crew import Crew
+from torchrl_ext.transports.ipc_worker import ALIGN_BYTES, SLOTS, IPCWorker, half
+from torchrl_ext.transports.links import new_address, shared_address
+from torchrl_ext.transports.segments import HOST, Segment, create, local_devices
+from torchrl_ext.transports.staging import Packer, StagePlan
+from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.weights.source import WeightSource, checked
+
+__all__ = ["IPCTransport"]
+
+_SMALLEST_BYTES = 2048
+_HOST_BYTES, _CUDA_BYTES = 16 << 20, 512 << 20
+
+
+class IPCTransport(Transport):
+    """Packs weights into one staging buffer, whose two halves are filled in turn, and hands it over by handle.
+
+    While workers copy one half into their parameters, the trainer fills the other. On a CPU the buffer is anonymous
+    shared memory, on a GPU an allocation shared by CUDA IPC; every worker, of however many engines, maps the same one.
+    Neither has a name that could outlive its processes. The trainer owns the buffer until `shutdown`; workers map it
+    while they receive, and never longer.
+
+    Args:
+        channel: alone, ends of one user with the same channel name meet; an engine learns the address by `open`.
+        workers: alone, how many workers a send waits for; more may come.
+        bucket_bytes: size of the staging buffer, both halves, in bytes; by default 16 MiB on the host, where it
+            stays in the processor's caches, and 512 MiB on a GPU.
+        device: ``"cpu"`` stages on the host even where there are GPUs; by default the trainer stages on the first GPU
+            of a worker that both see, else on the host.
+        timeout_s: deadline of every wait, in seconds.
+
+    Raises:
+        ConfigError: settings that cannot work.
+    """
+
+    name: ClassVar[str] = "ipc"
+
+    def __init__(
+        self,
+        channel: str | None = None,
+        *,
+        workers: int = 1,
+        bucket_bytes: int | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s)
+        if bucket_bytes is not None and bucket_bytes < _SMALLEST_BYTES:
+            raise ConfigError(f"bucket_bytes={bucket_bytes}", expected=f"{_SMALLEST_BYTES} or more")
+        if workers < 1 or timeout_s <= 0:
+            raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
+        self._channel, self._count, self._bucket_bytes = channel or "default", workers, bucket_bytes
+        self._on_host = device is not None and torch.device(device).type == "cpu"
+        self._plan = StagePlan()
+        # trainer end
+        self._crew: Crew | None = None
+        self._alone = True
+        self._segments: dict[str, Segment] = {}
+        self._session, self._handoffs = uuid.uuid4().hex, 0
+        self._announced: queue.Queue[Info] = queue.Queue()
+        # worker end
+        self._worker = IPCWorker(self._devices)
+
+    @classmethod
+    def from_info(cls, info: Info) -> IPCTransport:
+        return cls(timeout_s=float(info.get("timeout_s", 60.0)))
+
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the staging buffer, in bytes; with GPUs, of each."""
+        nbytes = self._bucket_bytes or (_HOST_BYTES if self._devices() == [HOST] else _CUDA_BYTES)
+        return nbytes // SLOTS // ALIGN_BYTES * ALIGN_BYTES * SLOTS  # one size on every device, so one layout
+
+    # trainer end
+
+    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+        """As `Transport.open`; 0 workers (no control layer) stands for those that call `receive_weights`."""
+        self._leave()
+        self._alone = workers == 0
+        if self._alone:
+            return Handoff(info={"transport": self.name})
+        crew = self._gather(new_address())
+        info = {"transport": self.name, "address": self._address, "session": self._session, "timeout_s": self.timeout_s}
+        return Handoff(info=info, transfer=lambda: crew.admit(workers, range(1, 1 + workers)))
+
+    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+        if not self._alone and self._crew is None:
+            raise NotConnectedError("this transport was shut down", hint="connect again")
+        params = source.params()
+        self._handoffs += 1
+        info = {
+            "transport": self.name,
+            "version": version,
+            "session": self._session,
+            "handoff": self._handoffs,
+            "params": self._plan.rows(params),
+        }
+        if self._crew is not None:
+            self._crew.hurry.clear()
+        return [Handoff(info=info, transfer=lambda: self._send(source, info, params))]
+
+    def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
+        crew = self._alone_crew(info) if self._alone else self._crew
+        if crew is None:
+            raise NotConnectedError("this transport was shut down", hint="connect again")
+        began = time.perf_counter()
+        crew.begin(info["handoff"])
+        self._last_version = max(self._last_version, info["version"])  # some may get it even if others do not
+        try:
+            self._pour(crew, Packer(params, checked(source, params)), params)
+        except BaseException as error:
+            crew.stop(why(error))
+            if isinstance(error, TransportError):
+                raise TransportError(
+                    f"weights version {info['version']} did not arrive: {error.what}",
+                    state="a worker that got a part of it does not report the version",
+                    hint="send again when the workers are back",
+                ) from error
+            raise
+        self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
+        troubles = crew.troubles()
+        if troubles and self._alone:  # where engines are told by a control layer, they are heard by it too
+            raise TransportError(
+                f"weights version {info['version']} was not taken by {troubles}", state="the other workers have it"
+            )
+
+    def _pour(self, crew: Crew, packer: Packer, params: tuple[ParamMeta, ...]) -> None:
+        segments, number = crew.segments, -1
+        capacity = self.staging_bytes // SLOTS
+        for number, bucket in enumerate(self._plan.buckets(params, capacity)):
+            crew.await_taken(number - SLOTS)
+            packer.fill(bucket, [half(segment, number, capacity) for segment in segments])
+            for segment in segments:
+                segment.settle()
+            crew.filled(number)
+        packer.finish()
+        crew.await_taken(number)
+
+    def _alone_crew(self, info: Info) -> Crew:
+        """The workers of this channel, told of the handoff."""
+        crew = self._crew or self._gather(shared_address(self._channel))
+        try:
+            announced = self._announced.get(timeout=self.timeout_s)
+            while announced.get("handoff") != info["handoff"]:  # of a send that failed before it came to this
+                announced = self._announced.get(timeout=self.timeout_s)
+        except queue.Empty:
+            raise TransportError("the handoff was not announced", hint="call announce(handoff.info)") from None
+        crew.admit(self._count)
+        crew.announce(announced)
+        return crew
+
+    def _gather(self, address: str) -> Crew:
+        self._address = address
+        self._crew = Crew(address, self._session, self._segment_on, self.timeout_s)
+        return self._crew
+
+    def _segment_on(self, devices: list[str]) -> Segment:
+        """The staging buffer on the first of a worker's devices that this process can use too."""
+        mine = self._devices()
+        device = next((device for device in devices if device in mine), HOST)
+        if device not in self._segments:
+            self._segments[device] = create(device, self.staging_bytes)
+        return self._segments[device]
+
+    def _devices(self) -> list[str]:
+        return [HOST] if self._on_host else local_devices()
+
+    def announce(self, info: Info) -> None:
+        self._announced.put(info)
+
+    # worker end
+
+    def join(self, info: Info) -> None:
+        self._worker.join(info, self.timeout_s)
+
+    def poll(self, timeout_s: float) -> Info | None:
+        return self._worker.poll(shared_address(self._channel), timeout_s)
+
+    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        yield from self._worker.receive(info, into, self.timeout_s)
+
+    def decline(self, info: Info, error: BaseException) -> None:
+        self._worker.refuse(info, why(error))
+
+    # both ends
+
+    def abort(self) -> None:
+        """Trainer: wait for nobody who does not work right now. Worker: end the wait at once."""
+        crew = self._crew
+        if crew is not None:
+            crew.hurry.set()
+        self._worker.abort()
+
+    def check_connection(self) -> bool:
+        crew = self._crew
+        return self._worker.connected or (crew is not None and crew.alive)
+
+    def shutdown(self) -> None:
+        self.abort()
+        self._leave()
+        self._worker.hang_up()
+        self._alone = True
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+    def _leave(self) -> None:
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None

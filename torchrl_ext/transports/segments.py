@@ -1,0 +1,200 @@
+"""Memory that other processes of this machine map by a handle: plain JSON, and nothing that could be left behind.
+
+On a CPU a segment is an anonymous file in memory (memfd_create(2)): it has no name in any filesystem, and the kernel
+frees it with the last process that holds it, however that one ends. Its size is sealed, so that nobody who maps it can
+be hurt by somebody who cuts it. The handle says which descriptor of which process it is; ``/proc`` opens that for
+processes of the same user and the same pid namespace. On a GPU see `torchrl_ext.transports.cuda_ipc`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
+from torchrl_ext.types import Info
+
+__all__ = ["HostSegment", "Segment", "attach", "close_in_children", "create", "integer", "local_devices"]
+
+HOST = "cpu"
+"""The name of the host's memory among device UUIDs."""
+
+_NAME = "torchrl_ext"  # what /proc/<pid>/maps shows
+_SAME = "trainer and worker as processes of one machine, one user and one pid namespace (one container, or --pid=host)"
+
+
+class Segment(ABC):
+    """Bytes that several processes see.
+
+    Attributes:
+        flat: the bytes, as a uint8 tensor; the memory lives as long as this tensor or a view of it.
+        handle: what another process needs to `attach`; JSON-safe.
+    """
+
+    flat: Tensor
+    handle: Info
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until copies into or out of the segment that this thread began are over."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory up. May be called twice."""
+
+
+@final
+class HostSegment(Segment):
+    """A sealed anonymous file.
+
+    Args:
+        descriptor: of the file; the segment takes it over.
+        nbytes: its size.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        found = os.fstat(descriptor)
+        mapped = mmap.mmap(descriptor, nbytes)
+        self.handle = {
+            "kind": "host",
+            "pid": os.getpid(),
+            "fd": descriptor,
+            "inode": [found.st_dev, found.st_ino],
+            "bytes": nbytes,
+        }
+        self.flat = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
+        self._give_up = weakref.finalize(self, os.close, descriptor)
+        close_in_children(self)
+
+    def settle(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.flat = torch.empty(0, dtype=torch.uint8)
+        self._give_up()
+
+
+def create(device: str, nbytes: int) -> Segment:
+    """A new segment of this process.
+
+    Args:
+        device: ``"cpu"``, or the UUID of a GPU that this process sees.
+        nbytes: its size.
+
+    Raises:
+        ConfigError: this system has no such memory.
+        TransportError: there is not enough of it.
+    """
+    if device != HOST:
+        from torchrl_ext.transports.cuda_ipc import create_cuda
+
+        return create_cuda(device, nbytes)
+    if sys.platform != "linux":
+        raise ConfigError(f"shared staging memory needs Linux, this is {sys.platform}", hint="use transport 'disk'")
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)  # what is missing is missed here, and not by a signal later
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return HostSegment(descriptor, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise TransportError(
+            f"no {nbytes} bytes of shared memory can be had: {error}",
+            state="nothing was sent",
+            hint="give a smaller bucket_bytes",
+        ) from error
+
+
+def attach(handle: Any) -> Segment:
+    """Map the segment of another process (or this one).
+
+    Raises:
+        TransportError: it cannot be reached from here; says why.
+        IntegrityError: what is there is not what the handle says.
+    """
+    if not isinstance(handle, dict) or handle.get("kind") not in ("host", "cuda"):
+        raise IntegrityError(f"{handle!r} is no handle of a segment", expected='one of kind "host" or "cuda"')
+    if handle["kind"] == "cuda":
+        from torchrl_ext.transports.cuda_ipc import attach_cuda
+
+        return attach_cuda(handle)
+    pid, number, nbytes = (integer(handle, field) for field in ("pid", "fd", "bytes"))
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        found = os.stat(path)  # before it is opened: opening a pipe or a device can have effects
+        if not stat.S_ISREG(found.st_mode) or [found.st_dev, found.st_ino] != handle.get("inode"):
+            raise IntegrityError(f"{path} is not the memory that the trainer made", expected=_SAME)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        reason = {
+            errno.ENOENT: f"no process {pid} of this pid namespace has it: the trainer is gone, or runs in another one",
+            errno.EACCES: f"process {pid} belongs to another user",
+            errno.EPERM: f"process {pid} belongs to another user",
+        }.get(error.errno or 0, str(error))
+        raise TransportError(
+            f"the trainer's shared memory, {path}, cannot be opened here: {reason}",
+            expected=_SAME,
+            state="nothing was received",
+            hint="run both so, or use transport 'collective' or 'disk'",
+        ) from error
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if os.fstat(descriptor).st_size != nbytes or nbytes == 0 or not seals & fcntl.F_SEAL_SHRINK:
+            raise IntegrityError(
+                f"{path} is not the memory that its handle describes", expected=f"{nbytes} bytes, sealed"
+            )
+        return HostSegment(descriptor, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise TransportError(f"{nbytes} bytes of shared memory cannot be mapped: {error}") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def local_devices() -> list[str]:
+    """Where this process can take weights from, best first: UUIDs of the GPUs that it sees, then the host."""
+    if not torch.cuda.is_available():
+        return [HOST]
+    from torchrl_ext.transports.cuda_ipc import visible
+
+    return [*visible(), HOST]
+
+
+def integer(message: Info, field: str) -> int:
+    """A field that has to be a whole number of 0 or more.
+
+    Raises:
+        IntegrityError: it is none.
+    """
+    value = message.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise IntegrityError(f"{field} is {value!r}", expected="a whole number of 0 or more", state="nothing was read")
+    return value
+
+
+_OURS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def close_in_children(resource: Any) -> None:
+    """Close ``resource`` in processes that are forked off this one: else they would keep it alive after its death."""
+    _OURS.add(resource)
+
+
+def _close_all() -> None:
+    for resource in list(_OURS):
+        resource.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
