@@ -19,8 +19,9 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked exhaustive, unless it is asked for."""
+    """Leave out what is marked exhaustive, unless it is asked for; name the groups that run one after the other."""
     if not config.getoption("--exhaustive"):
         left = [item for item in items if item.get_closest_marker("exhaustive")]
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]

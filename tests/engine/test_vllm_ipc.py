@@ -75,7 +75,7 @@ def test_weights_wake_first_and_the_cache_last(vllm):
     begin = log.stat().st_size
     engine.sleep(2)
     sender.update_weights(tiny_model(14))
-    lines = log.read_text()[begin:].splitlines()
+    lines = log.read_bytes()[begin:].decode(errors="replace").splitlines()
     routes = ("/sleep", "/wake_up?tags=weights", "/start_weight", "/finish_weight", "/wake_up?tags=kv_cache", "/resume")
     seen = [route for line in lines for route in routes if f"POST {route}" in line]
     assert seen == list(routes)
