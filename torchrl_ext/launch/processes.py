@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
 _GRACE_S = 15.0
 _LOG_CHARS = 4000
+_ERROR_LINE = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
 
 
 class ServerProcess:
@@ -105,6 +107,13 @@ class ServerProcess:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_CHARS))
             return log.read().decode(errors="replace").strip()
 
+    def first_error(self) -> str:
+        """The first line of the log that looks like an exception: often the cause of what it ends with."""
+        with self.log_path.open("rb") as log:
+            found = (_ERROR_LINE.search(line) for line in log)
+            first = next((match for match in found if match), None)
+        return first[0].decode(errors="replace")[:_LOG_CHARS].strip() if first else ""
+
     def stop(self) -> None:
         """End the server and its children, and wait for it. May be called twice."""
         left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
@@ -132,8 +141,11 @@ class ServerProcess:
         with httpx.Client(trust_env=False, timeout=5.0) as client:
             while time.monotonic() < until:
                 if not self.alive():
+                    first, end = self.first_error(), self.log()
                     raise EngineError(
-                        f"{self.name} ended while starting; its log ends with: {self.log() or 'nothing'}",
+                        f"{self.name} ended while starting"
+                        + (f": {first}" if first else "")
+                        + f"; its log ends with: {end or 'nothing'}",
                         hint=f"the whole log is {self.log_path}",
                     )
                 with contextlib.suppress(httpx.HTTPError):
