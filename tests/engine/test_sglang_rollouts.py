@@ -1,5 +1,6 @@
 """Rollouts from a stock SGLang server: the same policy, the same demonstration, another kind of engine."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from tensordict import set_list_to_stack
 from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
 from tests.processes import ROOT
 from tests.rollout.inputs import TEMPLATE, leaves, prompts
 
 pytestmark = pytest.mark.engine
+
+TEXT = "the trainer sends weights"
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
@@ -42,6 +45,53 @@ def test_several_samples_of_a_prompt_differ(sglang):
     found = client.generate([[3, 17, 42], [3, 17]], n=3, max_tokens=8, ignore_eos=True)
     assert len(found) == 6 and all(len(one.token_ids) == len(one.logprobs) == 8 for one in found)
     assert len({one.token_ids for one in found}) > 3
+
+
+@pytest.fixture
+def client(sglang, checkpoint):
+    """Straight to the only engine: SGLang's own router has no Python to call, and vLLM's is tested with vLLM."""
+    made = tx.RemoteInferenceClient(proxy_url=sglang.url, server_urls=[sglang.url], kind="sglang", timeout_s=120)
+    yield made
+    made.run(made.resume())
+    made.close()
+
+
+def test_text_tokens_and_completions_by_the_inference_client(sglang, client):
+    own, tokenizer = tiny_model(23), tiny_tokenizer()
+    sender = tx.WeightSender(tx.make_transport("ipc"), client.fleet())
+    version = sender.update_weights(own).version
+    sender.shutdown()
+    (ids,) = client.run(client.tokenize([TEXT], add_special_tokens=False))
+    assert ids == tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert client.run(client.detokenize([ids])) == [TEXT]
+    sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    found = client.run(client.generate({"prompt_token_ids": [PROMPT, PROMPT[:4]], "sampling_params": sampling}))
+    assert found["response_ids"] == [greedy(own, PROMPT, 8), greedy(own, PROMPT[:4], 8)]
+    assert found["weight_versions"] == [[version] * 8] * 2 and found["stop_reasons"] == ["length"] * 2
+    assert all(len(row) == 8 and max(row) <= 0 for row in found["response_logprobs"])
+    answer = client.run(client.completion({"json": {"prompt": TEXT, "max_tokens": 4, "temperature": 0}}))
+    assert answer["usage"]["completion_tokens"] <= 4
+
+
+def test_a_generation_that_is_aborted_goes_on_where_it_was(sglang, client):
+    """The pause mode of SGLang that ends running requests; what each had so far is kept."""
+
+    async def interrupted():
+        running = asyncio.ensure_future(client.generate(batch))
+        aborts = 0
+        while aborts < 2 and not running.done():
+            await asyncio.sleep(0.2)
+            await client.pause(mode="abort")
+            aborts += not running.done()
+            await client.resume()
+        return aborts, await running
+
+    sampling = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    batch = {"prompt_token_ids": [[*PROMPT, i] for i in range(4)], "sampling_params": sampling}
+    aborts, found = client.run(interrupted())
+    whole = client.run(client.generate(batch))
+    assert aborts
+    assert found["response_ids"] == whole["response_ids"] and found["stop_reasons"] == ["length"] * 4
 
 
 def test_the_demo_proves_itself_on_sglang(sglang, checkpoint):

@@ -1,0 +1,70 @@
+"""A job's own engine: started from YAML, behind a router of its own, colocated with the trainer, started again."""
+
+import os
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+
+import torchrl_ext as tx
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.processes import WAIT_S
+from torchrl_ext.rollout.serving import OwnedEngines
+
+pytestmark = pytest.mark.engine
+
+YAML = """
+vllm:
+  - name: actor
+    server_groups:
+      - {worker_type: regular, num_gpus: 1, overrides: {dtype: float32, max-model-len: 256}}
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "vllm.yaml").write_text(YAML)
+    keeper = {"interval_s": 0, "timeout_s": 5.0}  # it looks when it is told to
+    with OwnedEngines(folder / "vllm.yaml", hf_checkpoint=tiny_checkpoint(folder / "seed0"), keeper=keeper) as made:
+        yield made
+
+
+def asked(job):
+    client = job.model("actor").client(timeout_s=120)
+    batch = {
+        "prompt_token_ids": [PROMPT],
+        "sampling_params": {"max_tokens": 16, "temperature": 0, "ignore_eos": True},
+    }
+    try:
+        found = client.run(client.generate(batch))
+    finally:
+        client.close()
+    return found["response_ids"][0], set(found["weight_versions"][0])
+
+
+@pytest.mark.parametrize(("transport", "settings"), [("ipc", {}), ("delta", {"root": "root"})])
+def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, transport, settings):
+    settings = {name: str(tmp_path / value) for name, value in settings.items()}
+    actor = job.model("actor")
+    (kept,) = job.engines
+    sender = tx.WeightSender(tx.make_transport(transport, **settings), actor.fleet())
+    update = actor.routing.following(sender.update_weights)
+    for seed in (1, 2):
+        trained = tiny_model(seed)
+        report = update(trained)
+        assert report.verified
+        assert asked(job) == (greedy(trained, PROMPT, 16), {report.version})
+    os.kill(kept.engine.pid, signal.SIGKILL)
+    until = time.monotonic() + WAIT_S
+    while kept.engine.alive() and time.monotonic() < until:
+        threading.Event().wait(0.05)
+    assert job.recover() == (kept.url,)
+    assert actor.routing.router.workers() == []  # it has the weights of its checkpoint again
+    trained = tiny_model(3)
+    report = update(trained)
+    assert asked(job) == (greedy(trained, PROMPT, 16), {report.version})
+    assert httpx.get(f"{kept.url}/weight_info").json()["weight_version"] == str(report.version)
+    sender.shutdown()
