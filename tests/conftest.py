@@ -19,16 +19,27 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked exhaustive, unless it is asked for; name the groups that run one after the other."""
+    """Leave out what is marked exhaustive, unless it is asked for."""
     if not config.getoption("--exhaustive"):
         left = [item for item in items if item.get_closest_marker("exhaustive")]
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left)
-    for item in items:  # with --dist loadgroup: a file stays together, and real engines run one after the other
-        engine = item.get_closest_marker("engine") is not None
-        item.add_marker(pytest.mark.xdist_group("engine" if engine else item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``--dist loadfile``: real engines run one after the other, in one process, with their servers."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneProcessForEngines(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            scope = super()._split_scope(nodeid)
+            return "engine" if scope.startswith("tests/engine/") else scope
+
+    return OneProcessForEngines(config, log)
 
 
 @pytest.fixture(scope="session")
