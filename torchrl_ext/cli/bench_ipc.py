@@ -2,7 +2,8 @@
 
 End to end: a trainer process sends, a worker process copies into its parameters. The reference is ``copy_`` of every
 tensor into another one within one process: with all of torch's threads, and beside it with one, as either end of the
-transport copies with one.
+transport copies with one. Where the trainer's weights lie in shared memory (``policy.share_memory()``) nothing is
+staged, and the worker copies with all its threads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def measure_ipc(size: str, part: str, repeats: int) -> dict[str, Any]:
     channel = f"bench-{uuid.uuid4().hex}"
     context = multiprocessing.get_context("spawn")
     told, tell = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(channel, size, part, repeats + 3, tell), daemon=True)
+    worker = context.Process(target=_work, args=(channel, size, part, 2 * repeats + 5, tell), daemon=True)
     worker.start()
     trainer = IPCTransport(channel, timeout_s=TIMEOUT_S)
     try:
@@ -60,10 +61,11 @@ def measure_ipc(size: str, part: str, repeats: int) -> dict[str, Any]:
 
 def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int) -> dict[str, Any]:
     weights, targets = weights_of(shapes, 1), weights_of(shapes, 0)
+    shared = in_one_file(weights)
 
-    def ipc() -> float:
+    def ipc(tensors: dict[str, torch.Tensor]) -> float:
         began = time.perf_counter()
-        trainer.send_weights(weights)
+        trainer.send_weights(tensors)
         return time.perf_counter() - began
 
     def copies(threads: int) -> float:
@@ -76,10 +78,12 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int) -> dict[str, A
         return taken
 
     most = torch.get_num_threads()
-    ipc()  # starts the worker's program
-    seconds = rounds({"ipc": ipc, "copy": partial(copies, most), "one_thread": partial(copies, 1)}, repeats)
+    for tensors in (weights, shared):
+        ipc(tensors)  # starts the worker's program; maps what is mapped once
+    ways = {"ipc": partial(ipc, weights), "in_place": partial(ipc, shared)}
+    seconds = rounds({**ways, "copy": partial(copies, most), "one_thread": partial(copies, 1)}, repeats)
     with track_peak() as extra:
-        ipc()
+        ipc(weights)
     total = shapes_bytes(shapes)
     return {
         "tensors": len(shapes),
@@ -88,9 +92,21 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int) -> dict[str, A
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
         "ipc_vs_copy": ratio(seconds["ipc"], seconds["copy"], TARGET).to_json(),
+        "in_place_vs_copy": ratio(seconds["in_place"], seconds["copy"], TARGET).to_json(),
         "ipc_vs_one_thread": ratio(seconds["ipc"], seconds["one_thread"]).to_json(),
         "extra": extra[0] if extra else None,
     }
+
+
+def in_one_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors in one piece of shared memory (a file for each would be more than a process may hold open)."""
+    flat = torch.empty(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8).share_memory_()
+    found, begin = {}, 0
+    for name, tensor in weights.items():
+        found[name] = flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        found[name].copy_(tensor)
+        begin += tensor.nbytes
+    return found
 
 
 def _work(channel: str, size: str, part: str, count: int, tell: Any) -> None:

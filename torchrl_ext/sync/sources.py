@@ -47,6 +47,9 @@ class Outgoing(WeightSource):
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
 
+    def held(self) -> Mapping[str, Tensor]:
+        return self._source.held()
+
     def files(self) -> Mapping[str, bytes]:
         return self._source.files()
 

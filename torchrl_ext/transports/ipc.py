@@ -15,6 +15,7 @@ from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
 from torchrl_ext.transports.acks import why
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.crew import Crew
+from torchrl_ext.transports.in_place import Offer, groups, offer
 from torchrl_ext.transports.ipc_worker import ALIGN_BYTES, SLOTS, IPCWorker, half
 from torchrl_ext.transports.links import new_address, shared_address
 from torchrl_ext.transports.segments import HOST, Segment, create, local_devices
@@ -43,6 +44,8 @@ class IPCTransport(Transport):
             stays in the processor's caches, and 512 MiB on a GPU.
         device: ``"cpu"`` stages on the host even where there are GPUs; by default the trainer stages on the first GPU
             of a worker that both see, else on the host.
+        in_place: hand weights that lie in shared memory already (``policy.share_memory()``) over where they are, all of
+            them or none; workers on the host then copy once, and nothing is staged.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -58,6 +61,7 @@ class IPCTransport(Transport):
         workers: int = 1,
         bucket_bytes: int | None = None,
         device: torch.device | str | None = None,
+        in_place: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -67,7 +71,7 @@ class IPCTransport(Transport):
             raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
         self._channel, self._count, self._bucket_bytes = channel or "default", workers, bucket_bytes
         self._on_host = device is not None and torch.device(device).type == "cpu"
-        self._plan = StagePlan()
+        self._in_place, self._plan = in_place, StagePlan()
         # trainer end
         self._crew: Crew | None = None
         self._alone = True
@@ -104,18 +108,21 @@ class IPCTransport(Transport):
             raise NotConnectedError("this transport was shut down", hint="connect again")
         params = source.params()
         self._handoffs += 1
-        info = {
+        lent = offer(params, source.held()) if self._in_place and self._devices() == [HOST] else None
+        info: Info = {
             "transport": self.name,
             "version": version,
             "session": self._session,
             "handoff": self._handoffs,
             "params": self._plan.rows(params),
         }
+        if lent is not None:
+            info["in_place"] = lent.info
         if self._crew is not None:
             self._crew.hurry.clear()
-        return [Handoff(info=info, transfer=lambda: self._send(source, info, params))]
+        return [Handoff(info=info, transfer=lambda: self._send(source, info, params, lent))]
 
-    def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
+    def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...], lent: Offer | None) -> None:
         crew = self._alone_crew(info) if self._alone else self._crew
         if crew is None:
             raise NotConnectedError("this transport was shut down", hint="connect again")
@@ -123,7 +130,10 @@ class IPCTransport(Transport):
         crew.begin(info["handoff"])
         self._last_version = max(self._last_version, info["version"])  # some may get it even if others do not
         try:
-            self._pour(crew, Packer(params, checked(source, params)), params)
+            if lent is None:
+                self._pour(crew, Packer(params, checked(source, params)), params)
+            else:
+                self._lend(crew, lent, checked(source, params), params)
         except BaseException as error:
             crew.stop(why(error))
             if isinstance(error, TransportError):
@@ -151,6 +161,17 @@ class IPCTransport(Transport):
             crew.filled(number)
         packer.finish()
         crew.await_taken(number)
+
+    def _lend(
+        self, crew: Crew, lent: Offer, stream: Iterator[tuple[ParamMeta, Tensor]], params: tuple[ParamMeta, ...]
+    ) -> None:
+        """Workers copy by themselves; meanwhile the pass is made, on whose digests others may count."""
+        for number, (_, tensor) in enumerate(stream):
+            lent.check(number, tensor)
+        last = len(groups(params, self.staging_bytes // SLOTS)) - 1
+        crew.filled(last)
+        for number in range(last + 1):  # one by one: each that comes is a sign of life
+            crew.await_taken(number)
 
     def _alone_crew(self, info: Info) -> Crew:
         """The workers of this channel, told of the handoff."""

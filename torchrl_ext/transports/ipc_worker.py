@@ -12,10 +12,11 @@ from torch import Tensor
 from torchrl_ext.errors import DeadlineError, IntegrityError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.acks import why
 from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.in_place import Borrowed, groups
 from torchrl_ext.transports.links import Link, connect
 from torchrl_ext.transports.segments import Segment, attach, integer
 from torchrl_ext.transports.staging import Lander, StagePlan
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]
 
@@ -36,6 +37,7 @@ class IPCWorker:
 
     def __init__(self, devices: Callable[[], list[str]]) -> None:
         self._devices, self._plan = devices, StagePlan()
+        self._borrowed = Borrowed()
         self._link: Link | None = None
         self._welcome: Info = {}
         self._rank: int | None = None
@@ -113,14 +115,9 @@ class IPCWorker:
             params = self._plan.metas(info["params"])
             segment = attach(self._welcome.get("segment"))
             try:
-                capacity = _capacity(segment)
-                buckets = self._plan.buckets(params, capacity)
-                lander = Lander(params, into, segment.flat.device, capacity)
-                for number, bucket in enumerate(buckets):
-                    self._await_filled(link, handoff, number, timeout_s)
-                    pairs = lander.take(bucket, half(segment, number, capacity))
-                    segment.settle()
-                    complete = number + 1 == len(buckets)
+                count, steps = self._steps(link, info, params, into, segment, timeout_s)
+                for number, pairs in enumerate(steps):
+                    complete = number + 1 == count
                     link.send({"taken": [handoff, number]}, deadline(timeout_s))
                     for name, tensor in pairs:
                         yield name, tensor
@@ -134,6 +131,39 @@ class IPCWorker:
             if not complete:
                 self.refuse(info, why(error))
             raise
+
+    def _steps(
+        self,
+        link: Link,
+        info: Info,
+        params: tuple[ParamMeta, ...],
+        into: Mapping[str, Tensor],
+        segment: Segment,
+        timeout_s: float,
+    ) -> tuple[int, Iterator[list[tuple[str, Tensor]]]]:
+        """How many acknowledgements there will be, and what has been copied before each."""
+        capacity, handoff = _capacity(segment), integer(info, "handoff")
+
+        def borrowed() -> Iterator[list[tuple[str, Tensor]]]:
+            self._borrowed.keep_while(link)
+            for number, pairs in enumerate(self._borrowed.take(info["in_place"], params, into, capacity)):
+                if number + 1 == count:
+                    self._await_filled(link, handoff, number, timeout_s)  # the trainer went through all of it too
+                yield pairs
+
+        def staged() -> Iterator[list[tuple[str, Tensor]]]:
+            lander = Lander(params, into, segment.flat.device, capacity)
+            for number, bucket in enumerate(self._plan.buckets(params, capacity)):
+                self._await_filled(link, handoff, number, timeout_s)
+                pairs = lander.take(bucket, half(segment, number, capacity))
+                segment.settle()
+                yield pairs
+
+        if "in_place" in info:
+            count = len(groups(params, capacity))
+            return count, borrowed()
+        count = len(self._plan.buckets(params, capacity))
+        return count, staged()
 
     def _await_filled(self, link: Link, handoff: int, number: int, timeout_s: float) -> None:
         until = deadline(timeout_s)
@@ -180,6 +210,7 @@ class IPCWorker:
         if self._link is not None:
             self._link.close()
         self._link, self._welcome = None, {}
+        self._borrowed.close()
 
 
 def half(segment: Segment, number: int, capacity: int) -> Tensor:

@@ -25,7 +25,16 @@ from torch import Tensor
 from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
 from torchrl_ext.types import Info
 
-__all__ = ["HostSegment", "Segment", "attach", "close_in_children", "create", "integer", "local_devices"]
+__all__ = [
+    "HostSegment",
+    "Segment",
+    "attach",
+    "attach_plain",
+    "close_in_children",
+    "create",
+    "integer",
+    "local_devices",
+]
 
 HOST = "cpu"
 """The name of the host's memory among device UUIDs."""
@@ -56,7 +65,7 @@ class Segment(ABC):
 
 @final
 class HostSegment(Segment):
-    """A sealed anonymous file.
+    """A mapped file without a name.
 
     Args:
         descriptor: of the file; the segment takes it over.
@@ -129,6 +138,17 @@ def attach(handle: Any) -> Segment:
         from torchrl_ext.transports.cuda_ipc import attach_cuda
 
         return attach_cuda(handle)
+    return _attach_host(handle, sealed=True)
+
+
+def attach_plain(handle: Any) -> Segment:
+    """As `attach`, for memory of the trainer's that nobody sealed: its own tensors."""
+    if not isinstance(handle, dict) or handle.get("kind") != "host":
+        raise IntegrityError(f"{handle!r} is no handle of host memory", expected='one of kind "host"')
+    return _attach_host(handle, sealed=False)
+
+
+def _attach_host(handle: Info, *, sealed: bool) -> Segment:
     pid, number, nbytes = (integer(handle, field) for field in ("pid", "fd", "bytes"))
     path = f"/proc/{pid}/fd/{number}"
     try:
@@ -149,10 +169,11 @@ def attach(handle: Any) -> Segment:
             hint="run both so, or use transport 'collective' or 'disk'",
         ) from error
     try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if os.fstat(descriptor).st_size != nbytes or nbytes == 0 or not seals & fcntl.F_SEAL_SHRINK:
+        fits = os.fstat(descriptor).st_size == nbytes > 0
+        if not fits or (sealed and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK):
             raise IntegrityError(
-                f"{path} is not the memory that its handle describes", expected=f"{nbytes} bytes, sealed"
+                f"{path} is not the memory that its handle describes",
+                expected=f"{nbytes} bytes" + ", sealed" * sealed,
             )
         return HostSegment(descriptor, nbytes)
     except OSError as error:

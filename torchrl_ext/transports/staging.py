@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.transports.buckets import BufferPool, Piece, Plan, as_bytes, copy_each, landing, plain, views
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["Bucket", "Lander", "Packer", "Span", "StagePlan", "stage_layout"]
+__all__ = ["Bucket", "Lander", "Packer", "Span", "StagePlan", "stage_layout", "streaming_copy"]
 
 _SPLIT_BYTES = 128 << 10
 """A rest of a bucket that is smaller stays empty rather than take a part of a tensor."""
@@ -182,8 +183,8 @@ class Lander:
     ) -> None:
         self._params, self._into, self._device, self._capacity = params, into, device, capacity
         self._pool = BufferPool(device)
-        large = device.type == "cpu" and sum(meta.nbytes for meta in params) >= _STREAM_UPDATE_BYTES
-        self._streaming = _load_streaming() if large else None
+        on_host = device.type == "cpu"
+        self._copy_bytes = streaming_copy(sum(meta.nbytes for meta in params)) if on_host else None
         self._target = self._flat = torch.empty(0)
 
     def take(self, bucket: Bucket, slot: Tensor) -> list[tuple[str, Tensor]]:
@@ -229,8 +230,8 @@ class Lander:
     def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         rest = []
         for source, target in zip(sources, targets, strict=True):
-            if self._streaming is not None and target.nbytes >= _STREAM_TENSOR_BYTES and target.is_contiguous():
-                self._streaming(as_bytes(source).numpy(), as_bytes(target.detach()).numpy())
+            if self._copy_bytes is not None and target.nbytes >= _STREAM_TENSOR_BYTES and target.is_contiguous():
+                self._copy_bytes(as_bytes(source).numpy(), as_bytes(target.detach()).numpy())
             else:
                 rest.append((source, target))
         copy_each([source for source, _ in rest], [target for _, target in rest])
@@ -248,11 +249,20 @@ class Lander:
         return target if target is not None and ParamMeta.of(meta.name, target) == meta else None
 
 
+def streaming_copy(nbytes: int) -> Callable[[np.ndarray, np.ndarray], None]:
+    """The way to copy one uint8 array into another in an update of ``nbytes`` in all; it gives way to other threads."""
+    return _load_streaming() if nbytes >= _STREAM_UPDATE_BYTES else _copy_plainly
+
+
+def _copy_plainly(source: np.ndarray, target: np.ndarray) -> None:
+    target[:] = source
+
+
 @functools.cache
-def _load_streaming() -> Callable[..., None] | None:
-    """The compiled copy; None where nothing can compile it, and ordinary copies do."""
+def _load_streaming() -> Callable[[np.ndarray, np.ndarray], None]:
+    """The compiled copy; an ordinary one where nothing can compile it."""
     try:
         from torchrl_ext.transports.streaming_copy import copy_streaming
     except (ImportError, ConfigError):
-        return None
+        return _copy_plainly
     return copy_streaming

@@ -44,6 +44,9 @@ class RenamedSource(WeightSource):
         for name, tensor in self._source:
             yield self._mapper(name), tensor
 
+    def held(self) -> Mapping[str, Tensor]:
+        return {self._mapper(name): tensor for name, tensor in self._source.held().items()}
+
     def files(self) -> Mapping[str, bytes]:
         return self._source.files()
 
@@ -70,6 +73,13 @@ class CastSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._source:
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def held(self) -> Mapping[str, Tensor]:
+        return {
+            name: tensor
+            for name, tensor in self._source.held().items()
+            if tensor.dtype is self._dtype or not tensor.is_floating_point()
+        }
 
     def files(self) -> Mapping[str, bytes]:
         return with_dtype(self._source.files(), self._dtype)

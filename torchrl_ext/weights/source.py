@@ -36,6 +36,10 @@ class WeightSource(ABC):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """A fresh pass: each tensor is full (not sharded), detached, and as it is now."""
 
+    def held(self) -> Mapping[str, Tensor]:
+        """Tensors that every pass yields as they lie in memory, without a gather, a cast or a copy; may be empty."""
+        return {}
+
     def files(self) -> Mapping[str, bytes]:
         """Files that complete a checkpoint (``config.json``, tokenizer files): name -> content."""
         return {}
@@ -75,14 +79,19 @@ def checked(
 _HINT = "`params()` and iteration of a WeightSource must agree in order, names, dtypes and shapes"
 
 
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor: a part of a larger one."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor: a DTensor is gathered (a collective over its mesh), anything else returned detached."""
     tensor = tensor.detach()
-    if not torch.distributed.is_available():
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[operator]
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...]:
@@ -90,16 +99,7 @@ def same_memory(tensor: Tensor) -> tuple[Any, ...]:
 
     A DTensor is only itself: its local part may be empty on one rank and not on another, and all ranks must agree.
     """
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(tensor, DTensor):
-            return (id(tensor),)
-    return _key(tensor)
-
-
-def _key(tensor: Tensor) -> tuple[Any, ...]:
-    if tensor.numel() == 0 or tensor.device.type == "meta":  # no memory to share
+    if is_distributed(tensor) or tensor.numel() == 0 or tensor.device.type == "meta":  # the latter: no memory to share
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -127,6 +127,9 @@ class _TensorsSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._once():
             yield name, full(tensor)
+
+    def held(self) -> Mapping[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self._once() if not is_distributed(tensor)}
 
 
 class MappingSource(_TensorsSource):
