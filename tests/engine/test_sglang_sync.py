@@ -14,7 +14,8 @@ pytestmark = pytest.mark.engine
 
 @contextmanager
 def sending(transport, tmp_path, *served, **settings):
-    settings_of = {"disk": {"root": tmp_path / "updates"}, "collective": {}, "ipc": {"bucket_bytes": 256 << 10}}
+    root = {"root": tmp_path / "updates"}
+    settings_of = {"disk": root, "delta": root, "collective": {}, "ipc": {"bucket_bytes": 256 << 10}}
     fleet = tx.connect(*(one.url for one in served), **settings)
     sender = tx.WeightSender(tx.make_transport(transport, **settings_of[transport]), fleet)
     try:
@@ -159,6 +160,21 @@ def test_engines_of_both_makes_follow_one_sender(vllm, sglang, tmp_path, transpo
             assert vllm.tokens() == sglang.tokens() == greedy(model)
             assert vllm.version() == sglang.version() == str(report.version)
             assert [row.kind for row in report.engines] == ["vllm", "sglang"] and report.verified
+
+
+@pytest.mark.parametrize("transport", ["collective", "delta", "ipc"])
+def test_engines_of_both_makes_and_of_different_sizes_follow_one_sender(
+    vllm, tensor_parallel_sglang, tmp_path, transport
+):
+    served = (tensor_parallel_sglang, vllm)
+    with sending(transport, tmp_path, *served) as sender:
+        model = tiny_model(63)
+        for _ in range(3):
+            report = sender.update_weights(model)
+            assert [one.tokens() for one in served] == [greedy(model)] * 2
+            assert [one.version() for one in served] == [str(report.version)] * 2 and report.verified
+            with torch.no_grad():
+                model.model.layers[1].mlp.up_proj.weight.mul_(-1)
 
 
 def test_a_server_without_the_plugin_follows_by_full_files_and_says_what_it_cannot(stock_sglang, tmp_path):
