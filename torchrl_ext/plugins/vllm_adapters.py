@@ -86,7 +86,7 @@ class AdapterRoutes:
         lora_config = self._engine.vllm_config.lora_config
         if lora_config is None:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
-        # what a worker would refuse is refused here: one that raises leaves later calls a reply behind with --tp above 1
+        # refused here, since a worker that raises leaves later calls a reply behind where there are several
         PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
         number = self._models.lora_id_counter.inc(1)
         again = (
