@@ -3,8 +3,9 @@
 SGLang keeps adapters by name, and refuses to load a name twice: to replace one, a trainer has to unload it first, which
 waits for its last request while new ones are refused. So every version is loaded under a label of its own
 (``policy-lora@7``), and the name that requests use is pointed at a label where SGLang looks names up: each request
-keeps the version that it began with. Cached keys and values belong to the `lora_id`, which is drawn anew at each load
-(`sglang.srt.managers.schedule_batch.Req`), so no version meets those of another.
+keeps the version that it began with, and its response names it (``meta_info.adapter``). Cached keys and values belong
+to the `lora_id`, which is drawn anew at each load (`sglang.srt.managers.schedule_batch.Req`): no version meets those
+of another.
 
 Messages travel as the ``action`` of ``/weights_checker``, like our others, but these stay in the process that looks
 names up (`TokenizerManager`): ``{"adapters": question}`` with
@@ -27,7 +28,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -158,9 +159,24 @@ async def resolve(original: Callable[..., Any], manager: Any, request: Any) -> A
     """Around SGLang's looking up of adapters by name, for one request or a batch."""
     adapters = _managers.get(manager)
     if adapters is not None:
-        asked = request.lora_path
-        request.lora_path = adapters.label(asked) if isinstance(asked, str) else [adapters.label(one) for one in asked]
+        parts = request.__dict__.get("_sub_obj_cache", {})  # SGLang takes a batch apart before it comes here
+        for one in (request, *parts.values()):
+            asked = one.lora_path
+            one.lora_path = adapters.label(asked) if isinstance(asked, str) else [*map(adapters.label, asked)]
     return await original(manager, request)
+
+
+def respond(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> AsyncIterator[Any]:
+    """Around SGLang's waiting for a response: ``meta_info`` says in ``adapter`` which version made it."""
+    responses, label = original(manager, request, *args), request.lora_path
+    ours = isinstance(label, str) and adapter_version(label) is not None
+    return _labelled(responses, label) if ours else responses
+
+
+async def _labelled(responses: AsyncIterator[Any], label: str) -> AsyncIterator[Any]:
+    async for response in responses:
+        response["meta_info"]["adapter"] = label
+        yield response
 
 
 def check_loaded(manager: Any, label: str) -> None:
@@ -221,4 +237,5 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_CONTROL}.check_weights": check_weights,
     f"{_TOKENIZER}._resolve_lora_path": resolve,
+    f"{_TOKENIZER}._wait_one_response": respond,
 }
