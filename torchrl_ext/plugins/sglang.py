@@ -123,10 +123,10 @@ def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
             worker.doubt()
 
 
-def _objection(lora_manager: Any, label: str) -> str:
-    """Why this worker could not serve an adapter that was loaded; "" where it can."""
+def _objection(lora_manager: Any, question: Any) -> str:
+    """Why this worker could not serve an adapter; "" where it can."""
     try:
-        sglang_adapters.check_loaded(lora_manager, label)
+        sglang_adapters.check_worker(lora_manager, question)
     except Exception as error:  # noqa: BLE001 - it would end the server
         return f"{type(error).__name__}: {error}"
     return ""

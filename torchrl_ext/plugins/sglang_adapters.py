@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, final
 
@@ -37,7 +37,7 @@ from torchrl_ext.stores import open_store
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import CHANNEL, Info, ParamMeta, adapter_label, adapter_rank, adapter_version
 
-__all__ = ["HOOKS", "Adapters", "check_loaded"]
+__all__ = ["HOOKS", "Adapters", "check_worker"]
 
 _VISIBLE_S = 2.0
 _NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
@@ -71,7 +71,7 @@ class Adapters:
             ConfigError, EngineError, NotConnectedError: it cannot be done; the names stand for what they stood for.
         """
         if "check" in question:
-            self._check(question["check"])
+            await self._check(question["check"])
         elif "stage" in question:
             await self._stage(question["stage"], question["version"], question["path"])
         elif "serve" in question:
@@ -82,19 +82,23 @@ class Adapters:
             raise ConfigError(f"nobody knows how to {', '.join(question)}")
         return {"adapters": {name: {"version": adapter_version(label)} for name, label in self._served.items()}}
 
-    def _check(self, info: Info) -> None:
+    async def _check(self, info: Info) -> None:
         from sglang.srt.runtime_context import get_lora
 
         started = get_lora()
         if not started.enable_lora:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
-        rank = adapter_rank([ParamMeta.from_json(row) for row in info["params"]])
+        params = [ParamMeta.from_json(row) for row in info["params"]]
+        rank = adapter_rank(params)
         if started.max_lora_rank is not None and rank > started.max_lora_rank:
             raise ConfigError(
                 f"LoRA rank {rank} is greater than max_lora_rank {started.max_lora_rank}",
                 hint=f"start the server with --max-lora-rank {rank} or more",
             )
         SharedRoot(open_store(info["root"]), "").find(info, _VISIBLE_S, threading.Event())
+        able, words = await self._ask_workers(CHANNEL + json.dumps({"adapter": {"tensors": [m.name for m in params]}}))
+        if not able:
+            raise EngineError(words)
 
     async def _stage(self, name: str, version: int, path: str) -> None:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
@@ -109,7 +113,7 @@ class Adapters:
                 f"there is no tensor {told.error_message}" if missing else told.error_message,
                 hint="SGLang packs q_proj, k_proj and v_proj: adapt q_proj with v_proj" if missing else None,
             )
-        whole, words = await self._ask_workers(CHANNEL + json.dumps({"adapter": label}))
+        whole, words = await self._ask_workers(CHANNEL + json.dumps({"adapter": {"loaded": label}}))
         if not whole:
             await self._drop(name, keep={self._served.get(name), self._before.get(name)})
             raise EngineError(words)
@@ -179,17 +183,36 @@ async def _labelled(responses: AsyncIterator[Any], label: str) -> AsyncIterator[
         yield response
 
 
-def check_loaded(manager: Any, label: str) -> None:
-    """Worker: whether every tensor of the version that was loaded as ``label`` belongs to a layer with LoRA.
+def check_worker(manager: Any, question: Info) -> None:
+    """Worker: whether every tensor of an adapter has a layer here that it would be applied in.
 
     Args:
         manager: the worker's `LoRAManager`.
-        label: the version's.
+        question: ``{"tensors": [names]}`` before it is loaded, ``{"loaded": label}`` once it is.
 
     Raises:
-        ConfigError: names the first tensor that would be skipped.
+        ConfigError: names the first layer that has no LoRA here.
         EngineError: nothing of that label is loaded here.
     """
+    if "tensors" in question:
+        _check_tensors(manager, question["tensors"])
+    else:
+        _check_loaded(manager, question["loaded"])
+
+
+def _check_tensors(manager: Any, names: Iterable[str]) -> None:
+    from sglang.srt.layers.utils import get_layer_id
+    from sglang.srt.lora.utils import get_normalized_target_modules
+
+    for name in names:
+        layer, number = _layer(name), get_layer_id(name)
+        known = get_normalized_target_modules([layer]) <= manager.target_modules
+        ends = number is None and layer.rpartition(".")[2] in ("embed_tokens", "lm_head")
+        if ".experts" not in layer and not (known and (ends or (number or 0) < len(manager.lora_modules))):
+            raise _no_lora(manager, layer)
+
+
+def _check_loaded(manager: Any, label: str) -> None:
     found = [key for key, reference in manager.lora_refs.items() if reference.lora_name == label]
     if not found:
         raise EngineError(f"{label} is not loaded on this worker")
@@ -200,18 +223,22 @@ def check_loaded(manager: Any, label: str) -> None:
     ends = {"embed_tokens": manager.embed_tokens_module, "lm_head": manager.lm_head_module}
     layers.append((adapter.embedding_layers, {name for name, module in ends.items() if module is not None}))
     for weights, wrapped in layers:
-        for name in weights:
-            layer = name.partition(".lora_")[0].removeprefix("base_model.model.")
-            if (
-                not any(layer == module or layer.endswith(f".{module}") for module in wrapped)
-                and ".experts" not in layer
-            ):
-                raise ConfigError(
-                    f"the engine has no LoRA for layer {layer!r}",
-                    expected=f"some of {', '.join(sorted(manager.target_modules))}",
-                    hint="adapt gate_proj with up_proj, and q_proj with v_proj; or start the server so that "
-                    "--lora-target-modules has the layer",
-                )
+        for layer in map(_layer, weights):
+            if not any(f".{layer}".endswith(f".{module}") for module in wrapped) and ".experts" not in layer:
+                raise _no_lora(manager, layer)
+
+
+def _layer(name: str) -> str:
+    return name.partition(".lora_")[0].removeprefix("base_model.model.")
+
+
+def _no_lora(manager: Any, layer: str) -> ConfigError:
+    return ConfigError(
+        f"the engine has no LoRA for layer {layer!r}",
+        expected=f"some of {', '.join(sorted(manager.target_modules))}",
+        hint="adapt gate_proj with up_proj, and q_proj with v_proj; or start the server so that --lora-target-modules "
+        "has the layer",
+    )
 
 
 def _refuse_ignored(config: Info) -> None:

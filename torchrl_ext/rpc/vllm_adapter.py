@@ -6,6 +6,7 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rpc.adapters import AdapterClient
+from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.served import restated
 from torchrl_ext.rpc.worker_words import unwrapped
 from torchrl_ext.types import ADAPTERS_ROUTE, Info
@@ -25,14 +26,19 @@ class VLLMAdapter(AdapterClient):
 
     kind: ClassVar[str] = "vllm"
 
+    def __init__(self, engine: EngineClient, name: str, **settings: Any) -> None:
+        super().__init__(engine, name, **settings)
+        self._in_use: list[int] = []
+
     def oldest(self, version: int) -> int:
         """Requests read the files of the version that they began with where vLLM had to drop it meanwhile."""
-        row = self._row()
         before = version if self._before is None else self._before
-        return min([version, before, *row.get("in_use", [])])
+        return min([version, before, *self._in_use])
 
     def _serving(self) -> int | None:
-        return self._row().get("version")
+        with _explaining():
+            told = self._http.get(ADAPTERS_ROUTE)
+        return told["adapters"].get(self.name, {}).get("version")
 
     def _check(self, info: Info) -> None:
         self._post("check", {"info": info})
@@ -41,15 +47,10 @@ class VLLMAdapter(AdapterClient):
         self._post("stage", {"name": self.name, "version": version, "path": path})
 
     def _serve(self, version: int) -> None:
-        self._post("serve", {"name": self.name, "version": version})
+        self._in_use = self._post("serve", {"name": self.name, "version": version})["in_use"]
 
     def _drop(self) -> None:
         self._post("unload", {"name": self.name})
-
-    def _row(self) -> Info:
-        with _explaining():
-            told = self._http.get(ADAPTERS_ROUTE)
-        return told["adapters"].get(self.name, {})
 
     def _post(self, what: str, body: Info) -> Any:
         with _explaining():
