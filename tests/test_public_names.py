@@ -13,6 +13,7 @@ from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError
 
 NAMES = {
+    "AdapterSender",
     "CheckpointSource",
     "DeltaTransport",
     "DiskTransport",

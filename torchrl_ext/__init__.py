@@ -15,6 +15,7 @@ from torchrl_ext.sync import backends
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdapterSender": "sync.adapters",
     "CheckpointSource": "weights.checkpoint",
     "DeltaTransport": "transports.delta",
     "DiskTransport": "transports.disk",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torchrl_ext.errors import ManifestError
 
 __all__ = [
+    "ADAPTERS_ROUTE",
     "ANSWERS",
     "BACKEND",
     "CHANNEL",
@@ -24,6 +25,9 @@ __all__ = [
     "ParamMeta",
     "Receiver",
     "SyncReport",
+    "adapter_label",
+    "adapter_rank",
+    "adapter_version",
     "dtype_from_name",
     "dtype_name",
 ]
@@ -63,6 +67,10 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 ANSWERS = "torchrl_ext answers: "
 """What vLLM's workers put before an answer in JSON; their route can hand nothing back but an error's words."""
+
+
+ADAPTERS_ROUTE = "/torchrl_ext/adapters"
+"""Where our plugin in vLLM lists LoRA adapters; what can be done with them lies below."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,24 @@ class ParamMeta:
 
     def __str__(self) -> str:
         return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
+
+
+def adapter_label(name: str, version: int) -> str:
+    """What an engine calls one version of a LoRA adapter: ``"policy-lora@7"``."""
+    return f"{name}@{version}"
+
+
+def adapter_version(label: str) -> int | None:
+    """``"policy-lora@7"`` -> 7; None for a name without a version."""
+    number = label.rpartition("@")[2]
+    return int(number) if "@" in label and number.isdecimal() else None
+
+
+def adapter_rank(params: Iterable[ParamMeta]) -> int:
+    """The greatest rank among an adapter's layers; 0 where it has none."""
+    return max(
+        (meta.shape[0] for meta in params if ".lora_A." in meta.name or "lora_embedding_A" in meta.name), default=0
+    )
 
 
 def _nothing() -> None:

@@ -52,13 +52,13 @@ class Handler(BaseHTTPRequestHandler):
     def handle_call(self):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         parts = urlsplit(self.path)
-        call = f"{self.command} {parts.path}"
+        call, sent = f"{self.command} {parts.path}", json.loads(body) if body else None
         if parts.path not in ("/workers", "/list_workers"):  # how clients see that this is no router
-            self.server.calls.append((call, dict(parse_qsl(parts.query)), json.loads(body) if body else None))
+            self.server.calls.append((call, dict(parse_qsl(parts.query)), sent))
         answers = self.server.answers.get(call, (404, {"detail": "Not Found"}))
         if isinstance(answers, list):  # one after the other, the last one for ever
             answers = answers.pop(0) if len(answers) > 1 else answers[0]
-        status, answer = answers
+        status, answer = answers(sent) if callable(answers) else answers
         data = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
@@ -82,7 +82,10 @@ class Running:
 
 @contextmanager
 def running(good=None, /, **changes):
-    """``changes`` as ``get_server_info=(404, {...})`` or ``post_pause=...``; ``good`` in place of vLLM's answers."""
+    """``changes`` as ``get_server_info=(404, {...})`` or ``post_pause=...``; ``good`` in place of vLLM's answers.
+
+    An answer may be a function of the body.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.answers, server.calls = dict(GOOD if good is None else good), []

@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import Any
 
-from torchrl_ext.errors import EngineError
+from torchrl_ext.errors import ConfigError, EngineError
 
 __all__ = ["add_parser", "run"]
 
@@ -30,6 +30,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="workers that share the model (vllm, sglang)")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
+    parser.add_argument("--lora-rank", type=int, metavar="R", help="serve LoRA adapters up to this rank (vllm, sglang)")
+    parser.add_argument("--lora-adapters", type=int, default=1, metavar="N", help="that requests may use at a time")
     parser.add_argument("--plain-linears", action="store_true", help="keep linear weights unpacked on a CPU (vllm)")
     parser.add_argument("--log", help="file for what the server prints (vllm, sglang)")
     parser.add_argument("--start-timeout-s", type=float, default=300.0, help="deadline of the start, in seconds")
@@ -83,10 +85,13 @@ def _start(args: argparse.Namespace) -> Any:
         "start_timeout_s": args.start_timeout_s,
     }
     if args.engine == "embedded":
+        if args.lora_rank is not None:
+            raise ConfigError("the embedded engine serves no LoRA adapters", hint="serve vllm or sglang")
         from torchrl_ext.launch.embedded import EmbeddedServer
 
         return EmbeddedServer(args.model, **shared)
     shared |= {"host": args.host, "tensor_parallel_size": args.tp, "log_path": args.log}
+    shared |= {"lora_rank": args.lora_rank, "lora_adapters": args.lora_adapters}
     if args.engine == "sglang":
         from torchrl_ext.launch.sglang import SGLangServer
 

@@ -45,6 +45,8 @@ class SGLangServer(Launched):
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         tensor_parallel_size: workers that share the model.
         max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
+        lora_rank: greatest rank of the LoRA adapters that it is to serve; None for a server without LoRA.
+        lora_adapters: adapters that requests may use at the same time.
         plugin: whether the server gets our plugin; without, it follows by full files only.
         extra_args: more arguments for the server.
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
@@ -68,6 +70,8 @@ class SGLangServer(Launched):
         dtype: str = "auto",
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
+        lora_rank: int | None = None,
+        lora_adapters: int = 1,
         plugin: bool = True,
         extra_args: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
@@ -93,6 +97,7 @@ class SGLangServer(Launched):
         command = [str(python), "-m", "sglang.launch_server"]
         command += [f"--{name}={value}" for name, value in arguments.items() if value is not None]
         command += ["--skip-server-warmup", *(_CPU_FLAGS if on_cpu else ())]
+        command += _lora(lora_rank, lora_adapters, on_cpu)
         overlay = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-"))
         try:
             if plugin:
@@ -112,6 +117,21 @@ class SGLangServer(Launched):
         super().__init__(server, overlay)
 
 
+def _lora(rank: int | None, adapters: int, on_cpu: bool) -> list[str]:
+    """Room for the base, the adapters, and the older version of each that running requests still have."""
+    if rank is None:
+        return []
+    if rank < 1 or adapters < 1:
+        raise ConfigError(f"lora_rank={rank}, lora_adapters={adapters}", expected="1 or more of each")
+    return [
+        "--enable-lora",
+        f"--max-lora-rank={rank}",
+        "--lora-target-modules=all",
+        f"--max-loras-per-batch={1 + 2 * adapters}",
+        *(["--lora-backend=torch_native"] if on_cpu else []),
+    ]
+
+
 def _environ(overlay: Path, workers: int, on_cpu: bool) -> dict[str, str]:
     # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
     environ = {"PYTHONPATH": on_path(overlay), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
@@ -120,6 +140,7 @@ def _environ(overlay: Path, workers: int, on_cpu: bool) -> dict[str, str]:
         environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
     if on_cpu:
         environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        environ["TORCHRL_EXT_UNPINNED"] = "1"  # its LoRA pins memory, which takes a GPU
         environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
         if workers > 1:
             environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(workers)

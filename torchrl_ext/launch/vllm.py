@@ -22,6 +22,8 @@ from torchrl_ext.types import BACKEND
 
 __all__ = ["VLLMServer"]
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
+
 
 class VLLMServer(Launched):
     """Starts vLLM's OpenAI server for one model, ready to follow a trainer; a context manager.
@@ -36,6 +38,9 @@ class VLLMServer(Launched):
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         tensor_parallel_size: workers that share the model.
         max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
+        lora_rank: greatest rank of the LoRA adapters that it is to serve, rounded up to one that vLLM knows; None for a
+            server without LoRA.
+        lora_adapters: adapters that requests may use at the same time.
         plain_linears: CPU only: keep linear weights as plain tensors, as a GPU does, instead of packing them.
         extra_args: more arguments for the server.
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
@@ -59,6 +64,8 @@ class VLLMServer(Launched):
         dtype: str = "auto",
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
+        lora_rank: int | None = None,
+        lora_adapters: int = 1,
         plain_linears: bool = False,
         extra_args: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
@@ -88,6 +95,7 @@ class VLLMServer(Launched):
             "--enable-scale-out",
             *(["--enforce-eager"] if on_cpu else []),
         ]  # the former: /inference/v1/generate
+        command += _lora(lora_rank, lora_adapters)
         overlay = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-"))
         try:
             make_overlay(overlay)
@@ -104,6 +112,23 @@ class VLLMServer(Launched):
             shutil.rmtree(overlay, ignore_errors=True)
             raise
         super().__init__(server, overlay)
+
+
+def _lora(rank: int | None, adapters: int) -> list[str]:
+    """Room for the adapters, and for the older version of each that running requests still have."""
+    if rank is None:
+        return []
+    room = next((known for known in _RANKS if known >= rank), None)
+    if room is None or rank < 1 or adapters < 1:
+        raise ConfigError(
+            f"lora_rank={rank}, lora_adapters={adapters}", expected=f"a rank up to {_RANKS[-1]}, and 1 adapter or more"
+        )
+    return [
+        "--enable-lora",
+        f"--max-lora-rank={room}",
+        f"--max-loras={2 * adapters}",
+        f"--max-cpu-loras={4 * adapters}",
+    ]
 
 
 def _environ(overlay: Path, python: Path, on_cpu: bool, plain_linears: bool) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Entry point of group ``sglang.srt.plugins``: a stock SGLang follows our transports, and slime's ``"delta"``.
 
-SGLang (0.5.13 and later) calls `register` in each of its processes and then applies the hooks; only schedulers, which
-hold the model, ever run one:
+SGLang (0.5.13 and later) calls `register` in each of its processes and then applies the hooks; schedulers, which hold
+the model, run them, and the process that looks names of adapters up (`torchrl_ext.plugins.sglang_adapters`):
 
 * ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
   carries a free string: the ``action``. Ours begin with `torchrl_ext.types.CHANNEL`; a server without the plugin says
@@ -15,11 +15,14 @@ to load only remember that the model was loaded past us.
 
 from __future__ import annotations
 
+import json
+import os
 import pkgutil
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torchrl_ext.plugins import sglang_adapters
 from torchrl_ext.types import CHANNEL
 
 __all__ = ["register"]
@@ -43,15 +46,31 @@ def register() -> None:
 
     if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # the kernel grants AMX tiles only on request; without it bfloat16 may end in SIGILL
+    if os.environ.get("TORCHRL_EXT_UNPINNED") == "1":
+        _pin_nothing()
     hooks: dict[str, Callable[..., Any]] = {
         f"{_MANAGER}.check_weights": check_weights,
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         **{f"{_UPDATER}.{name}": load_past_us for name in _WAYS_PAST_US},
+        **sglang_adapters.HOOKS,
     }
     for target, hook in hooks.items():
         known = any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ()))
         if not known and _exists(target):
             HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _pin_nothing() -> None:
+    """Let SGLang's LoRA run on a machine without a GPU: its layers ask for pinned memory (0.5.23), which needs one."""
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **settings: make(*args, **settings)
+
+    if not torch.accelerator.is_available():
+        for name in ("tensor", "empty", "zeros"):
+            setattr(torch, name, unpinned(getattr(torch, name)))
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -62,6 +81,10 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
 
     try:
         runner = manager.tp_worker.model_runner
+        message = json.loads(request.action.removeprefix(CHANNEL))
+        if "adapter" in message:
+            failure = _united(_objection(runner.lora_manager, message["adapter"]))
+            return CheckWeightsReqOutput(success=not failure, message=failure)
         worker = _worker(runner.model, runner.model_config)
         success, message = worker.answer(request.action.removeprefix(CHANNEL), manager)
     except Exception as error:  # noqa: BLE001 - it would end the server
@@ -100,17 +123,32 @@ def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
             worker.doubt()
 
 
-def _agreed(success: bool, message: str, words: str) -> tuple[bool, str]:
-    """One answer of all workers; SGLang would give that of the first."""
+def _objection(lora_manager: Any, question: Any) -> str:
+    """Why this worker could not serve an adapter; "" where it can."""
+    try:
+        sglang_adapters.check_worker(lora_manager, question)
+    except Exception as error:  # noqa: BLE001 - it would end the server
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _united(words: str) -> str:
+    """What all workers have to say; "" where no worker has anything."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     from torchrl_ext.plugins.workers import agree, joined
 
-    failures = agree(words or ("" if success else message), get_tp_group().cpu_group)
-    if not any(failures):
+    said = agree(words, get_tp_group().cpu_group)
+    return joined(said) if any(said) else ""
+
+
+def _agreed(success: bool, message: str, words: str) -> tuple[bool, str]:
+    """One answer of all workers; SGLang would give that of the first."""
+    failure = _united(words or ("" if success else message))
+    if not failure:
         return True, message
     return False, (
-        f"{joined(failures)}. State: the model may hold part of an update. "
+        f"{failure}. State: the model may hold part of an update. "
         "Next: load a whole version before requests are served again."
     )
 

@@ -1,5 +1,7 @@
 """Entry point of group ``vllm.endpoint_plugins``: ``POST /update_weights_from_disk``, as slime's trainers call it.
 
+The routes of `torchrl_ext.plugins.vllm_adapters` come with it.
+
 vLLM loads the plugin only where ``VLLM_PLUGINS`` names it (`torchrl_ext`, the name of our general plugin too). The
 server needs ``--weight-transfer-config '{"backend": "torchrl_ext"}'``: the route drives that backend, no other trainer
 process is involved.
@@ -28,6 +30,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError
 from torchrl_ext.plugins.published_path import locate, parameters
+from torchrl_ext.plugins.vllm_adapters import AdapterRoutes
 from torchrl_ext.stores import open_store
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import STILL_STAGING, Info
@@ -50,14 +53,16 @@ class UpdateFromDisk:
         self._model = ""
         self._joined: tuple[str, Any] | None = None
         self._one_at_a_time = asyncio.Lock()
+        self._adapters = AdapterRoutes()
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the route."""
+        """Add the routes."""
+        self._adapters.attach(app)
         app.add_api_route(ROUTE, self.update, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Remember the engine, and the checkpoint that it was started with."""
-        del state
+        self._adapters.init(engine_client, state)
         self._engine, self._model = engine_client, args.model
 
     async def update(self, request: Request) -> JSONResponse:

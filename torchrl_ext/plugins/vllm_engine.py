@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
+from torchrl_ext.plugins.vllm_adapter_check import check_adapter
 from torchrl_ext.plugins.vllm_loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree, joined
 from torchrl_ext.sync.inspection import inspect
@@ -74,12 +75,14 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return UpdateInfo(dict(update_dict))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join a transport, prefetch a version from it, forget what the model holds, or answer a question."""
+        """Join a transport, prefetch a version from it, look at an adapter, forget what the model holds, or answer."""
         info = init_info.info
         if "doubt" in info:  # somebody loaded past us
             self._settle()
             self._loader.reloaded()
             self._receiver.doubt()
+        elif "adapter" in info:
+            self._together(lambda: check_adapter(self.model, self.vllm_config, info["adapter"]))
         elif "inspect" in info:
             self._together(lambda: self._tell(info["inspect"]), expected=ANSWERS)
         elif "prefetch" in info or "prefetched" in info:

@@ -32,6 +32,7 @@ class InferenceClient:
         max_concurrency: most requests in work at one engine, over all calls of this client.
         api_key: sent as a bearer token.
         retire_s: seconds for which an engine that failed is left alone while others answer.
+        adapter: name of the LoRA adapter to generate with (`AdapterSender`); None for the base weights.
 
     Raises:
         ConfigError: no address, one twice or one that cannot work, or a kind that nobody knows.
@@ -46,6 +47,7 @@ class InferenceClient:
         max_concurrency: int = 64,
         api_key: str | None = None,
         retire_s: float = 30.0,
+        adapter: str | None = None,
     ) -> None:
         self._settings = {
             "kind": kind,
@@ -53,13 +55,14 @@ class InferenceClient:
             "max_concurrency": max_concurrency,
             "api_key": api_key,
             "retire_s": retire_s,
+            "adapter": adapter,
         }
         urls = [url] if isinstance(url, str) else list(url)
         kinds = [kind] * len(urls) if isinstance(kind, str) else list(kind)
         self._endpoints = Endpoints(
             urls, kinds, timeout_s=timeout_s, cap=max_concurrency, api_key=api_key, retire_s=retire_s
         )
-        self._timeout_s = timeout_s
+        self._timeout_s, self._adapter = timeout_s, adapter
 
     @classmethod
     def connect(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> InferenceClient:
@@ -135,6 +138,7 @@ class InferenceClient:
                     logprobs=logprobs,
                     stop_token_ids=tuple(stop_token_ids),
                     more=sampling,
+                    adapter=self._adapter,
                 )
             )
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)

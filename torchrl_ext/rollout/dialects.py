@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torchrl_ext.registry import Registry
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, spans
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, adapter_version
 
 __all__ = ["Dialect", "SGLangDialect", "VLLMDialect", "dialects"]
 
@@ -20,6 +21,10 @@ class Dialect(ABC):
     @abstractmethod
     def body(self, request: GenerationRequest) -> Info:
         """The body of a ``POST`` to `route`."""
+
+    @abstractmethod
+    def adapted(self, name: str | None) -> Info:
+        """The fields that ask for a LoRA adapter, on every route for tokens; {} for the base weights."""
 
     @abstractmethod
     def read(self, answer: Any) -> list[Generation]:
@@ -45,16 +50,21 @@ class VLLMDialect(Dialect):
         sampling |= {"logprobs": 0} if request.logprobs else {}
         sampling |= {"stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
         sampling |= {} if request.seed is None else {"seed": request.seed}
-        return {"token_ids": list(request.token_ids), "sampling_params": sampling}
+        fields = {"token_ids": list(request.token_ids), "sampling_params": sampling}
+        return fields | self.adapted(request.adapter)
+
+    def adapted(self, name: str | None) -> Info:
+        return {} if name is None else {"model": name}
 
     def read(self, answer: Any) -> list[Generation]:
+        label = str(answer.get("model") or "")
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [
             Generation(
                 token_ids=tuple(choice["token_ids"] or ()),
                 logprobs=tuple(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()),
                 finish_reason=choice["finish_reason"],
-                weight_versions=spans(choice.get("weight_versions")),
+                weight_versions=_of_adapter(label, choice["token_ids"]) or spans(choice.get("weight_versions")),
             )
             for choice in choices
         ]
@@ -80,14 +90,18 @@ class SGLangDialect(Dialect):
             "input_ids": [list(request.token_ids)] * request.n,
             "sampling_params": [sampling | seed for seed in seeds],
             "return_logprob": request.logprobs,
+            **self.adapted(request.adapter),
         }
+
+    def adapted(self, name: str | None) -> Info:
+        return {} if name is None else {"lora_path": name}
 
     def read(self, answer: Any) -> list[Generation]:
         return [self._read(row) for row in ([answer] if isinstance(answer, dict) else answer)]
 
     def _read(self, row: Any) -> Generation:
         told, tokens = row["meta_info"], tuple(row["output_ids"])
-        found = spans(told.get("weight_versions"))
+        found = _of_adapter(told.get("adapter", ""), tokens) or spans(told.get("weight_versions"))
         if not found and "weight_version" in told:  # servers before spans say only what served the end of it
             found = (VersionSpan(version=str(told["weight_version"]), start=0, end=len(tokens)),)
         return Generation(
@@ -96,6 +110,12 @@ class SGLangDialect(Dialect):
             finish_reason=told["finish_reason"]["type"],
             weight_versions=found,
         )
+
+
+def _of_adapter(label: str, tokens: Sequence[int] | None) -> tuple[VersionSpan, ...]:
+    """The version that an adapter's label names, for all of the tokens; nothing where there is no adapter of ours."""
+    version = adapter_version(label)
+    return () if version is None else (VersionSpan(version=str(version), start=0, end=len(tokens or ())),)
 
 
 dialects = Registry("dialect")

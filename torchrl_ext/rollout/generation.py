@@ -34,6 +34,7 @@ class GenerationRequest:
         logprobs: ask for the log-probability of each sampled token.
         stop_token_ids: end after one of these.
         more: further sampling settings under vLLM's names: ``top_p``, ``top_k``, ``min_tokens``, ``ignore_eos``...
+        adapter: name of the LoRA adapter to generate with; None for the base weights.
     """
 
     token_ids: tuple[int, ...]
@@ -44,6 +45,7 @@ class GenerationRequest:
     logprobs: bool = True
     stop_token_ids: tuple[int, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class Generation:
             where none were asked for.
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` (the engine was paused with mode ``abort``).
         weight_versions: contiguous spans; more than one where weights changed while it ran. Empty where the engine
-            does not say.
+            does not say. With an adapter they are the adapter's, whose version stays the same all along.
     """
 
     token_ids: tuple[int, ...]

@@ -20,6 +20,7 @@ from torchrl_ext.rollout.carrying import Carried
 from torchrl_ext.rollout.continuing import ChatContinuation, TextContinuation
 from torchrl_ext.rollout.control_calls import ControlCalls
 from torchrl_ext.rollout.controls import Call, control_routes, fan_out, refuse_routers
+from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.generation import Generation, GenerationRequest
 from torchrl_ext.rollout.loops import BackgroundLoop
 from torchrl_ext.rollout.routed import Routed
@@ -44,6 +45,7 @@ class RemoteInferenceClient(ControlCalls):
         server_urls: base address of every engine: control calls go there, and are refused where a router answers.
         kind: ``"vllm"``, ``"sglang"`` or ``"embedded"``.
         model_name: ``model`` of requests; None leaves it to the engine.
+        adapter: name of the LoRA adapter to generate with (`AdapterSender`); None for the base weights.
         data_parallel_size: how many of ``server_urls`` are replicas of one engine.
         tokenizer: used for text in place of the engines' routes, where given.
         api_key: sent as a bearer token.
@@ -59,6 +61,7 @@ class RemoteInferenceClient(ControlCalls):
     server_urls: Sequence[str]
     kind: str = "vllm"
     model_name: str | None = None
+    adapter: str | None = None
     data_parallel_size: int = 1
     tokenizer: Any = field(default=None, repr=False, compare=False)
     api_key: str | None = field(default=None, repr=False)
@@ -115,8 +118,8 @@ class RemoteInferenceClient(ControlCalls):
         sessions = input_batch.get("session_ids") or [None] * len(prompts)
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
-        extra = {"model": model or self.model_name, "cache_salt": input_batch.get("cache_salt")}
-        requests = [_request(prompt, sampling, i) for i, prompt in enumerate(prompts)]
+        extra = {"model": self._model_for(model), "cache_salt": input_batch.get("cache_salt")}
+        requests = [self._adapted(_request(prompt, sampling, i), model) for i, prompt in enumerate(prompts)]
         found = await self._all(requests, sessions, extra)
         texts = None
         if self.tokenizer is not None or self.kind != "embedded":
@@ -143,10 +146,10 @@ class RemoteInferenceClient(ControlCalls):
         Raises:
             ConfigError, EngineUnreachableError, EngineRefusedError, DeadlineError: as for `generate`.
         """
-        request = _request(prompt_token_ids, {"logprobs": 0, **(sampling_params or {})}, 0)
+        request = self._adapted(_request(prompt_token_ids, {"logprobs": 0, **(sampling_params or {})}, 0), model)
         seeds = [None if request.seed is None else request.seed + i for i in range(num_samples)]
         requests = [dataclasses.replace(request, seed=seed) for seed in seeds]
-        return await self._all(requests, [session_id] * num_samples, {"model": model or self.model_name})
+        return await self._all(requests, [session_id] * num_samples, {"model": self._model_for(model)})
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> Info:
         """``/v1/chat/completions``.
@@ -285,11 +288,20 @@ class RemoteInferenceClient(ControlCalls):
             ]
         )
 
+    def _adapted(self, request: GenerationRequest, model: str | None) -> GenerationRequest:
+        """``request`` for the adapter, unless the caller names a model."""
+        return request if model else dataclasses.replace(request, adapter=self.adapter)
+
+    def _model_for(self, model: str | None) -> str | None:
+        """``model`` of a request; an adapter says by itself what stands there."""
+        return model or (self.model_name if self.adapter is None else None)
+
     def _model(self) -> Info:
         return {} if self.model_name is None else {"model": self.model_name}
 
     def _body(self, payload: Mapping[str, Any]) -> tuple[Info, Any]:
-        body = {**self._model(), **(payload.get("json") or {})}
+        adapted = dialects.make(self.kind).adapted(self.adapter)
+        body = {**self._model(), **adapted, **(payload.get("json") or {})}
         return body, body.pop("session_id", None)
 
     async def _fan_out(self, what: str, calls: Mapping[str, Call]) -> dict[str, Info]:

@@ -79,6 +79,27 @@ class EngineClient(ABC):
     def commit(self, version: int) -> None:
         """Put ``version`` in service: finish, drop stale caches, resume."""
 
+    def oldest(self, version: int) -> int:
+        """The oldest version that the engine may still read, now that ``version`` is in service."""
+        return version
+
+    def adapter(self, name: str) -> EngineClient:
+        """A client that keeps this engine at the newest version of the LoRA adapter called ``name``; the weights of the
+        model stay what they are.
+
+        Raises:
+            ConfigError: this kind of engine serves no adapters.
+        """
+        raise ConfigError(
+            f"{self.kind} engines serve no LoRA adapters",
+            expected="a vLLM or an SGLang server",
+            hint="send the merged weights: WeightSender does so with a PEFT model",
+        )
+
+    def unload(self) -> None:
+        """Take what this client loaded out of service; only an adapter can be."""
+        raise ConfigError(f"{self.url} cannot serve without weights", hint="unload adapters only")
+
     @abstractmethod
     def pause(self) -> None:
         """Stop generating; how running requests are treated is the client's ``pause_mode``."""
@@ -175,6 +196,12 @@ class NullEngine(EngineClient):
             self._on_load(info)
 
     def commit(self, version: int) -> None:
+        return None
+
+    def adapter(self, name: str) -> EngineClient:
+        return self
+
+    def unload(self) -> None:
         return None
 
     def pause(self) -> None:

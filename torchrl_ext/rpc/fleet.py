@@ -126,6 +126,15 @@ class Fleet(EngineClient):
         if self._failed or self._lost.keys() - self._told:
             self._raise(f"{missed} of {len(self.engines)} engines did not take version {version}")
 
+    def oldest(self, version: int) -> int:
+        return min(engine.oldest(version) for engine in self._active())
+
+    def adapter(self, name: str) -> Fleet:
+        return Fleet([engine.adapter(name) for engine in self.engines])
+
+    def unload(self) -> None:
+        self._everywhere(lambda engine: engine.unload())
+
     def pause(self) -> None:
         self._everywhere(lambda engine: engine.pause())
 

@@ -36,6 +36,7 @@ class HTTPEngine(EngineClient):
     ) -> None:
         self._http = DirectSession(url, api_key=api_key, timeout_s=timeout_s)
         self._load_timeout_s = load_timeout_s
+        self._access = {"timeout_s": timeout_s, "load_timeout_s": load_timeout_s, "api_key": api_key}
         self._watch = Stopwatch()
         self._state = "serving"
         self._version: int | None = None

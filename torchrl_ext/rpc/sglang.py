@@ -32,6 +32,7 @@ from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import _nothing
 from torchrl_ext.rpc.served import HTTPEngine, restated
 from torchrl_ext.rpc.server_info import parse_sglang_info
+from torchrl_ext.rpc.sglang_adapter import SGLangAdapter
 from torchrl_ext.types import CHANNEL, EngineInfo, Info
 
 __all__ = ["SGLangEngine"]
@@ -185,6 +186,10 @@ class SGLangEngine(HTTPEngine):
                 raise EngineRefusedError(f"{self.url} calls its weights {told!r}", expected=repr(label))
             self._version = version
             self.resume()
+
+    def adapter(self, name: str) -> SGLangAdapter:
+        """See `EngineClient.adapter`. The server needs ``--enable-lora`` and our plugin."""
+        return SGLangAdapter(self, name, **self._access)
 
     def _hold(self) -> None:
         self._http.post("/pause_generation", {"mode": self._pause_mode}, timeout_s=self._load_timeout_s)

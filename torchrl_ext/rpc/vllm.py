@@ -23,7 +23,6 @@ Everything that can fail happens up to ``seal``; ``finish_weight_update`` only g
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -36,18 +35,11 @@ from torchrl_ext.rpc.client import _nothing
 from torchrl_ext.rpc.served import HTTPEngine, restated
 from torchrl_ext.rpc.server_info import parse_server_info
 from torchrl_ext.rpc.slumber import Slumber
+from torchrl_ext.rpc.vllm_adapter import VLLMAdapter
+from torchrl_ext.rpc.worker_words import unwrapped
 from torchrl_ext.types import BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, Info
 
 __all__ = ["VLLMEngine"]
-
-_WRAPPING = re.compile(
-    r"Call to collective_rpc method failed: "
-    r"(?:Worker failed with error '(?=.*please check the stack))?"
-    r"(?P<words>.*?)"
-    r"(?:', please check the stack trace above for the root cause)?\.?$",
-    re.DOTALL,
-)
-"""What vLLM's executors put around a worker's own words."""
 
 PAUSE_MODES = ("abort", "wait", "keep")
 
@@ -177,6 +169,10 @@ class VLLMEngine(HTTPEngine):
         with self._step("wake its weights", state=f"{self.url} sleeps"):
             self._slumber.rouse()
 
+    def adapter(self, name: str) -> VLLMAdapter:
+        """See `EngineClient.adapter`. The server needs ``--enable-lora``."""
+        return VLLMAdapter(self, name, **self._access)
+
     def _hold(self) -> None:
         self._post("/pause", query={"mode": self._pause_mode}, timeout_s=self._load_timeout_s)
 
@@ -196,7 +192,7 @@ class VLLMEngine(HTTPEngine):
             try:
                 answer = self._http.post(route, body, **how)
             except EngineRefusedError as error:
-                raise restated(error, _WRAPPING.sub(r"\g<words>", error.what)) from error
+                raise restated(error, unwrapped(error.what)) from error
         return answer if isinstance(answer, dict) else {}
 
     def _abandon(self) -> None:

@@ -120,7 +120,7 @@ class WeightSender:
                 self._connect(source.params())
                 version = self._next_version()
                 self._update(source, version)
-                self._transport.acknowledge(version)
+                self._transport.acknowledge(self._engine.oldest(version))
         except ConcurrentUpdateError:
             raise
         except Exception as error:  # whatever it is, the caller learns who serves what

@@ -123,7 +123,7 @@ class Transport(ABC):
         """
 
     def acknowledge(self, version: int) -> None:  # noqa: B027 - a transport that keeps nothing has nothing to drop
-        """Every engine serves ``version``: older ones may go."""
+        """Every engine serves ``version`` or a later one, and reads nothing older: what is older may go."""
 
     def latest_version(self) -> int:
         """The newest version that this transport knows to exist; 0 before the first."""

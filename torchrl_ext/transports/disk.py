@@ -39,6 +39,8 @@ class DiskTransport(Transport):
         shard_bytes: bound on the tensors of one file, in bytes; a larger tensor gets a file of its own.
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
             name -> content. They win over those of the source.
+        adapter: versions are PEFT adapters (``adapter_model.safetensors`` beside ``adapter_config.json``) in place of
+            whole checkpoints.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -54,13 +56,14 @@ class DiskTransport(Transport):
         keep_files: bool = False,
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
+        adapter: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._store = LocalStore(root)
         self._versions = Versions(self._store)
         self._keep_files = keep_files
-        self._full = FullWriter(shard_bytes, files)
+        self._full = FullWriter(shard_bytes, files, adapter=adapter)
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
         self._acknowledged = True

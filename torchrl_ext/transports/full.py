@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,15 +30,17 @@ class FullWriter:
         shard_bytes: bound on the tensors of one file, in bytes; a larger tensor gets a file of its own.
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
             name -> content. They win over those of a source.
+        adapter: write PEFT's layout, one ``adapter_model.safetensors`` without an index, in place of a checkpoint's.
 
     Raises:
         ConfigError: no such ``files`` directory, a name in it that cannot be a file, or no room in a shard.
     """
 
-    def __init__(self, shard_bytes: int, files: Any = None) -> None:
+    def __init__(self, shard_bytes: int, files: Any = None, *, adapter: bool = False) -> None:
         if shard_bytes < 1:
             raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = sys.maxsize if adapter else shard_bytes
+        self._stem, self._index = ("adapter_model", _no_index) if adapter else ("model", _index)
         self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
 
     def needed_bytes(self, source: WeightSource) -> int:
@@ -53,8 +56,8 @@ class FullWriter:
             ManifestError: the source does not yield what it declares.
         """
         params = source.params()
-        shards = plan_shards(params, self._shard_bytes)
-        files = {**_checked_files(source.files()), **self._files, _INDEX: _index(shards)}
+        shards = plan_shards(params, self._shard_bytes, self._stem)
+        files = {**_checked_files(source.files()), **self._files, **self._index(shards)}
         sizes = {shard.name: shard.nbytes for shard in shards} | {name: len(data) for name, data in files.items()}
         where = {meta.name: shard.name for shard in shards for meta in shard.params}
         checksums = write_shards(
@@ -82,8 +85,14 @@ def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return dict(files)
 
 
-def _index(shards: Iterable[Any]) -> bytes:
+def _no_index(shards: Iterable[Any]) -> dict[str, bytes]:
+    """An adapter is one file."""
+    return {}
+
+
+def _index(shards: Iterable[Any]) -> dict[str, bytes]:
     """The index file of Hugging Face checkpoints: which file holds which tensor."""
     where = {meta.name: shard.name for shard in shards for meta in shard.params}
     total = sum(meta.nbytes for shard in shards for meta in shard.params)
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n").encode()
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    return {_INDEX: (json.dumps(index, indent=2) + "\n").encode()}

@@ -1,0 +1,204 @@
+"""LoRA adapters by name and version, in real engines: the same promises from both kinds."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import torchrl_ext as tx
+from tests.adapters import lora_policy, randomise
+from tests.engine.conftest import Served, ServedSGLang, _serve, serve_sglang
+from tests.models import PROMPT, VOCAB, greedy, tiny_model
+from tests.processes import ROOT, WAIT_S
+from torchrl_ext.errors import EngineRefusedError, UpdateError
+from torchrl_ext.types import ADAPTERS_ROUTE
+
+pytestmark = pytest.mark.engine
+
+NAME = "policy-lora"
+LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(150)]
+"""Longer than a block of either engine's prefix cache."""
+
+
+class AdaptedVLLM(Served):
+    def ask(self, prompt=PROMPT, count=24, adapter=NAME):
+        body = {"token_ids": prompt, "sampling_params": {"temperature": 0, "max_tokens": count, "ignore_eos": True}}
+        answer = self.http.post("/inference/v1/generate", body | ({"model": adapter} if adapter else {}))
+        return answer["choices"][0]["token_ids"], answer["model"]
+
+    def at_work(self):
+        told = self.http.get(ADAPTERS_ROUTE)["adapters"]
+        return bool(told[NAME]["in_use"])
+
+    def cached_tokens(self):
+        lines = self.http.call("GET", "/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+class AdaptedSGLang(ServedSGLang):
+    found = 0
+
+    def ask(self, prompt=PROMPT, count=24, adapter=NAME):
+        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}}
+        answer = self.http.post("/generate", body | ({"lora_path": adapter} if adapter else {}))
+        self.found += answer["meta_info"]["cached_tokens"]
+        return answer["output_ids"], answer["meta_info"].get("adapter")
+
+    def at_work(self):
+        return any(row["running"] for row in tx.make_engine("sglang", url=self.url).loads())
+
+    def cached_tokens(self):
+        return self.found
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def engine(request, checkpoint, tmp_path_factory):
+    if request.param == "vllm":
+        with _serve(checkpoint, tmp_path_factory, dtype="float32", lora_rank=8) as server:
+            yield AdaptedVLLM(server)
+    else:
+        with serve_sglang(checkpoint, tmp_path_factory, dtype="float32", lora_rank=8) as server:
+            yield AdaptedSGLang(server)
+
+
+@pytest.fixture
+def adapters(engine, tmp_path):
+    sender = tx.AdapterSender(tmp_path / "adapters", tx.connect(engine.url))
+    yield sender
+    sender.shutdown()
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return lora_policy(0)
+
+
+def test_each_version_is_served_under_the_name_while_base_and_process_stay(engine, adapters, policy):
+    pid, base = engine.server.pid, greedy(tiny_model(0), LONG, 24)
+    seen, before = [], 0
+    for seed in (1, 2, 3):
+        randomise(policy, seed)
+        report = adapters.load(NAME, policy)
+        (row,) = report.engines
+        assert (row.state, row.version, row.error) == ("serving", report.version, None) and report.version > before
+        expected = greedy(policy, LONG, 24)
+        for _ in range(2):  # the second time from the cache
+            assert engine.ask(LONG) == (expected, f"{NAME}@{report.version}")
+        assert engine.ask(LONG, adapter=None)[0] == base
+        seen.append(expected)
+        before = report.version
+    assert len({tuple(tokens) for tokens in [*seen, base]}) == 4
+    assert engine.cached_tokens() > 0, "nothing was cached, so that nothing could have leaked"
+    assert engine.server.pid == pid and engine.server.alive()
+
+
+def test_a_request_that_runs_ends_with_the_version_that_it_began_with(engine, adapters, policy):
+    randomise(policy, 4)
+    first = adapters.load(NAME, policy).version
+    expected, answers = greedy(policy, PROMPT, 200), []
+    request = threading.Thread(target=lambda: answers.append(engine.ask(count=200)))
+    request.start()
+    until = time.monotonic() + WAIT_S
+    while not engine.at_work():
+        assert request.is_alive() and time.monotonic() < until
+    randomise(policy, 5)
+    second = adapters.load(NAME, policy).version
+    assert engine.ask() == (greedy(policy, PROMPT, 24), f"{NAME}@{second}")
+    request.join(WAIT_S)
+    assert answers == [(expected, f"{NAME}@{first}")]
+
+
+def test_what_the_engine_could_not_serve_whole_is_refused_and_the_older_version_goes_on(engine, adapters, policy):
+    randomise(policy, 6)
+    version = adapters.load(NAME, policy).version
+    bad = {
+        "rank 16 is greater than max_lora_rank 8": lora_policy(0, rank=16),
+        "layers.2": lora_policy(0, changes={"num_hidden_layers": 3}),  # the engine's model has two
+    }
+    for words, model in bad.items():
+        with pytest.raises(UpdateError, match=f"(?s){words}.*goes on serving, with version {version}") as error:
+            adapters.load(NAME, model)
+        (row,) = error.value.rows
+        assert (row.state, row.version) == ("serving", version) and row.error
+        assert engine.ask() == (greedy(policy, PROMPT, 24), f"{NAME}@{version}")
+    randomise(policy, 7)
+    assert adapters.load(NAME, policy).version > version
+    assert engine.ask()[0] == greedy(policy, PROMPT, 24)
+
+
+def test_requests_by_a_name_that_was_unloaded_are_refused(engine, adapters, policy):
+    adapters.load(NAME, policy)
+    adapters.unload(NAME)
+    with pytest.raises(EngineRefusedError, match=f"(?s){NAME}"):
+        engine.ask()
+    assert engine.ask(adapter=None)[0] == greedy(tiny_model(0), PROMPT, 24)
+    with pytest.raises(EngineRefusedError, match=f"no adapter '{NAME}' is loaded"):
+        adapters.unload(NAME)
+    adapters.load(NAME, policy)
+    assert engine.ask()[0] == greedy(policy, PROMPT, 24)
+
+
+@pytest.mark.parametrize("step", ["_stage", "_serve"])
+def test_a_trainer_that_dies_before_the_switch_leaves_the_older_version_and_the_next_one_goes_on(
+    engine, tmp_path, policy, step
+):
+    root = tmp_path / "adapters"
+    adapters = tx.AdapterSender(root, tx.connect(engine.url))
+    randomise(policy, 8)
+    version = adapters.load(NAME, policy).version
+    adapters.shutdown()
+    died = subprocess.run(
+        [sys.executable, "-c", _DIES, str(root), engine.url, step], cwd=ROOT, timeout=WAIT_S, capture_output=True
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    assert engine.ask() == (greedy(policy, PROMPT, 24), f"{NAME}@{version}")
+    randomise(policy, 9)
+    adapters = tx.AdapterSender(root, tx.connect(engine.url))
+    later = adapters.load(NAME, policy).version
+    adapters.shutdown()
+    assert later > version + 1  # the number that was published and never served is used up
+    assert engine.ask() == (greedy(policy, PROMPT, 24), f"{NAME}@{later}")
+
+
+_DIES = f"""
+import os, signal, sys
+import torchrl_ext as tx
+from tests.adapters import lora_policy
+from torchrl_ext.rpc.sglang_adapter import SGLangAdapter
+from torchrl_ext.rpc.vllm_adapter import VLLMAdapter
+root, url, step = sys.argv[1:]
+for kind in (SGLangAdapter, VLLMAdapter):
+    setattr(kind, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+tx.AdapterSender(root, tx.connect(url)).load({NAME!r}, lora_policy(99))
+"""
+
+
+def test_clients_for_rollouts_generate_with_the_adapter_and_know_its_version(engine, adapters, policy):
+    randomise(policy, 10)
+    version = adapters.load(NAME, policy).version
+    client = tx.InferenceClient.connect(engine.url, adapter=NAME)
+    (found,) = client.generate([PROMPT], max_tokens=24, temperature=0, ignore_eos=True)
+    assert list(found.token_ids) == greedy(policy, PROMPT, 24)
+    assert found.token_versions() == [version] * 24
+    client.close()
+    kind = tx.discover(engine.url)[0].kind
+    remote = tx.RemoteInferenceClient(proxy_url=engine.url, server_urls=[engine.url], kind=kind, adapter=NAME)
+    sampling = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    told = remote.run(remote.generate({"prompt_token_ids": [PROMPT, LONG], "sampling_params": sampling}))
+    assert told["response_ids"] == [greedy(policy, PROMPT, 24), greedy(policy, LONG, 24)]
+    assert told["weight_versions"] == [[version] * 24] * 2
+    remote.close()
+
+
+def test_new_base_weights_keep_the_adapter(engine, adapters, policy, tmp_path):
+    randomise(policy, 11)
+    adapters.load(NAME, policy)
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path / "base"), tx.connect(engine.url))
+    for seed in (1, 0):  # and back, for the tests that follow
+        sender.update_weights(tiny_model(seed))
+        assert engine.ask(adapter=None)[0] == greedy(tiny_model(seed), PROMPT, 24)
+        assert engine.ask()[0] == greedy(lora_policy(11, base=seed), PROMPT, 24)
+    sender.shutdown()

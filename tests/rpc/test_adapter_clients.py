@@ -1,0 +1,113 @@
+"""Clients for LoRA adapters over real sockets; what real engines do is in tests/engine."""
+
+import json
+
+import pytest
+
+from tests.rpc.adapter_servers import actions, serving_adapters
+from tests.rpc.servers import running
+from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.rpc.embedded import EmbeddedEngine
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.sglang import SGLangEngine
+from torchrl_ext.rpc.vllm import VLLMEngine
+from torchrl_ext.types import ADAPTERS_ROUTE
+
+HANDOFF = {"version": 3, "path": "/root/a/weight_v000003"}
+
+
+def told(**versions):
+    rows = {name: {"version": version} for name, version in versions.items()}
+    return 200, {"success": True, "message": json.dumps({"adapters": rows})}
+
+
+def test_a_version_is_staged_then_served_and_vllm_is_neither_paused_nor_flushed():
+    with serving_adapters() as server:
+        server.adapters.in_use = [2, 3]
+        adapter = VLLMEngine(server.url).adapter("a")
+        adapter.connect({"root": "/root/a", "params": []})
+        adapter.prefetch(3)
+        with adapter.updating(3):
+            server.adapters.staged["a"] = 3  # what the load leaves behind
+            server.answers[f"POST {ADAPTERS_ROUTE}/stage"] = (200, {})
+            adapter.load(HANDOFF)
+        assert server.calls == [
+            (f"POST {ADAPTERS_ROUTE}/check", {}, {"info": {"root": "/root/a", "params": []}}),
+            (f"POST {ADAPTERS_ROUTE}/stage", {}, {"name": "a", **HANDOFF}),
+            (f"POST {ADAPTERS_ROUTE}/serve", {}, {"name": "a", "version": 3}),
+            (f"GET {ADAPTERS_ROUTE}", {}, None),
+        ]
+        (row,) = adapter.rows()
+        assert (row.engine, row.state, row.version, row.pause_s) == (server.url, "serving", 3, 0)
+        assert adapter.oldest(3) == 2, "requests are at work with version 2"
+
+
+def test_sglang_is_told_by_messages():
+    with running({"POST /weights_checker": told(a=3)}) as server:
+        adapter = SGLangEngine(server.url).adapter("a")
+        adapter.connect({"root": "/root/a", "params": []})
+        with adapter.updating(3):
+            adapter.load(HANDOFF)
+        adapter.unload()
+        assert actions(server) == [
+            {"check": {"root": "/root/a", "params": []}},
+            {"stage": "a", "version": 3, "path": HANDOFF["path"]},
+            {"serve": "a", "version": 3},
+            {"list": True},
+            {"unload": "a"},
+        ]
+
+
+def test_a_version_counts_only_when_the_engine_says_that_it_serves_it():
+    with running({"POST /weights_checker": told(a=2)}) as server:
+        adapter = SGLangEngine(server.url).adapter("a")
+        with pytest.raises(EngineRefusedError, match=r"(?s)serves version 2 of 'a'.*a@3"):
+            adapter.commit(3)
+        (row,) = adapter.rows()
+        assert row.version is None and "serves version 2" in row.error
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "hint"),
+    [
+        (VLLMEngine, (404, {"detail": "Not Found"}), "VLLM_PLUGINS"),
+        (VLLMEngine, (400, {"error": "ConfigError: LoRA is not enabled"}), "--enable-lora"),
+        (SGLangEngine, (400, {"message": "Unsupported action: torchrl_ext"}), "install torchrl_ext"),
+        (SGLangEngine, (400, {"message": "ConfigError: LoRA is not enabled"}), "--lora-target-modules"),
+    ],
+)
+def test_a_server_that_serves_no_adapters_is_told_apart(kind, answer, hint):
+    with running({f"POST {ADAPTERS_ROUTE}/check": answer, "POST /weights_checker": answer}) as server:
+        adapter = kind(server.url).adapter("a")
+        with pytest.raises(EngineRefusedError, match=f"(?s)make ready for adapter 'a'.*{hint}"):
+            adapter.connect({"params": []})
+        assert adapter.rows()[0].state == "serving"
+
+
+def test_an_unknown_name_cannot_be_unloaded():
+    with serving_adapters() as server, pytest.raises(EngineRefusedError, match="no adapter 'a' is loaded") as error:
+        VLLMEngine(server.url).adapter("a").unload()
+    assert "VLLM_PLUGINS" not in str(error.value), "the plugin is there"
+
+
+def test_workers_words_come_without_their_wrapping():
+    words = "Call to init_weight_transfer_engine method failed: EngineError: ConfigError: LoRA rank 16 is greater"
+    with serving_adapters() as server:
+        server.answers[f"POST {ADAPTERS_ROUTE}/check"] = (400, {"error": words})
+        with pytest.raises(EngineRefusedError, match="rank 16") as error:
+            VLLMEngine(server.url).adapter("a").connect({"params": []})
+        assert "Call to" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["", "../a", "a b", "a@7", ".a", "a" * 200])
+def test_names_are_checked_before_anything_is_asked(name):
+    with pytest.raises(ConfigError, match="cannot be called"):
+        VLLMEngine("host:1").adapter(name)
+
+
+def test_other_engines_serve_no_adapters():
+    fleet = Fleet([VLLMEngine("host:1"), EmbeddedEngine("host:2")])
+    with pytest.raises(ConfigError, match="embedded engines serve no LoRA adapters"):
+        fleet.adapter("a")
+    with pytest.raises(ConfigError, match="unload adapters only"):
+        VLLMEngine("host:1").unload()

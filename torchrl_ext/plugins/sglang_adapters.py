@@ -1,0 +1,268 @@
+"""LoRA adapters by name and version in a stock SGLang, for a switch that no request can fall into.
+
+SGLang keeps adapters by name, and refuses to load a name twice: to replace one, a trainer has to unload it first, which
+waits for its last request while new ones are refused. So every version is loaded under a label of its own
+(``policy-lora@7``), and the name that requests use is pointed at a label where SGLang looks names up: each request
+keeps the version that it began with, and its response names it (``meta_info.adapter``). Cached keys and values belong
+to the `lora_id`, which is drawn anew at each load (`sglang.srt.managers.schedule_batch.Req`): no version meets those
+of another.
+
+Messages travel as the ``action`` of ``/weights_checker``, like our others, but these stay in the process that looks
+names up (`TokenizerManager`): ``{"adapters": question}`` with
+
+==========================================  ====================================================================
+``{"list": true}``                          ``{"adapters": {name: {"version"}}}``
+``{"check": info}``                         could such an adapter be loaded?
+``{"stage": name, "version", "path"}``      load it; nobody is served with it yet
+``{"serve": name, "version"}``              from now on the name stands for it
+``{"unload": name}``                        from now on requests by that name are refused
+==========================================  ====================================================================
+
+What SGLang 0.5.23 passes over in silence is refused when a version is staged: it scales every layer by
+``lora_alpha / r``, whatever ``use_rslora``, ``alpha_pattern`` and ``rank_pattern`` say, and skips tensors that it has
+no layer for (``up_proj`` without ``gate_proj``, for one), which the workers are asked about before a version serves.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, final
+
+from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
+from torchrl_ext.stores import open_store
+from torchrl_ext.transports.shared_root import SharedRoot
+from torchrl_ext.types import CHANNEL, Info, ParamMeta, adapter_label, adapter_rank, adapter_version
+
+__all__ = ["HOOKS", "Adapters", "check_worker"]
+
+_VISIBLE_S = 2.0
+_NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
+"""Settings of PEFT's that change what an adapter computes, and that SGLang does not look at."""
+
+_managers: weakref.WeakKeyDictionary[Any, Adapters] = weakref.WeakKeyDictionary()
+
+
+@final
+class Adapters:
+    """What the names stand for, in one server.
+
+    Args:
+        manager: SGLang's `TokenizerManager`.
+        ask_workers: sends an ``action`` of ``/weights_checker`` to the workers; returns success and message.
+    """
+
+    def __init__(self, manager: Any, ask_workers: Callable[[str], Awaitable[tuple[bool, str]]]) -> None:
+        self._manager, self._ask_workers = weakref.proxy(manager), ask_workers
+        self._served: dict[str, str] = {}
+        self._before: dict[str, str] = {}
+
+    def label(self, name: str | None) -> str | None:
+        """What a request by ``name`` is served with."""
+        return name if name is None else self._served.get(name, name)
+
+    async def answer(self, question: Info) -> Info:
+        """Do what a message says.
+
+        Raises:
+            ConfigError, EngineError, NotConnectedError: it cannot be done; the names stand for what they stood for.
+        """
+        if "check" in question:
+            await self._check(question["check"])
+        elif "stage" in question:
+            await self._stage(question["stage"], question["version"], question["path"])
+        elif "serve" in question:
+            await self._serve(question["serve"], question["version"])
+        elif "unload" in question:
+            await self._unload(question["unload"])
+        elif "list" not in question:
+            raise ConfigError(f"nobody knows how to {', '.join(question)}")
+        return {"adapters": {name: {"version": adapter_version(label)} for name, label in self._served.items()}}
+
+    async def _check(self, info: Info) -> None:
+        from sglang.srt.runtime_context import get_lora
+
+        started = get_lora()
+        if not started.enable_lora:
+            raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
+        params = [ParamMeta.from_json(row) for row in info["params"]]
+        rank = adapter_rank(params)
+        if started.max_lora_rank is not None and rank > started.max_lora_rank:
+            raise ConfigError(
+                f"LoRA rank {rank} is greater than max_lora_rank {started.max_lora_rank}",
+                hint=f"start the server with --max-lora-rank {rank} or more",
+            )
+        SharedRoot(open_store(info["root"]), "").find(info, _VISIBLE_S, threading.Event())
+        able, words = await self._ask_workers(CHANNEL + json.dumps({"adapter": {"tensors": [m.name for m in params]}}))
+        if not able:
+            raise EngineError(words)
+
+    async def _stage(self, name: str, version: int, path: str) -> None:
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
+
+        _refuse_ignored(json.loads((Path(path) / "adapter_config.json").read_bytes()))
+        label = adapter_label(name, version)
+        await self._drop(name, keep={self._served.get(name), self._before.get(name)})
+        told = await self._manager.load_lora_adapter(LoadLoRAAdapterReqInput(lora_name=label, lora_path=path))
+        if not told.success:  # of a KeyError SGLang hands on the key alone
+            missing = told.error_message.startswith("'base_model.")
+            raise EngineError(
+                f"there is no tensor {told.error_message}" if missing else told.error_message,
+                hint="SGLang packs q_proj, k_proj and v_proj: adapt q_proj with v_proj" if missing else None,
+            )
+        whole, words = await self._ask_workers(CHANNEL + json.dumps({"adapter": {"loaded": label}}))
+        if not whole:
+            await self._drop(name, keep={self._served.get(name), self._before.get(name)})
+            raise EngineError(words)
+
+    async def _serve(self, name: str, version: int) -> None:
+        label = adapter_label(name, version)
+        if label not in self._manager.lora_registry.get_all_adapters():
+            raise NotConnectedError(f"{label} is not staged", hint="load the adapter again")
+        if name in self._served:
+            self._before[name] = self._served[name]
+        self._served[name] = label
+
+    async def _unload(self, name: str) -> None:
+        if self._served.pop(name, None) is None:
+            raise ConfigError(f"no adapter {name!r} is loaded; there are: {', '.join(self._served) or 'none'}")
+        self._before.pop(name, None)
+        await self._drop(name, keep=set())
+
+    async def _drop(self, name: str, keep: set[str | None]) -> None:
+        """Unload versions that no request is at work with; SGLang would wait for the others, and load nothing."""
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        registry = self._manager.lora_registry
+        for label, reference in registry.get_all_adapters().items():
+            ours = label.rpartition("@")[0] == name and adapter_version(label) is not None
+            if ours and label not in keep and registry._counters[reference.lora_id].value() == 0:
+                await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=label))
+                self._manager.lora_ref_cache.pop(label, None)  # SGLang would load it again for a request by its label
+
+
+async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
+    """Around the server's part of ``/weights_checker``."""
+    if not request.action.startswith(CHANNEL):
+        return await original(manager, request, *args)
+    message = json.loads(request.action.removeprefix(CHANNEL))
+    if "adapters" not in message:
+        return await original(manager, request, *args)
+    if manager not in _managers:
+        _managers[manager] = Adapters(manager, _asking(original, weakref.proxy(manager), type(request)))
+    try:
+        return True, json.dumps(await _managers[manager].answer(message["adapters"])), None, None
+    except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
+        return False, f"{type(error).__name__}: {error}", None, None
+
+
+async def resolve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around SGLang's looking up of adapters by name, for one request or a batch."""
+    adapters = _managers.get(manager)
+    if adapters is not None:
+        parts = request.__dict__.get("_sub_obj_cache", {})  # SGLang takes a batch apart before it comes here
+        for one in (request, *parts.values()):
+            asked = one.lora_path
+            one.lora_path = adapters.label(asked) if isinstance(asked, str) else [*map(adapters.label, asked)]
+    return await original(manager, request)
+
+
+def respond(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> AsyncIterator[Any]:
+    """Around SGLang's waiting for a response: ``meta_info`` says in ``adapter`` which version made it."""
+    responses, label = original(manager, request, *args), request.lora_path
+    ours = isinstance(label, str) and adapter_version(label) is not None
+    return _labelled(responses, label) if ours else responses
+
+
+async def _labelled(responses: AsyncIterator[Any], label: str) -> AsyncIterator[Any]:
+    async for response in responses:
+        response["meta_info"]["adapter"] = label
+        yield response
+
+
+def check_worker(manager: Any, question: Info) -> None:
+    """Worker: whether every tensor of an adapter has a layer here that it would be applied in.
+
+    Args:
+        manager: the worker's `LoRAManager`.
+        question: ``{"tensors": [names]}`` before it is loaded, ``{"loaded": label}`` once it is.
+
+    Raises:
+        ConfigError: names the first layer that has no LoRA here.
+        EngineError: nothing of that label is loaded here.
+    """
+    if "tensors" in question:
+        _check_tensors(manager, question["tensors"])
+    else:
+        _check_loaded(manager, question["loaded"])
+
+
+def _check_tensors(manager: Any, names: Iterable[str]) -> None:
+    from sglang.srt.layers.utils import get_layer_id
+    from sglang.srt.lora.utils import get_normalized_target_modules
+
+    for name in names:
+        layer, number = _layer(name), get_layer_id(name)
+        known = get_normalized_target_modules([layer]) <= manager.target_modules
+        ends = number is None and layer.rpartition(".")[2] in ("embed_tokens", "lm_head")
+        if ".experts" not in layer and not (known and (ends or (number or 0) < len(manager.lora_modules))):
+            raise _no_lora(manager, layer)
+
+
+def _check_loaded(manager: Any, label: str) -> None:
+    found = [key for key, reference in manager.lora_refs.items() if reference.lora_name == label]
+    if not found:
+        raise EngineError(f"{label} is not loaded on this worker")
+    adapter = manager.loras[found[0]]
+    layers = [
+        (layer.weights, set(modules)) for layer, modules in zip(adapter.layers, manager.lora_modules, strict=True)
+    ]
+    ends = {"embed_tokens": manager.embed_tokens_module, "lm_head": manager.lm_head_module}
+    layers.append((adapter.embedding_layers, {name for name, module in ends.items() if module is not None}))
+    for weights, wrapped in layers:
+        for layer in map(_layer, weights):
+            if not any(f".{layer}".endswith(f".{module}") for module in wrapped) and ".experts" not in layer:
+                raise _no_lora(manager, layer)
+
+
+def _layer(name: str) -> str:
+    return name.partition(".lora_")[0].removeprefix("base_model.model.")
+
+
+def _no_lora(manager: Any, layer: str) -> ConfigError:
+    return ConfigError(
+        f"the engine has no LoRA for layer {layer!r}",
+        expected=f"some of {', '.join(sorted(manager.target_modules))}",
+        hint="adapt gate_proj with up_proj, and q_proj with v_proj; or start the server so that --lora-target-modules "
+        "has the layer",
+    )
+
+
+def _refuse_ignored(config: Info) -> None:
+    wrong = {name: config[name] for name, plain in _NOT_HERE.items() if config.get(name) not in (None, plain)}
+    if wrong:
+        raise ConfigError(
+            f"SGLang does not know {', '.join(f'{name}={value!r}' for name, value in wrong.items())}",
+            expected="plain LoRA, scaled by lora_alpha / r",
+            hint="train the adapter without, or send merged weights",
+        )
+
+
+def _asking(original: Callable[..., Any], manager: Any, kind: type) -> Callable[[str], Awaitable[tuple[bool, str]]]:
+    async def ask(action: str) -> tuple[bool, str]:
+        success, message, *_ = await original(manager, kind(action=action))
+        return success, message
+
+    return ask
+
+
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_CONTROL}.check_weights": check_weights,
+    f"{_TOKENIZER}._resolve_lora_path": resolve,
+    f"{_TOKENIZER}._wait_one_response": respond,
+}

@@ -1,0 +1,74 @@
+"""LoRA adapters of a vLLM server, by the routes that our plugin adds (`torchrl_ext.plugins.vllm_adapters`)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.rpc.adapters import AdapterClient
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.served import restated
+from torchrl_ext.rpc.worker_words import unwrapped
+from torchrl_ext.types import ADAPTERS_ROUTE, Info
+
+__all__ = ["VLLMAdapter"]
+
+_PLUGIN = (
+    "install torchrl_ext in the engine's environment and name it in VLLM_PLUGINS, or let "
+    "`torchrl-ext serve vllm --lora-rank N` start the server"
+)
+_ENABLE = "start the server with --enable-lora (`torchrl-ext serve vllm --lora-rank N`)"
+
+
+@final
+class VLLMAdapter(AdapterClient):
+    """One adapter of a vLLM server; see `AdapterClient`."""
+
+    kind: ClassVar[str] = "vllm"
+
+    def __init__(self, engine: EngineClient, name: str, **settings: Any) -> None:
+        super().__init__(engine, name, **settings)
+        self._in_use: list[int] = []
+
+    def oldest(self, version: int) -> int:
+        """Requests read the files of the version that they began with where vLLM had to drop it meanwhile."""
+        before = version if self._before is None else self._before
+        return min([version, before, *self._in_use])
+
+    def _serving(self) -> int | None:
+        with _explaining():
+            told = self._http.get(ADAPTERS_ROUTE)
+        return told["adapters"].get(self.name, {}).get("version")
+
+    def _check(self, info: Info) -> None:
+        self._post("check", {"info": info})
+
+    def _stage(self, version: int, path: str) -> None:
+        self._post("stage", {"name": self.name, "version": version, "path": path})
+
+    def _serve(self, version: int) -> None:
+        self._in_use = self._post("serve", {"name": self.name, "version": version})["in_use"]
+
+    def _drop(self) -> None:
+        self._post("unload", {"name": self.name})
+
+    def _post(self, what: str, body: Info) -> Any:
+        with _explaining():
+            return self._http.post(f"{ADAPTERS_ROUTE}/{what}", body, timeout_s=self._load_timeout_s)
+
+
+class _explaining:
+    """The engine's refusals in words that help."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, EngineRefusedError):
+            return
+        hint = error.hint
+        if "LoRA is not enabled" in error.what:
+            hint = _ENABLE
+        elif error.status in (404, 405) and "is loaded; there are" not in error.what:
+            raise restated(error, error.what, expected="the routes of our plugin", hint=_PLUGIN) from error
+        raise restated(error, unwrapped(error.what), hint=hint) from error

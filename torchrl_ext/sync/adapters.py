@@ -1,0 +1,111 @@
+"""`AdapterSender`: LoRA adapters, a few megabytes of them, into engines whose base weights stay."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.sources import inner_model
+from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.types import SyncReport
+from torchrl_ext.weights.adapter import as_adapter
+
+__all__ = ["AdapterSender"]
+
+
+@final
+class AdapterSender:
+    """Keeps engines at the newest version of one or more LoRA adapters, by name.
+
+    Each name is a `WeightSender` over a `DiskTransport` of its own: versions appear as a whole in
+    ``root/NAME/weight_v000007/``, in PEFT's format, are loaded while the engines serve, and then take over the name.
+    Requests that began before end with the version that they began with.
+
+    Args:
+        root: directory that the trainer and every engine reach under the same path. It stays as long as engines serve
+            adapters from it: they read files again when they ran out of room for an adapter.
+        engine: client of one engine or of a fleet (`torchrl_ext.connect`).
+        keep_files: never remove old versions.
+        dtype: cast the adapter's tensors to this dtype on the way out.
+        timeout_s: deadline of every wait of the data layer, in seconds.
+        rank: this trainer process's rank. Only rank 0 talks to engines and writes files; others call `load` too.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        engine: EngineClient,
+        *,
+        keep_files: bool = False,
+        dtype: torch.dtype | None = None,
+        timeout_s: float = 60.0,
+        rank: int = 0,
+    ) -> None:
+        self._root, self._engine, self._rank = Path(root), engine, rank
+        self._keep_files, self._dtype, self._timeout_s = keep_files, dtype, timeout_s
+        self._senders: dict[str, WeightSender] = {}
+
+    def load(self, name: str, model: Any, *, adapter: str | None = None) -> SyncReport:
+        """Publish the adapter's weights as the next version of ``name``, and put it in service.
+
+        Args:
+            name: what requests call it: ``model`` of vLLM's routes, ``lora_path`` of SGLang's.
+            model: a ``PeftModel``, a module (TorchRL wrapper, DDP) around one, or a directory that PEFT has written.
+            adapter: which adapter of the module; None for the active one.
+
+        Returns:
+            What was done; ``version`` is the adapter's, and each engine's row has the version that it serves.
+
+        Raises:
+            ConfigError: no adapter that can be sent, a name that cannot be one, or engines that serve no adapters.
+            UpdateError: not every engine serves the new version; the rows say which serve what.
+        """
+        return self._sender(name).update_weights(as_adapter(inner_model(model), adapter))
+
+    def unload(self, name: str) -> None:
+        """Take ``name`` out of service on every engine: requests by it are refused from now on.
+
+        Requests that run end with what they began with. Files of the last version stay in the root.
+
+        Raises:
+            EngineRefusedError: an engine serves no adapter of that name.
+            EngineError: engines failed; the others have unloaded it.
+        """
+        sender = self._senders.pop(name, None)
+        if sender is not None:
+            sender.shutdown()
+        if self._rank == 0:
+            self._engine.adapter(name).unload()
+
+    def version(self, name: str) -> int:
+        """The version of ``name`` that this sender put in service last.
+
+        Raises:
+            ConfigError: it has loaded none of that name.
+        """
+        if name not in self._senders:
+            raise ConfigError(
+                f"no adapter {name!r} was loaded here", expected=", ".join(self._senders) or "a load before"
+            )
+        return self._senders[name].version
+
+    def shutdown(self) -> None:
+        """Let other trainers have the root; engines keep serving what they have. May be called twice."""
+        for sender in self._senders.values():
+            sender.shutdown()
+        self._senders.clear()
+
+    def _sender(self, name: str) -> WeightSender:
+        if name not in self._senders:
+            engine = self._engine.adapter(name)
+            transport = DiskTransport(
+                self._root / name, adapter=True, keep_files=self._keep_files, timeout_s=self._timeout_s
+            )
+            self._senders[name] = WeightSender(transport, engine, dtype=self._dtype, verify=False, rank=self._rank)
+        return self._senders[name]
