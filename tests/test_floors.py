@@ -15,6 +15,7 @@ PACKAGE = ROOT / "torchrl_ext"
 FLOORS = [
     {"errors"},
     {"types", "registry", "jit"},
+    {"kernels"},
     {"weights", "codecs", "stores"},
     {"transports", "rpc", "launch"},
     {"sync", "rollout"},
@@ -32,7 +33,9 @@ HOMES = {
     "vllm": {"plugins"},
     "sglang": {"plugins"},
 }
-IN_ENGINES = {"types", "errors", "registry", "jit", "weights", "codecs", "stores", "transports", "sync", "plugins"}
+IN_ENGINES = {
+    "types", "errors", "registry", "jit", "kernels", "weights", "codecs", "stores", "transports", "sync", "plugins",
+}  # fmt: skip
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "peft", "datasets"}
 ENGINE_MODULES = [
     "torchrl_ext",

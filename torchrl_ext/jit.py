@@ -33,7 +33,18 @@ except ImportError as error:
         hint="pip install numba, in the engine's environment too",
     ) from error
 
-__all__ = ["GOLDEN", "bit_length", "changed64", "count_ones", "count_trailing_zeros", "fingerprint", "njit"]
+__all__ = [
+    "GOLDEN",
+    "bit_length",
+    "changed64",
+    "count_ones",
+    "count_trailing_zeros",
+    "fingerprint",
+    "helper",
+    "line",
+    "njit",
+    "unline",
+]
 
 
 def njit(function: Callable[..., Any]) -> Any:
@@ -127,3 +138,17 @@ def fingerprint(key: Any, bits: Any) -> Any:
     z = z ^ (z >> _31)
     y = (z ^ (z >> _32)) * _M3
     return z, y ^ (y >> _29)
+
+
+@helper
+def line(bits, top, mask, ordered):
+    """Place of a bit pattern on the ordered line; ``ordered`` is 1 for sign-magnitude formats, 0 for integers."""
+    return bits ^ (top | ((np.uint64(0) - np.uint64((bits & top) != np.uint64(0))) & mask)) if ordered else bits
+
+
+@helper
+def unline(place, top, mask, ordered):
+    """Inverse of `line`."""
+    if ordered:
+        return place ^ top if place & top else place ^ mask
+    return place

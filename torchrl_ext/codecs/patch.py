@@ -12,11 +12,10 @@ from torch import Tensor
 
 from torchrl_ext.codecs.layout import from_units, layout_of, units, writable_units
 from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.kernels.base import BITS
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["DensePatch", "Patch", "SparsePatch", "StepPatch", "apply_patch", "diff", "fold", "index_dtype"]
-
-_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def index_dtype(count: int) -> np.dtype[Any]:
@@ -78,7 +77,7 @@ class SparsePatch(_Places):
 
     def bits(self) -> Tensor:
         """The values as a tensor of a signed integer dtype (uint8 for bytes), for a scatter into any view."""
-        return torch.from_numpy(self.values).view(_VIEWS[self.values.itemsize])
+        return torch.from_numpy(self.values).view(BITS[self.values.itemsize])
 
     def only(self, chosen: slice | np.ndarray) -> SparsePatch:
         """The part at some of the places: a slice, or increasing numbers of places."""
@@ -111,7 +110,7 @@ class StepPatch(_Places):
         Args:
             old: unsigned, of the unit's width, shape (k,).
         """
-        from torchrl_ext.codecs.place import move
+        from torchrl_ext.kernels.loops import move
 
         layout, values = layout_of(self.meta.dtype), np.empty_like(self.steps)
         move(np.ascontiguousarray(old), self.steps, layout.top, layout.mask, layout.ordered, values)

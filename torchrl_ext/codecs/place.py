@@ -1,24 +1,16 @@
-"""From decoded tokens back to places and steps, and from steps to bits."""
+"""From decoded tokens back to places and steps."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.codecs.tokens import line, take, unline, unzigzag
+from torchrl_ext.codecs.tokens import take, unzigzag
 from torchrl_ext.jit import njit
 
-__all__ = ["move", "place_contexts", "place_plain"]
+__all__ = ["place_contexts", "place_plain"]
 
 _0 = np.uint64(0)
 _LOW = np.uint64(0xFFFFFFFF)
-
-
-@njit
-def move(old, steps, top, mask, ordered, out):
-    """``out[k]`` = the bit pattern ``steps[k]`` places (modulo 2^width) after ``old[k]`` on the ordered line."""
-    for k in range(old.size):
-        place = line(np.uint64(old[k]), top, mask, ordered) + np.uint64(steps[k])
-        out[k] = unline(place & mask, top, mask, ordered)
 
 
 @njit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_ext.codecs.changes import CHUNK, add_digest, lanes_of, list_changes
-from torchrl_ext.codecs.tokens import line, put, split, zigzag
-from torchrl_ext.jit import GOLDEN, bit_length, changed64, count_ones, fingerprint, helper, njit
+from torchrl_ext.codecs.tokens import put, split, zigzag
+from torchrl_ext.jit import GOLDEN, bit_length, changed64, count_ones, fingerprint, helper, line, njit
 
 __all__ = ["count_changed", "follow", "plain_steps", "scan_contexts", "scan_plain", "sort_contexts", "survey"]
 

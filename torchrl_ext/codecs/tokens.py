@@ -13,27 +13,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.jit import bit_length, helper
+from torchrl_ext.jit import bit_length, helper, line
 
-__all__ = ["line", "put", "split", "take", "unline", "unzigzag", "zigzag"]
+__all__ = ["put", "split", "take", "unzigzag", "zigzag"]
 
 _0, _1, _2, _3 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3)
 _16, _32 = np.uint64(16), np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
-
-
-@helper
-def line(bits, top, mask, ordered):
-    """Place of a bit pattern on the ordered line; ``ordered`` is 1 for sign-magnitude formats, 0 for integers."""
-    return bits ^ (top | ((_0 - np.uint64((bits & top) != _0)) & mask)) if ordered else bits
-
-
-@helper
-def unline(place, top, mask, ordered):
-    """Inverse of `line`."""
-    if ordered:
-        return place ^ top if place & top else place ^ mask
-    return place
 
 
 @helper

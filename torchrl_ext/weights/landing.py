@@ -7,23 +7,26 @@ update costs what changed, and not what the model weighs, whatever the sharding 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.layout import layout_of
-from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch
+from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, StepPatch
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.weights.position_digest import PositionDigest, digest_at
-from torchrl_ext.weights.scatter import Copy, Scatter, as_bits, commit, flat, gather
+from torchrl_ext.kernels.base import BITS, Kernels, Landed, Place
+from torchrl_ext.kernels.select import kernels_on
+from torchrl_ext.weights.position_digest import PositionDigest
+from torchrl_ext.weights.scatter import Copy, Scatter, as_bits, commit, flat
 
 if TYPE_CHECKING:
     from torchrl_ext.weights.loader import Staging
 
-__all__ = ["Coverage", "Patcher", "Piece", "Staged", "as_bits", "compare", "identity", "piece_digest", "stage"]
+__all__ = ["Coverage", "Patcher", "Piece", "Staged", "as_bits", "compare", "identity", "piece_digest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +45,14 @@ class Piece:
 
 
 class Staged:
-    """Writes that wait for the pause, and the digests of the tensors that they make."""
+    """Writes that wait for the pause, and the digests of the tensors that they make.
 
-    def __init__(self) -> None:
+    Args:
+        kernels: translate and write; by default those of each parameter's device.
+    """
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels
         self._writes: list[Scatter | Copy] = []
         self.digests: dict[str, PositionDigest] = {}
 
@@ -70,13 +78,21 @@ class Staged:
         if isinstance(patch, DensePatch):
             digest = self._add_dense(pieces, patch)
         else:
-            for piece, chosen, offsets in stage(pieces, torch.from_numpy(patch.indices)):
-                target = flat(piece.destination)
-                old = gather(target, offsets).numpy().view(layout_of(patch.meta.dtype).dtype)
-                part = patch.only(chosen if isinstance(chosen, slice) else chosen.numpy())
-                resolved = part.resolve(old) if isinstance(part, StepPatch) else part
-                digest = digest.updated(resolved.indices, old, resolved.values)
-                self._writes.append(_write(piece, target, offsets, resolved.bits()))
+            positions, (payload, ordered) = torch.from_numpy(patch.indices), _payload(patch)
+            for piece in pieces:
+                view = piece.destination
+                place = Place(
+                    shape=tuple(view.shape), offset=piece.offset, strides=tuple(piece.strides), to=tuple(view.stride())
+                )
+                chosen = _within(patch.indices, place)
+                if chosen.start == chosen.stop:
+                    continue
+                target = flat(view)
+                kernels = self._kernels or kernels_on(target.device)
+                landed = kernels.land(target, place, positions[chosen], payload[chosen], ordered)
+                digest = digest.plus(landed.words)
+                if landed.offsets.numel():
+                    self._writes.append(_write(kernels, piece, target, landed))
         self.digests[patch.meta.name] = digest
 
     def _add_dense(self, pieces: Sequence[Piece], patch: DensePatch) -> PositionDigest:
@@ -84,10 +100,9 @@ class Staged:
         whole = as_bits(_in_units(tensor)).reshape(-1)
         for piece in pieces:
             source = whole.as_strided(tuple(piece.destination.shape), piece.strides, piece.offset)
-            digest = digest + piece_digest(piece, source)
-            self._writes.append(
-                Copy(destination=as_bits(piece.destination), source=source.to(piece.destination.device))
-            )
+            source = source.to(piece.destination.device)
+            digest = digest + piece_digest(piece, source, self._kernels)
+            self._writes.append(Copy(destination=as_bits(piece.destination), source=source))
         return digest
 
     def commit(self) -> None:
@@ -96,16 +111,30 @@ class Staged:
         self._writes.clear()
 
 
-def _write(piece: Piece, target: Tensor, offsets: Tensor, values: Tensor) -> Scatter | Copy:
+def _payload(patch: SparsePatch | StepPatch) -> tuple[Tensor, bool | None]:
+    """What `Kernels.land` takes."""
+    if isinstance(patch, StepPatch):
+        return torch.from_numpy(patch.steps).view(BITS[patch.steps.itemsize]), layout_of(patch.meta.dtype).ordered
+    return patch.bits(), None
+
+
+def _within(positions: np.ndarray, place: Place) -> slice:
+    """The positions, increasing, from the first to the last one of a place."""
+    if not place.numel:
+        return slice(0, 0)
+    bounds = np.array([place.offset, place.end], np.int64).astype(positions.dtype)  # else all are converted
+    first, end = np.searchsorted(positions, bounds).tolist()
+    return slice(first, end)
+
+
+def _write(kernels: Kernels, piece: Piece, target: Tensor, landed: Landed) -> Scatter | Copy:
     """Some writes, or where most of a block changes the whole block: that is quicker, and takes less memory."""
     own = piece.destination.numel() == target.numel()  # nothing between its elements belongs to others
-    if own and target.numel() * target.element_size() <= offsets.nbytes + values.nbytes:
-        source = target.cpu().clone() if target.device.type == "cpu" else target.cpu()
-        Scatter(target=source, offsets=offsets, values=values).commit()
-        return Copy(destination=target, source=source.to(target.device))
-    if target.device.type != "cpu":
-        offsets, values = offsets.to(target.device, torch.int64), values.to(target.device)
-    return Scatter(target=target, offsets=offsets, values=values)
+    if own and target.numel() * target.element_size() <= landed.offsets.nbytes + landed.values.nbytes:
+        source = target.clone()
+        kernels.scatter(source, landed.offsets, landed.values)
+        return Copy(destination=target, source=source)
+    return Scatter(kernels=kernels, target=target, offsets=landed.offsets, values=landed.values)
 
 
 Coverage = tuple[PositionDigest, int]
@@ -117,10 +146,11 @@ class Patcher:
 
     Args:
         pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
+        kernels: as in `Staged`.
     """
 
-    def __init__(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        self.pieces = pieces
+    def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
+        self.pieces, self._kernels = pieces, kernels
         self._held: dict[str, Coverage] = {}
         self._staged: Staged | None = None
 
@@ -140,7 +170,7 @@ class Patcher:
         Returns:
             What this rank will hold of each tensor, for `compare`.
         """
-        self._staged, staged = None, Staged()
+        self._staged, staged = None, Staged(self._kernels)
         for patch in changes.patches():
             name = patch.meta.name
             if name in self.pieces:
@@ -176,7 +206,7 @@ class Patcher:
         if name not in self._held:
             digest, count = PositionDigest(), 0
             for piece in self.pieces[name]:
-                digest = digest + piece_digest(piece, as_bits(piece.destination))
+                digest = digest + piece_digest(piece, as_bits(piece.destination), self._kernels)
                 count += piece.destination.numel()
             self._held[name] = (digest, count)
         return self._held[name]
@@ -198,86 +228,18 @@ def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) ->
             )
 
 
-def piece_digest(piece: Piece, bits: Tensor) -> PositionDigest:
-    """Position digest of ``bits``, shaped as the piece, at the checkpoint positions of the piece."""
-    if _dense(tuple(bits.shape), piece.strides):
-        return digest_at(bits.reshape(-1), start=piece.offset)
-    positions = torch.full((), piece.offset, dtype=torch.int64)
-    for size, stride in zip(bits.shape, piece.strides, strict=True):
-        positions = positions[..., None] + torch.arange(size) * stride
-    order = positions.reshape(-1)
-    return digest_at(bits.reshape(-1), positions=order)
-
-
-def stage(pieces: Sequence[Piece], positions: Tensor) -> Iterable[tuple[Piece, Tensor | slice, Tensor]]:
-    """Where changed elements of one checkpoint tensor land here.
+def piece_digest(piece: Piece, bits: Tensor, kernels: Kernels | None = None) -> PositionDigest:
+    """Position digest of ``bits``, shaped as the piece, at the checkpoint positions of the piece.
 
     Args:
-        pieces: the copies that the loader makes of the tensor on this rank.
-        positions: int32 or int64, shape ``(n,)``, increasing: flat positions in the checkpoint tensor.
-
-    Yields:
-        ``(piece, chosen, offsets)``: which of ``positions`` land there (a slice or int64 indices); and where, counted
-        in elements from the first one of the destination. Offsets are int32 where the destination's reach allows.
+        piece: says the positions.
+        bits: integers.
+        kernels: by default those of the device of ``bits``.
     """
-    for piece in pieces:
-        chosen, offsets = _translate(positions, piece)
-        if offsets.numel():
-            yield piece, chosen, offsets
-
-
-def _translate(positions: Tensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
-    shape, strides = tuple(piece.destination.shape), piece.strides
-    to = piece.destination.stride()
-    if piece.destination.numel() == 0:
-        return slice(0, 0), positions[:0]
-    last = piece.offset + _reach(shape, strides)
-    bounds = torch.tensor([piece.offset, last], dtype=positions.dtype)
-    first, end = (int(bound) for bound in torch.searchsorted(positions, bounds))
-    rest = positions[first:end]
-    if piece.offset:
-        rest = rest - piece.offset
-    if _dense(shape, strides) and _dense(shape, to):
-        return slice(first, end), _narrowed(rest, last - piece.offset)
-    fits, offsets = _spread(rest.to(torch.int64), shape, strides, to)
-    offsets = _narrowed(offsets, _reach(shape, to))
-    if _dense(shape, strides):
-        return slice(first, end), offsets
-    return fits.nonzero().flatten() + first, offsets[fits]
-
-
-def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one of a view."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
-def _narrowed(offsets: Tensor, reach: int) -> Tensor:
-    """int32 where that can count to ``reach``: half the memory to read in the pause."""
-    return offsets.to(torch.int32 if reach <= 2**31 - 1 else torch.int64)
-
-
-def _dense(shape: tuple[int, ...], strides: Sequence[int]) -> bool:
-    """Whether a view runs through its memory in C order without gaps."""
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(tuple(strides)), strict=True):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _spread(rest: Tensor, shape: tuple[int, ...], source: Sequence[int], to: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Coordinates of flat source offsets, and the destination offsets they mean; not all need lie in the view."""
-    fits = torch.ones_like(rest, dtype=torch.bool)
-    offsets = torch.zeros_like(rest)
-    order = sorted((stride, size, step) for size, stride, step in zip(shape, source, to, strict=True) if size != 1)
-    for stride, size, step in reversed(order):
-        coordinate = torch.div(rest, stride, rounding_mode="floor")
-        fits &= coordinate < size
-        offsets += coordinate * step
-        rest = rest - coordinate * stride
-    return fits & (rest == 0), offsets
+    if not bits.numel():
+        return PositionDigest()
+    place = Place(shape=tuple(bits.shape), offset=piece.offset, strides=tuple(piece.strides), to=tuple(bits.stride()))
+    return PositionDigest(*(kernels or kernels_on(bits.device)).words(flat(bits), place))
 
 
 def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:

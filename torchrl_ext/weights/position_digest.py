@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
+from torchrl_ext.kernels.base import Place, flat_bits
+from torchrl_ext.kernels.select import kernels_on
 
-__all__ = ["PositionDigest", "digest_at", "position_digest"]
+__all__ = ["PositionDigest", "position_digest"]
 
 _VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _PIECE = 1 << 20  # elements per task
@@ -54,23 +56,11 @@ class PositionDigest:
             indices: flat positions in the full tensor, any integer dtype, shape (k,), each once.
             old, new: raw bits before and after, unsigned, shape (k,).
         """
-        from torchrl_ext.weights.position_kernel import digest_change
+        from torchrl_ext.kernels.loops import digest_change
 
         total = np.zeros(2, np.uint64)
         digest_change(np.ascontiguousarray(indices), np.ascontiguousarray(old), np.ascontiguousarray(new), total)
         return self.plus((int(total[0]), int(total[1])))
-
-    def joined(self, indices: np.ndarray, bits: np.ndarray) -> PositionDigest:
-        """The digest after elements joined.
-
-        Args:
-            indices: flat positions in the full tensor, int64, shape (k,).
-            bits: raw bits, unsigned, shape (k,).
-        """
-        from torchrl_ext.weights.position_kernel import digest_runs
-
-        one, two = digest_runs(bits, 1, np.ascontiguousarray(indices))
-        return self.plus((int(one), int(two)))
 
     def hex(self) -> str:
         """32 hex digits."""
@@ -97,7 +87,7 @@ def position_digest(
     """Recompute the digest of a tensor, or of a rectangular shard of one.
 
     Args:
-        tensor: any dtype of 1, 2, 4 or 8 bytes, or complex128 (as pairs of 8).
+        tensor: any dtype of 1, 2, 4 or 8 bytes, or complex128 (as pairs of 8); a full one is read on its device.
         shape: shape of the full tensor that ``tensor`` is a shard of; default: ``tensor`` is the full one.
         starts: index of the shard's first element along each dimension of ``shape``.
         threads: worker threads.
@@ -105,6 +95,10 @@ def position_digest(
     Raises:
         ManifestError: the shard does not lie within ``shape``.
     """
+    if tensor.device.type != "cpu" and shape is None:
+        bits = flat_bits(tensor)
+        place = Place(shape=(bits.numel(),), offset=0, strides=(1,), to=(1,))
+        return PositionDigest(*kernels_on(bits.device).words(bits, place))
     local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     sizes = tuple(local.shape)
     full = sizes if shape is None else tuple(shape)
@@ -117,20 +111,6 @@ def position_digest(
     bits = local.reshape(-1).view(_VIEWS[local.element_size()]).numpy()
     run, first = _runs(sizes, full, begin)
     return _total(bits, run, first, threads)
-
-
-def digest_at(bits: Tensor, *, start: int = 0, positions: Tensor | None = None, threads: int = 1) -> PositionDigest:
-    """Digest of raw elements at given places of a full tensor.
-
-    Args:
-        bits: integers of the element's width, 1-D.
-        start: position of the first one, when they follow each other.
-        positions: int64, shape of ``bits``: the position of each, when they do not.
-    """
-    units = bits.detach().cpu().contiguous().view(_VIEWS[bits.element_size()]).numpy()
-    if positions is None:
-        return _total(units, units.size, np.full(1, start, np.int64), threads)
-    return PositionDigest().joined(positions.numpy(), units)
 
 
 def _runs(sizes: tuple[int, ...], full: tuple[int, ...], begin: tuple[int, ...]) -> tuple[int, np.ndarray]:
@@ -149,7 +129,7 @@ def _runs(sizes: tuple[int, ...], full: tuple[int, ...], begin: tuple[int, ...])
 
 
 def _total(bits: np.ndarray, run: int, first: np.ndarray, threads: int) -> PositionDigest:
-    from torchrl_ext.weights.position_kernel import digest_runs
+    from torchrl_ext.kernels.loops import digest_runs
 
     if not bits.size:
         return PositionDigest()

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Copy", "Scatter", "as_bits", "commit", "flat", "gather"]
+from torchrl_ext.kernels.base import BITS, Kernels
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["Copy", "Scatter", "as_bits", "commit", "flat"]
+
 _SPLIT = 1 << 18  # elements that are worth a thread of their own
 _THREADS = 4  # beyond these, memory is what is waited for
 
 
 def as_bits(tensor: Tensor) -> Tensor:
     """The same memory seen as integers of the same width, so that NaN payloads and -0.0 survive every copy."""
-    return tensor.detach().view(_BITS[tensor.element_size()])
+    return tensor.detach().view(BITS[tensor.element_size()])
 
 
 def flat(view: Tensor) -> Tensor:
@@ -32,11 +33,13 @@ class Scatter:
     """Elements of one parameter that will change: ``target[offsets] = values``.
 
     Attributes:
+        kernels: write, and made ``offsets`` and ``values``.
         target: 1-D integers.
-        offsets: int32 or int64, shape ``(k,)``, on the device of ``target`` (int64 where that is not the CPU).
-        values: of ``target``'s dtype, shape ``(k,)``.
+        offsets: int32 or int64, shape ``(k,)``, on the device of ``target``.
+        values: of ``target``'s dtype, shape ``(k,)``, on the device of ``target``.
     """
 
+    kernels: Kernels
     target: Tensor
     offsets: Tensor
     values: Tensor
@@ -53,19 +56,16 @@ class Scatter:
 
     def parts(self) -> Sequence[Scatter]:
         """The same, cut for several threads."""
-        if self.target.device.type != "cpu" or self.elements <= _SPLIT:
+        if not self.kernels.on_host or self.elements <= _SPLIT:
             return (self,)
         cut = zip(self.offsets.split(_SPLIT), self.values.split(_SPLIT), strict=True)
-        return [Scatter(target=self.target, offsets=offsets, values=values) for offsets, values in cut]
+        return [
+            Scatter(kernels=self.kernels, target=self.target, offsets=offsets, values=values) for offsets, values in cut
+        ]
 
     def commit(self) -> None:
         """Write."""
-        if self.target.device.type != "cpu":
-            self.target.index_copy_(0, self.offsets, self.values)
-            return
-        from torchrl_ext.weights.scatter_kernel import scatter
-
-        scatter(self.target.numpy(), self.offsets.numpy(), self.values.numpy())
+        self.kernels.scatter(self.target, self.offsets, self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,19 +96,6 @@ class Copy:
     def commit(self) -> None:
         """Write."""
         self.destination.copy_(self.source, non_blocking=True)
-
-
-def gather(target: Tensor, offsets: Tensor) -> Tensor:
-    """``target[offsets]``, on the CPU. Also has the compiled loops ready before a pause needs them."""
-    if target.device.type != "cpu":
-        return target.index_select(0, offsets.to(target.device, torch.int64)).cpu()
-    from torchrl_ext.weights.scatter_kernel import gather as compiled
-    from torchrl_ext.weights.scatter_kernel import scatter
-
-    found = torch.empty(offsets.shape, dtype=target.dtype)
-    compiled(target.numpy(), offsets.numpy(), found.numpy())
-    scatter(target.numpy(), offsets[:0].numpy(), found[:0].numpy())
-    return found
 
 
 def commit(writes: Sequence[Scatter | Copy]) -> None:

@@ -1,12 +1,34 @@
-"""Compiled loops of `torchrl_ext.weights.position_digest`; importing this imports numba."""
+"""Compiled loops of `torchrl_ext.kernels.host`; importing this imports numba."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.jit import GOLDEN, fingerprint, njit
+from torchrl_ext.jit import GOLDEN, fingerprint, line, njit, unline
 
-__all__ = ["digest_change", "digest_runs"]
+__all__ = ["digest_change", "digest_runs", "gather", "move", "scatter"]
+
+
+@njit
+def scatter(target, offsets, values):
+    """``target[offsets] = values``; offsets lie within the target, which whoever translated them made sure of."""
+    for k in range(offsets.size):
+        target[offsets[k]] = values[k]
+
+
+@njit
+def gather(target, offsets, found):
+    """``found[:] = target[offsets]``."""
+    for k in range(offsets.size):
+        found[k] = target[offsets[k]]
+
+
+@njit
+def move(old, steps, top, mask, ordered, out):
+    """``out[k]`` = the bit pattern ``steps[k]`` places (modulo 2^width) after ``old[k]`` on the ordered line."""
+    for k in range(old.size):
+        place = line(np.uint64(old[k]), top, mask, ordered) + np.uint64(steps[k])
+        out[k] = unline(place & mask, top, mask, ordered)
 
 
 @njit

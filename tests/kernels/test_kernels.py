@@ -1,0 +1,178 @@
+"""What every implementation of the kernels has to do, held against numpy's words for it."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.codecs.data import DTYPES, random_bits
+from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.kernels.base import BITS, Place, flat_bits
+from torchrl_ext.kernels.select import kernels, kernels_on
+
+SIZES = (0, 1, 63, 1024, 1025, 2500)
+DENSITIES = (0.0, 0.02, 0.5, 1.0)
+WIDTHS = (1, 2, 4, 8)
+
+
+def bits(count, width, generator):
+    return flat_bits(random_bits(count, BITS[width], generator))
+
+
+def changed(old, density, generator):
+    """Other bits at about so many places: an element counts as changed by its lowest bit."""
+    return torch.where(torch.rand(old.shape, generator=generator) < density, old ^ 1, old)
+
+
+def fingerprints(positions, found):
+    """`torchrl_ext.jit.fingerprint`, by numpy."""
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[found.element_size()]
+    wide = found.cpu().numpy().view(unsigned).astype(np.uint64)
+    z = np.asarray(positions).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + wide
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    y = (z ^ (z >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return int(z.sum(dtype=np.uint64)), int((y ^ (y >> np.uint64(29))).sum(dtype=np.uint64))
+
+
+def difference(after, before):
+    return tuple((a - b) % 2**64 for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("size", SIZES)
+def test_what_differs_is_listed_in_order(way, size, width):
+    own, device = way
+    generator = torch.Generator().manual_seed(size)
+    for density in DENSITIES:
+        old = bits(size, width, generator)
+        new = changed(old, density, generator)
+        where = np.flatnonzero(old.numpy() != new.numpy())
+        listed = own.diff(old.to(device), new.to(device))
+        assert listed.places.dtype == torch.int32 and listed.places.cpu().tolist() == where.tolist()
+        assert torch.equal(listed.before.cpu(), old[where]) and torch.equal(listed.after.cpu(), new[where])
+        words = own.change_words(listed.places, listed.before, listed.after, 1 << 40)
+        assert words == difference(
+            fingerprints(where + (1 << 40), new[where]), fingerprints(where + (1 << 40), old[where])
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_signs_of_zeros_and_payloads_of_nans_are_differences(way, dtype):
+    own, device = way
+    old = torch.zeros(300, dtype=dtype)
+    raw = old.clone().view(torch.uint8).reshape(300, -1)
+    raw[7, -1] = 1 if dtype == torch.bool else 0x80  # -0.0, where there is one
+    raw[8] = 1 if dtype == torch.bool else 0xFF  # a NaN, where there is one
+    new = raw.reshape(-1).view(dtype)
+    listed = own.diff(flat_bits(old.to(device)), flat_bits(new.to(device)))
+    parts = layout_of(dtype).parts
+    assert sorted({place // parts for place in listed.places.tolist()}) == [7, 8]
+    assert not own.diff(flat_bits(new.to(device)), flat_bits(new.to(device))).places.numel()
+
+
+PLACES = {
+    "whole": ((40, 30), 0, (30, 1), (30, 1)),
+    "rows of a fused one": ((40, 30), 600, (30, 1), (30, 1)),
+    "columns": ((40, 30), 10, (70, 1), (30, 1)),
+    "into columns": ((40, 30), 5, (30, 1), (90, 1)),
+    "turned": ((30, 40), 0, (1, 30), (40, 1)),
+    "heads": ((4, 2, 6), 48, (36, 6, 1), (12, 6, 1)),
+    "every other one": ((600,), 1, (2,), (3,)),
+    "one": ((), 17, (), ()),
+    "of size one": ((1, 20, 1), 3, (999, 1, 5), (20, 1, 7)),
+    "none": ((0, 5), 0, (5, 1), (5, 1)),
+}
+
+
+def place_of(name):
+    shape, offset, strides, to = PLACES[name]
+    return Place(shape=shape, offset=offset, strides=strides, to=to)
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_words_of_a_view_are_those_of_its_positions(way, name, width):
+    own, device = way
+    place, generator = place_of(name), torch.Generator().manual_seed(1)
+    memory = bits(place.reach + 10, width, generator)
+    view = memory.as_strided(place.shape, place.to).reshape(-1)
+    assert own.words(memory.to(device), place) == fingerprints(place.positions().reshape(-1).numpy(), view)
+
+
+@pytest.mark.parametrize("name", [name for name in PLACES if name != "none"])
+@pytest.mark.parametrize("ordered", (None, False, True), ids=("bits", "steps of integers", "steps of floats"))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_changes_land_where_the_view_has_them(way, name, width, ordered):
+    own, device = way
+    place, generator = place_of(name), torch.Generator().manual_seed(2)
+    memory = bits(place.reach + 10, width, generator)
+    positions = torch.arange(place.offset, place.end)
+    positions = positions[torch.rand(positions.shape, generator=generator) < 0.7].to(torch.int32)
+    payload = bits(positions.numel(), width, generator)
+    inside = dict(
+        zip(
+            place.positions().reshape(-1).tolist(),
+            torch.arange(memory.numel()).as_strided(place.shape, place.to).reshape(-1).tolist(),
+            strict=True,
+        )
+    )
+    chosen = [k for k, position in enumerate(positions.tolist()) if position in inside]
+    where = [inside[positions[k].item()] for k in chosen]
+    expected = memory.clone()
+    expected[where] = payload[chosen] if ordered is None else moved(memory[where], payload[chosen], ordered)
+    words = difference(
+        fingerprints(positions[chosen].numpy(), expected[where]), fingerprints(positions[chosen].numpy(), memory[where])
+    )
+    target = memory.to(device)
+    landed = own.land(target, place, positions, payload, ordered)
+    assert torch.equal(target.cpu(), memory) and landed.words == words
+    assert sorted(landed.offsets.tolist()) == sorted(where)
+    own.scatter(target, landed.offsets, landed.values)
+    assert torch.equal(target.cpu(), expected)
+
+
+def moved(before, steps, ordered):
+    """Steps on the ordered line, by Python's integers."""
+    width = 8 * before.element_size()
+    top, every = 1 << (width - 1), (1 << width) - 1
+
+    def one(old, step):
+        if not ordered:
+            return (old + step) & every
+        line = (((old ^ every) if old & top else (old ^ top)) + step) & every
+        return line ^ top if line & top else line ^ every
+
+    found = [one(a & every, b & every) for a, b in zip(before.tolist(), steps.tolist(), strict=True)]
+    signed = [value - (1 << width) if before.dtype != torch.uint8 and value & top else value for value in found]
+    return torch.tensor(signed, dtype=before.dtype)
+
+
+def test_nothing_lands_from_an_empty_list(way):
+    own, device = way
+    target, place = torch.arange(12, dtype=torch.int16).to(device), place_of("one")
+    none = torch.empty(0, dtype=torch.int32)
+    landed = own.land(target, place, none, none.to(torch.int16), True)
+    own.scatter(target, landed.offsets, landed.values)
+    assert landed.words == (0, 0) and target.tolist() == list(range(12))
+
+
+def test_what_works_is_chosen_by_the_device():
+    assert kernels_on(torch.device("cpu")).name == "numba"
+    assert kernels_on(torch.device("meta")).name == "torch"
+    assert list(kernels.names()) == ["numba", "torch", "triton"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_triton_is_chosen_on_a_gpu():
+    pytest.importorskip("triton")
+    assert kernels_on(torch.device("cuda")).name == "triton"
+
+
+def test_without_triton_torch_takes_its_place(monkeypatch, caplog):
+    from torchrl_ext.kernels import select
+
+    monkeypatch.setattr(select, "_made", lambda name: 1 / 0 if name == "triton" else name)
+    assert select._for_accelerator.__wrapped__("cuda") == "torch"
+    assert "Triton does not work here" in caplog.text

@@ -1,0 +1,130 @@
+"""For CUDA devices: programs written in Triton, one pass each."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.kernels.base import Kernels, Landed, Listed, Place, Words
+
+__all__ = ["TritonKernels"]
+
+_BLOCK = 1024  # elements of one program
+
+
+@final
+class TritonKernels(Kernels):
+    """Triton's.
+
+    Args:
+        loops: another edition of `torchrl_ext.kernels.triton_loops` (tests run one in Triton's interpreter, whose
+            tensors lie on the host).
+    """
+
+    name: ClassVar[str] = "triton"
+
+    def __init__(self, loops: ModuleType | None = None) -> None:
+        self._loops: Any = loops or importlib.import_module("torchrl_ext.kernels.triton_loops")
+
+    def diff(self, old: Tensor, new: Tensor) -> Listed:
+        size, blocks = old.numel(), _blocks(old.numel())
+        dtype = torch.int32 if size < 2**31 else torch.int64
+        ends, total = torch.zeros(blocks, dtype=torch.int64, device=old.device), 0
+        with torch.cuda.device_of(old):
+            if blocks:
+                self._loops.count_changes[(blocks,)](old, new, ends, size, BLOCK=_BLOCK)
+                ends = ends.cumsum(0)
+                total = int(ends[-1])
+            places = torch.empty(total, dtype=dtype, device=old.device)
+            before, after = old.new_empty(total), new.new_empty(total)
+            if total:
+                self._loops.list_changes[(blocks,)](old, new, ends, places, before, after, size, BLOCK=_BLOCK)
+        return Listed(places=places, before=before, after=after)
+
+    def change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int = 0) -> Words:
+        size = places.numel()
+        out = _out(size, places.device)
+        with torch.cuda.device_of(places):
+            if size:
+                self._loops.change_words[(_blocks(size),)](
+                    places, before, after, start, size, out, BLOCK=_BLOCK, WIDTH=before.element_size()
+                )
+        return _words(out)
+
+    def words(self, memory: Tensor, place: Place) -> Words:
+        size = place.numel
+        out, dims = _out(size, memory.device), _dims(place, memory.device)
+        with torch.cuda.device_of(memory):
+            if size:
+                self._loops.view_words[(_blocks(size),)](
+                    memory,
+                    dims,
+                    place.offset,
+                    size,
+                    out,
+                    BLOCK=_BLOCK,
+                    DIMS=len(place.dims),
+                    WIDTH=memory.element_size(),
+                )
+        return _words(out)
+
+    def land(self, target: Tensor, place: Place, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
+        size, device = positions.numel(), target.device
+        positions, payload = positions.to(device).contiguous(), payload.to(device).contiguous()
+        offsets = torch.empty(size, dtype=torch.int32 if place.reach < 2**31 else torch.int64, device=device)
+        values, inside = torch.empty_like(payload), torch.empty(size, dtype=torch.int8, device=device)
+        out = _out(size, device)
+        with torch.cuda.device_of(target):
+            if size:
+                self._loops.land[(_blocks(size),)](
+                    target,
+                    _dims(place, device),
+                    place.offset,
+                    positions,
+                    payload,
+                    size,
+                    offsets,
+                    values,
+                    inside,
+                    out,
+                    BLOCK=_BLOCK,
+                    DIMS=0 if place.straight else len(place.dims),
+                    WIDTH=target.element_size(),
+                    STEPS=ordered is not None,
+                    ORDERED=bool(ordered),
+                )
+            self._scatter(target, offsets[:0], values[:0])
+        if not place.dense:
+            fits = inside.to(torch.bool)
+            offsets, values = offsets[fits], values[fits]
+        return Landed(offsets=offsets, values=values, words=_words(out))
+
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
+        if offsets.numel():
+            with torch.cuda.device_of(target):
+                self._scatter(target, offsets, values)
+
+    def _scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
+        size = offsets.numel()
+        self._loops.scatter[(max(1, _blocks(size)),)](target, offsets, values, size, BLOCK=_BLOCK)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // _BLOCK)
+
+
+def _dims(place: Place, device: torch.device) -> Tensor:
+    return torch.tensor(place.dims or ((1, 1, 1),), dtype=torch.int64).to(device)
+
+
+def _out(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(2, _blocks(size), dtype=torch.int64, device=device)
+
+
+def _words(out: Tensor) -> Words:
+    one, two = out.sum(1).tolist()
+    return one % 2**64, two % 2**64

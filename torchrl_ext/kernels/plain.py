@@ -1,0 +1,105 @@
+"""For devices without Triton: torch's own operators. Several passes over memory, and nothing to compile."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.kernels.base import Composed, Listed, Place, Words
+
+__all__ = ["TorchKernels"]
+
+_PIECE = 1 << 22  # elements whose words are held at a time, 8 bytes each in a handful of temporaries
+
+
+def _signed(constant: int) -> int:
+    """A 64-bit word as torch's int64 has it; int64 multiplication and addition wrap as unsigned ones do."""
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+_GOLDEN, _M1, _M2, _M3 = map(
+    _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+)  # as in `torchrl_ext.jit`
+
+
+def _down(words: Tensor, count: int) -> Tensor:
+    """Logical shift to the right; torch's is arithmetic."""
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def _wide(bits: Tensor) -> Tensor:
+    """Bits as int64, filled up with zeros."""
+    width = 8 * bits.element_size()
+    return bits.to(torch.int64) & ((1 << width) - 1) if width < 64 else bits
+
+
+def _fingerprints(positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    z = positions * _GOLDEN + _wide(bits)
+    z = (z ^ _down(z, 30)) * _M1
+    z = (z ^ _down(z, 27)) * _M2
+    z = z ^ _down(z, 31)
+    y = (z ^ _down(z, 32)) * _M3
+    return z, y ^ _down(y, 29)
+
+
+def _sums(positions: Tensor, bits: Tensor) -> Tensor:
+    return torch.stack([words.sum() for words in _fingerprints(positions, bits)])
+
+
+def _words(total: Tensor) -> Words:
+    one, two = total.tolist()
+    return one % 2**64, two % 2**64
+
+
+@final
+class TorchKernels(Composed):
+    """torch's operators, on any device."""
+
+    name: ClassVar[str] = "torch"
+
+    def diff(self, old: Tensor, new: Tensor) -> Listed:
+        where = (old != new).nonzero().flatten()
+        places = where.to(torch.int32) if old.numel() < 2**31 else where
+        return Listed(places=places, before=old.index_select(0, where), after=new.index_select(0, where))
+
+    def change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int = 0) -> Words:
+        total = torch.zeros(2, dtype=torch.int64, device=places.device)
+        for at in range(0, places.numel(), _PIECE):
+            end = at + _PIECE
+            positions = places[at:end].to(torch.int64) + start
+            total += _sums(positions, after[at:end]) - _sums(positions, before[at:end])
+        return _words(total)
+
+    def words(self, memory: Tensor, place: Place) -> Words:
+        total = torch.zeros(2, dtype=torch.int64, device=memory.device)
+        for at in range(0, place.numel, _PIECE):
+            rest = torch.arange(at, min(at + _PIECE, place.numel), device=memory.device)
+            positions, offsets = torch.full_like(rest, place.offset), torch.zeros_like(rest)
+            for size, stride, to in reversed(place.dims):
+                coordinate = rest % size
+                positions += coordinate * stride
+                offsets += coordinate * to
+                rest = torch.div(rest, size, rounding_mode="floor")
+            total += _sums(positions, memory.index_select(0, offsets))
+        return _words(total)
+
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
+        target.index_copy_(0, offsets, values)
+
+    def _counted(self, offsets: Tensor, reach: int) -> Tensor:
+        return offsets.to(torch.int64)  # index_copy_ takes no other
+
+    def _gather(self, target: Tensor, offsets: Tensor) -> Tensor:
+        return target.index_select(0, offsets)
+
+    def _move(self, before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
+        width = 8 * before.element_size()
+        top, mask = _signed(1 << (width - 1)), _signed((1 << width) - 1)
+        if not ordered:
+            return before + steps  # wraps at the width
+        old = _wide(before)
+        line = torch.where((old & top) != 0, old ^ mask, old ^ top)
+        place = (line + _wide(steps)) & mask
+        return torch.where((place & top) != 0, place ^ top, place ^ mask).to(before.dtype)
