@@ -72,6 +72,12 @@ class AutoCodec(Codec):
             options.append((self._cost(layout, density, conditional, _CONTEXT), ContextCodec()))
         return min(options, key=lambda option: option[0])[1]
 
+    def looks_at(self, count: int) -> np.ndarray:
+        if count <= _SPANS * _SPAN:
+            return np.arange(count)
+        starts = (count - _SPAN) * np.arange(_SPANS) // (_SPANS - 1)  # where `scan.survey` begins its spans
+        return (starts[:, None] + np.arange(_SPAN)).reshape(-1)
+
     def _cost(self, layout: Layout, density: float, bits: float, speed: _Speed) -> float:
         """Nanoseconds per unit until it has landed; coding goes on while earlier payloads travel."""
         encode, land = ((unit + byte * layout.width + change * density) / self.threads for unit, byte, change in speed)

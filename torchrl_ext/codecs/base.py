@@ -21,7 +21,7 @@ from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.registry import Registry
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["Codec", "Encoded", "Needs", "Piece", "codec_from_json", "encodings", "make_codec"]
+__all__ = ["Codec", "Encoded", "Found", "Needs", "Piece", "codec_from_json", "encodings", "make_codec"]
 
 Buffer = bytes | bytearray | memoryview
 Needs = Literal["nothing", "changed", "all"]
@@ -41,6 +41,24 @@ class Piece:
     data: bytes
     changed: int
     digest: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What changed in one range of a tensor, listed before it is coded: on a GPU, so that only this leaves it.
+
+    Attributes:
+        size: units in the range.
+        start: index of its first unit in the tensor.
+        places: int64, shape (k,), increasing: units that changed, counted from ``start``.
+        before, after: unsigned, of the unit's width, shape (k,): their bits.
+    """
+
+    size: int
+    start: int
+    places: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +94,24 @@ class Codec(ABC):
     framed: ClassVar[bool] = False
     """Whether a payload ends with the xxh3-64 of everything before, little-endian (see `codecs.blocks.frame`)."""
 
+    by_list: ClassVar[bool] = False
+    """Whether a payload follows from what changed alone, so that `encode_listed` works."""
+
     def piece_units(self, layout: Layout, count: int) -> int:
         """Units per independently coded range of a tensor of ``count`` units; all of them unless a codec cuts."""
         return max(1, count)
 
     def choose(self, layout: Layout, old: np.ndarray, new: np.ndarray) -> Codec:
-        """The codec that codes this tensor: this one, unless it is one that picks another."""
+        """The codec that codes this tensor: this one, unless it is one that picks another.
+
+        Args:
+            old, new: unsigned units of the tensor, shape (n,), or those that `looks_at` names.
+        """
         return self
+
+    def looks_at(self, count: int) -> np.ndarray:
+        """Indices of the units, of ``count``, by which `choose` decides: int64, increasing; none by default."""
+        return np.empty(0, np.int64)
 
     @abstractmethod
     def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
@@ -92,6 +121,14 @@ class Codec(ABC):
             old, new: unsigned units, shape (n,).
             start: index of their first unit in the tensor.
         """
+
+    def encode_listed(self, layout: Layout, found: Found) -> Piece:
+        """As `encode_piece`, byte for byte, but for the digest, which whoever listed the changes takes.
+
+        Raises:
+            ConfigError: ``by_list`` is False.
+        """
+        raise ConfigError(f"encoding {self.name!r} needs old and new tensors as a whole", hint="use `encode_piece`")
 
     @abstractmethod
     def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:

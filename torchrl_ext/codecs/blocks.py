@@ -19,83 +19,21 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import ClassVar, final
 
 import numpy as np
-import xxhash
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
+from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
+from torchrl_ext.codecs.framing import damaged, frame, unframe
 from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch, index_dtype
-from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["ContextCodec", "UlpCodec", "frame", "unframe"]
+__all__ = ["ContextCodec", "UlpCodec"]
 
-_FORMAT: Final = 2
 _CODED, _STEPS = b"\x01", b"\x02"
-
-
-def frame(count: int, block_log2: int, bodies: list[bytes]) -> bytes:
-    """The payload around the bodies of a tensor of ``count`` units."""
-    head = bytearray((_FORMAT, block_log2))
-    for value in (count, *map(len, bodies)):
-        while value >= 128:
-            head.append(value & 127 | 128)
-            value >>= 7
-        head.append(value)
-    payload = b"".join((head, *bodies))
-    return payload + xxhash.xxh3_64_digest(payload)[::-1]
-
-
-def unframe(payload: Buffer, meta: ParamMeta, count: int) -> tuple[int, list[memoryview]]:
-    """Units per block, and the body of each block.
-
-    Raises:
-        IntegrityError: the frame is damaged, or that of a tensor of another size; names the tensor.
-    """
-    data = memoryview(payload).cast("B")
-    if len(data) < 11 or xxhash.xxh3_64_digest(data[:-8])[::-1] != bytes(data[-8:]):
-        raise _damaged(meta, "its checksum does not match its bytes")
-    log2 = data[1]
-    if data[0] != _FORMAT or not 12 <= log2 <= 28:
-        raise _damaged(meta, f"it starts with format {data[0]}, block size 2^{log2}", f"format {_FORMAT}, 2^12 to 2^28")
-    end, at = len(data) - 8, 2
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while at < end and shift < 63:
-            byte = data[at]
-            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return value
-        raise _damaged(meta, "its head ends too early")
-
-    stated = varint()
-    if stated != count:
-        raise _damaged(meta, f"it is for a tensor of {stated} units", f"{count}")
-    blocks = -(-count // (1 << log2))
-    if blocks > end - at:
-        raise _damaged(meta, "its head ends too early")
-    sizes = [varint() for _ in range(blocks)]
-    if at + sum(sizes) != end:
-        raise _damaged(meta, f"its blocks take {sum(sizes)} bytes", f"{end - at}")
-    bodies = []
-    for size in sizes:
-        bodies.append(data[at : at + size])
-        at += size
-    return 1 << log2, bodies
-
-
-def _damaged(meta: ParamMeta, why: str, expected: str | None = None) -> IntegrityError:
-    return IntegrityError(
-        f"the delta of {meta.name!r} is damaged: {why}",
-        expected=expected,
-        state="nothing was written",
-        hint="fetch the payload again, or catch up from a keyframe",
-    )
 
 
 class _Scratch(threading.local):
@@ -157,16 +95,20 @@ class _BlockCodec(Codec):
         changed = int(starts[-1])
         if not changed:
             return 0, b""
+        return changed, self._body(old.nbytes, old.size, ids, starts, raw)
+
+    def _body(self, most: int, size: int, ids: np.ndarray, starts: np.ndarray, raw: np.ndarray) -> bytes:
+        """The coded body from the scratch arrays of a block of ``size`` units and ``most`` bytes; see `_code`."""
         from torchrl_ext.codecs.entropy import encode_body
 
+        changed = int(starts[-1])
         head = _scratch.take("head", 1 << 19, np.uint8)
         words = _scratch.take("words", 2 * changed + 8, np.uint16)
-        gaps, steps = _scratch.take("gaps", old.size, np.uint8), _scratch.take("steps", old.size, np.uint8)
-        named, most = self.needs == "all", old.nbytes
-        size, first = encode_body(gaps, steps, starts, ids, named, raw.size, most, head, words)
-        if size < 0 or size + raw.nbytes + words[first:].nbytes > most:
-            return changed, b""
-        return changed, b"".join((_CODED, head[:size].data, raw.data, words[first:].data))
+        gaps, steps = _scratch.take("gaps", size, np.uint8), _scratch.take("steps", size, np.uint8)
+        used, first = encode_body(gaps, steps, starts, ids, self.needs == "all", raw.size, most, head, words)
+        if used < 0 or used + raw.nbytes + words[first:].nbytes > most:
+            return b""
+        return b"".join((_CODED, head[:used].data, raw.data, words[first:].data))
 
     @abstractmethod
     def _scan(
@@ -215,24 +157,24 @@ class _BlockCodec(Codec):
         size, dtype = min(size, count - start), index_dtype(count)
         if body[:1] == _STEPS:
             if len(body) != 1 + size * layout.width:
-                raise _damaged(meta, f"{len(body) - 1} bytes of plain steps", f"{size * layout.width}")
+                raise damaged(meta, f"{len(body) - 1} bytes of plain steps", f"{size * layout.width}")
             every = np.frombuffer(body[1:], layout.dtype)
             where = np.flatnonzero(every)
             return (where + start).astype(dtype), every[where]
         if body[:1] != _CODED:
-            raise _damaged(meta, f"a block is of kind {body[0]}", "1 or 2")
+            raise damaged(meta, f"a block is of kind {body[0]}", "1 or 2")
         from torchrl_ext.codecs.entropy_reader import ERRORS, decode_body
 
         data = np.frombuffer(body[1:], np.uint8)
         data.flags.writeable = False  # whatever memory it came from: one compiled version for all
         error, *decoded, low, high = decode_body(data, size, self.needs == "all")
         if error:
-            raise _damaged(meta, ERRORS[error])
+            raise damaged(meta, ERRORS[error])
         decoded.append(data[low:high])
         indices, steps = np.empty(decoded[0].size, dtype), np.empty(decoded[0].size, layout.dtype)
         base = None if old is None else old[start : start + size]
         if not self._place(layout, base, start, tuple(decoded), indices, steps, size):
-            raise _damaged(meta, f"changes leave the block at {start}", "a payload and a base of consecutive versions")
+            raise damaged(meta, f"changes leave the block at {start}", "a payload and a base of consecutive versions")
         return indices, steps
 
 
@@ -243,6 +185,24 @@ class UlpCodec(_BlockCodec):
 
     name: ClassVar[str] = "ulp"
     needs: ClassVar[Needs] = "changed"
+    by_list: ClassVar[bool] = True
+
+    def encode_listed(self, layout: Layout, found: Found) -> Piece:
+        from torchrl_ext.codecs.scan import listed_steps, scan_listed
+
+        changed, nbytes = found.places.size, found.size * layout.width
+        if not changed:
+            return Piece(data=b"", changed=0)
+        listed, line = (found.places, found.before, found.after), (layout.top, layout.mask, layout.ordered)
+        gaps, tokens = _scratch.take("gaps", found.size, np.uint8), _scratch.take("steps", found.size, np.uint8)
+        raw = _scratch.take("raw", nbytes // 4 + 64, np.uint32)
+        used = scan_listed(*listed, *line, gaps, tokens, raw)
+        data = self._body(nbytes, found.size, np.zeros(1, np.uint8), np.array([0, changed]), raw[:used])
+        if not data:
+            steps = np.zeros(found.size, layout.dtype)
+            listed_steps(*listed, *line, steps)
+            data = _STEPS + steps.tobytes()
+        return Piece(data=data, changed=changed)
 
     def _scan(self, layout, old, new, start, digest):
         from torchrl_ext.codecs.scan import scan_plain

@@ -14,8 +14,8 @@ import zstandard
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
-from torchrl_ext.codecs.blocks import frame, unframe
 from torchrl_ext.codecs.container import decompress
+from torchrl_ext.codecs.framing import frame, unframe
 from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
 from torchrl_ext.errors import ConfigError, IntegrityError

@@ -167,6 +167,16 @@ def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:
     Raises:
         ManifestError: one of them has not.
     """
+    check_same(meta, *tensors)
+    return [units(tensor) for tensor in tensors]
+
+
+def check_same(meta: ParamMeta, *tensors: Tensor) -> None:
+    """Whether tensors have ``meta``'s dtype and shape.
+
+    Raises:
+        ManifestError: one of them has not.
+    """
     for tensor in tensors:
         if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
             raise ManifestError(
@@ -174,7 +184,6 @@ def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:
                 expected=str(meta),
                 hint="a delta is taken between tensors of one dtype and shape",
             )
-    return [units(tensor) for tensor in tensors]
 
 
 def apply_patch(patch: Patch, tensor: Tensor) -> None:

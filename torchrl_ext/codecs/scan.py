@@ -8,7 +8,17 @@ from torchrl_ext.codecs.changes import CHUNK, add_digest, lanes_of, list_changes
 from torchrl_ext.codecs.tokens import put, split, zigzag
 from torchrl_ext.jit import GOLDEN, bit_length, changed64, count_ones, fingerprint, helper, line, njit
 
-__all__ = ["count_changed", "follow", "plain_steps", "scan_contexts", "scan_plain", "sort_contexts", "survey"]
+__all__ = [
+    "count_changed",
+    "follow",
+    "listed_steps",
+    "plain_steps",
+    "scan_contexts",
+    "scan_listed",
+    "scan_plain",
+    "sort_contexts",
+    "survey",
+]
 
 _0, _1, _3 = np.uint64(0), np.uint64(1), np.uint64(3)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -108,6 +118,43 @@ def scan_plain(old, new, start, top, mask, ordered, gaps, steps, raw, digest):
         raw[used] = np.uint32(acc & _LOW)
         used += 1
     return found, used
+
+
+@njit
+def scan_listed(places, before, after, top, mask, ordered, gaps, steps, raw):
+    """As `scan_plain`, of changes that were listed before, and without a digest.
+
+    Args:
+        places: int64 shape (k,), increasing: places in the block.
+        before, after: bits there, one unsigned dtype, shape (k,).
+
+    Returns:
+        Number of words used in ``raw``.
+    """
+    used, acc, filled = 0, _0, 0
+    values, bits = np.empty(CHUNK, before.dtype), np.empty(CHUNK, np.uint64)
+    counts = np.empty(CHUNK, np.uint8)
+    for at in range(0, places.size, CHUNK):
+        here = places[at : at + CHUNK]
+        last, state = (places[at - 1] if at else np.int64(-1)), (raw, used, acc, filled)
+        for k in range(here.size):
+            values[k] = zigzag(np.uint64(before[at + k]), np.uint64(after[at + k]), top, mask, ordered)
+        if lanes_of(before) == 8:
+            used, acc, filled = _wide_tokens(last, here, values, here.size, gaps, steps, at, *state)
+        else:
+            used, acc, filled = _tokens(last, here, values, here.size, gaps, steps, at, bits, counts, *state)
+    if filled:
+        raw[used] = np.uint32(acc & _LOW)
+        used += 1
+    return used
+
+
+@njit
+def listed_steps(places, before, after, top, mask, ordered, out):
+    """As `plain_steps`, of changes that were listed before; ``out`` is all zeros."""
+    for k in range(places.size):
+        step = line(np.uint64(after[k]), top, mask, ordered) - line(np.uint64(before[k]), top, mask, ordered)
+        out[places[k]] = step & mask
 
 
 @helper

@@ -11,7 +11,7 @@ from typing import ClassVar, final
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
+from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
 from torchrl_ext.codecs.flush import build_flush, check_dtype, parse_flush
 from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
@@ -26,11 +26,15 @@ class _FlushCodec(Codec):
     """Shared half: a tensor is a file of its own. Needs its parameter's name and shape, so `encode` only."""
 
     needs: ClassVar[Needs] = "nothing"
+    by_list: ClassVar[bool] = True
 
     def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
         where = np.flatnonzero(old != new)
         packed = where.astype("<i8").tobytes() + new[where].tobytes()
         return Piece(data=packed, changed=where.size)
+
+    def encode_listed(self, layout: Layout, found: Found) -> Piece:
+        return Piece(data=found.places.astype("<i8").tobytes() + found.after.tobytes(), changed=found.places.size)
 
     def finish(self, meta, pieces):
         check_dtype(meta)

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Piece
 from torchrl_ext.codecs.layout import Layout, layout_of, writable_units
+from torchrl_ext.codecs.listing import choose, encode_on_device, working_device
 from torchrl_ext.codecs.patch import Patch, same
+from torchrl_ext.kernels.base import Kernels
+from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["decode_tensors", "encode_tensors", "worker_threads"]
@@ -31,19 +34,27 @@ def worker_threads() -> int:
 
 
 def encode_tensors(
-    pairs: Iterable[tuple[str, Tensor, Tensor]], codec: Codec, *, threads: int | None = None, follow: bool = False
+    pairs: Iterable[tuple[str, Tensor, Tensor]],
+    codec: Codec,
+    *,
+    threads: int | None = None,
+    follow: bool = False,
+    kernels: Kernels | None = None,
 ) -> Iterator[Encoded]:
     """Code the change of many tensors.
 
     Large tensors are cut into the codec's pieces, small ones share a task. ``pairs`` is consumed by the caller's
-    thread, a few tasks ahead of what is yielded, so that neither tensors nor payloads pile up.
+    thread, a few tasks ahead of what is yielded, so that neither tensors nor payloads pile up. Where a tensor is on an
+    accelerator, its changes are listed there and nothing else is copied, if the codec can code a list; else both are
+    copied to the host.
 
     Args:
         pairs: ``(name, old, new)``; both tensors stay as they are until their result was yielded.
         codec: how.
         threads: worker threads; by default one per core.
-        follow: make each old tensor the new one as soon as a piece of it was coded, while the processor has it at hand;
-            old tensors must be contiguous on the host then.
+        follow: make each old tensor the new one, at the latest when its result is yielded; old tensors must be
+            contiguous then. On the host this is done as soon as a piece was coded, while the processor has it at hand.
+        kernels: list changes; by default those of each tensor's device.
 
     Yields:
         One result per pair, in order; an empty payload where nothing changed.
@@ -58,6 +69,13 @@ def encode_tensors(
         held = 0
         for name, old, new in pairs:
             meta = ParamMeta.of(name, new)
+            own = kernels or kernels_on(working_device(old, new))
+            if not own.on_host:
+                if small:
+                    yield _batch(submit, codec, small, follow)
+                    small, held = [], 0
+                yield [_elsewhere(submit, codec, own, meta, old, new, follow)]
+                continue
             if meta.numel < _SMALL:
                 small.append((meta, old, new))
                 held += meta.numel
@@ -73,6 +91,24 @@ def encode_tensors(
             yield _batch(submit, codec, small, follow)
 
     yield from _ordered(tasks, threads)
+
+
+def _elsewhere(submit, codec, kernels, meta, old, new, follow):
+    """A tensor on an accelerator."""
+    chosen = choose(codec, meta, old, new)
+    if chosen.by_list:
+        return encode_on_device(submit, chosen, kernels, meta, old, new, follow)
+    before, after = old.cpu(), new.cpu()
+    result = _large(submit, chosen, meta, before, after, follow)
+    if not follow or old.device.type == "cpu":
+        return result
+
+    def followed() -> Encoded:
+        coded = result()
+        old.copy_(after)
+        return coded
+
+    return followed
 
 
 def _batch(submit, codec, small, follow):

@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
+from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
 from torchrl_ext.codecs.container import decompress
 from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
@@ -33,10 +33,15 @@ class _WholeCodec(Codec):
     """Shared half: one frame per tensor, checked against the base on the way back."""
 
     needs: ClassVar[Needs] = "all"
+    by_list: ClassVar[bool] = True
 
     @abstractmethod
     def _bytes(self, old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray | bytes, int]:
         """What is compressed, and how many units changed."""
+
+    @abstractmethod
+    def _listed_bytes(self, layout: Layout, found: Found) -> tuple[np.ndarray | bytes, int]:
+        """As `_bytes`."""
 
     @abstractmethod
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
@@ -47,7 +52,12 @@ class _WholeCodec(Codec):
         """Bytes that the decompressed form may take."""
 
     def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        data, changed = self._bytes(old, new)
+        return self._packed(*self._bytes(old, new))
+
+    def encode_listed(self, layout: Layout, found: Found) -> Piece:
+        return self._packed(*self._listed_bytes(layout, found))
+
+    def _packed(self, data: np.ndarray | bytes, changed: int) -> Piece:
         packed = zstandard.ZstdCompressor(level=_LEVEL).compress(data) if changed else b""
         return Piece(data=packed, changed=changed)
 
@@ -77,6 +87,11 @@ class XorCodec(_WholeCodec):
         difference = new ^ old
         return difference.view(np.uint8), int(np.count_nonzero(difference))
 
+    def _listed_bytes(self, layout: Layout, found: Found) -> tuple[np.ndarray, int]:
+        difference = np.zeros(found.size, layout.dtype)
+        difference[found.places] = found.before ^ found.after
+        return difference.view(np.uint8), found.places.size
+
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
         if len(data) != old.nbytes:
             raise IntegrityError(f"the xor delta of {meta.name!r} has {len(data)} bytes", expected=f"{old.nbytes}")
@@ -99,19 +114,33 @@ class OverwriteCodec(_WholeCodec):
     name: ClassVar[str] = "overwrite"
 
     def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        if new.nbytes > 2**32:
+        self._check_size(new.nbytes)
+        return super().encode_piece(layout, old, new, start)
+
+    def encode_listed(self, layout: Layout, found: Found) -> Piece:
+        self._check_size(found.size * layout.width)
+        return super().encode_listed(layout, found)
+
+    def _check_size(self, nbytes: int) -> None:
+        if nbytes > 2**32:
             raise ConfigError(
-                f"a tensor of {new.nbytes} bytes has byte positions that encoding 'overwrite' cannot write",
+                f"a tensor of {nbytes} bytes has byte positions that encoding 'overwrite' cannot write",
                 expected="at most 4 GiB",
                 hint="use 'xor', or 'ulp'",
             )
-        return super().encode_piece(layout, old, new, start)
 
     def _bytes(self, old: np.ndarray, new: np.ndarray) -> tuple[bytes, int]:
         after = new.view(np.uint8)
         where = np.flatnonzero(after != old.view(np.uint8)).astype("<u4")
         changed = int(np.count_nonzero(np.diff(where // new.itemsize))) + 1 if where.size else 0
         return b"".join((where.size.to_bytes(4, "little"), where.tobytes(), after[where].tobytes())), changed
+
+    def _listed_bytes(self, layout: Layout, found: Found) -> tuple[bytes, int]:
+        before, after = (bits.view(np.uint8).reshape(-1, layout.width) for bits in (found.before, found.after))
+        differ = before != after
+        where = (found.places[:, None] * layout.width + np.arange(layout.width))[differ].astype("<u4")
+        data = b"".join((where.size.to_bytes(4, "little"), where.tobytes(), after[differ].tobytes()))
+        return data, found.places.size
 
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
         count = int.from_bytes(data[:4], "little")

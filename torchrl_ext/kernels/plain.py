@@ -86,10 +86,10 @@ class TorchKernels(Composed):
         return _words(total)
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        target.index_copy_(0, offsets, values)
+        target.index_copy_(0, offsets.to(torch.int64), values)
 
     def _counted(self, offsets: Tensor, reach: int) -> Tensor:
-        return offsets.to(torch.int64)  # index_copy_ takes no other
+        return offsets.to(torch.int64)  # here, and not in the pause: index_copy_ takes no other
 
     def _gather(self, target: Tensor, offsets: Tensor) -> Tensor:
         return target.index_select(0, offsets)

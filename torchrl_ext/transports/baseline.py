@@ -19,13 +19,17 @@ __all__ = ["Baseline"]
 
 
 class Baseline(WeightSource):
-    """Host copies of every tensor, their digests, and the version that they are.
+    """Copies of every tensor, their digests, and the version that they are.
 
     While a version is being made the copies are neither the old one nor the new one: `version` is None then, and stays
     so when the attempt fails. The next version is a full one in that case, which seeds the copies again.
+
+    Args:
+        device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._params: tuple[ParamMeta, ...] = ()
         self._tensors: dict[str, Tensor] = {}
         self._digests: dict[str, PositionDigest] = {}
@@ -82,28 +86,22 @@ class Baseline(WeightSource):
         for meta, tensor in checked(source, self._params):
             copy = known.pop(meta.name, None)
             if copy is None or ParamMeta.of(meta.name, copy) != meta:
-                copy = torch.empty(meta.shape, dtype=meta.dtype, pin_memory=tensor.is_cuda)
+                pinned = self._device is None and tensor.is_cuda
+                copy = torch.empty(meta.shape, dtype=meta.dtype, device=self._device or "cpu", pin_memory=pinned)
             copy.copy_(tensor)
             self._tensors[meta.name] = copy
-            self._digests[meta.name] = position_digest(copy)
+            self._digests[meta.name] = position_digest(tensor if tensor.is_cuda else copy)
             yield meta.name, copy
 
     def encode(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
         """What changed in each tensor since `version`; the copies follow. Iterate to the end, then set `version`."""
         self.version = None
-        waiting: dict[str, Tensor] = {}
-
-        def triples() -> Iterator[tuple[str, Tensor, Tensor]]:
-            for meta, tensor in checked(source, self._params):
-                waiting[meta.name] = tensor = tensor.cpu().contiguous()
-                yield meta.name, self._tensors[meta.name], tensor
-
-        for change in encode_tensors(triples(), codec, follow=True):
+        triples = ((meta.name, self._tensors[meta.name], tensor) for meta, tensor in checked(source, self._params))
+        for change in encode_tensors(triples, codec, follow=True):
             name = change.meta.name
-            tensor = waiting.pop(name)
             if change.changed:
                 if change.digest is None:
-                    self._digests[name] = position_digest(tensor)
+                    self._digests[name] = position_digest(self._tensors[name])
                 else:
                     self._digests[name] = self._digests[name].plus(change.digest)
             yield change

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import encodings, make_codec
@@ -58,6 +59,9 @@ class DeltaTransport(Transport):
             complete, for mounts whose writes must be published. What it raises fails the update.
         pre_read_hook: ``"module:function"`` to call with the root before a reader looks for a version. A worker in an
             engine takes it from its own environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never from the trainer.
+        baseline_device: where the trainer keeps the tensors of the newest version, which deltas are taken against: None
+            for host memory, pinned where the weights are on a GPU; or ``"cuda"``, which takes the model's size on the
+            GPU once more, and spares the way of the whole model to the GPU for every version.
         local_dir: directory on each engine's host, for the copies that it keeps of parameters which cannot be patched
             in place (quantised, packed), and readers alone of all; None keeps them in memory.
         master_address, master_port, rank, world_size, device: of the group of carrier ``"collective"``, as in
@@ -86,6 +90,7 @@ class DeltaTransport(Transport):
         storage_options: Mapping[str, Any] | None = None,
         post_write_hook: str | None = None,
         pre_read_hook: str | None = None,
+        baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
@@ -124,6 +129,7 @@ class DeltaTransport(Transport):
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
+            baseline_device=None if baseline_device is None else torch.device(baseline_device),
         )
         self._follower = Follower(
             self._chain,

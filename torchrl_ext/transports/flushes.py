@@ -9,7 +9,7 @@ from typing import ClassVar, final
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Needs, Piece
+from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Found, Needs, Piece
 from torchrl_ext.codecs.flush import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
 from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
@@ -29,6 +29,7 @@ class _Places(Codec):
 
     name: ClassVar[str] = "places"
     needs: ClassVar[Needs] = "nothing"
+    by_list: ClassVar[bool] = True
 
     def piece_units(self, layout: Layout, count: int) -> int:
         return 1 << 20
@@ -39,6 +40,10 @@ class _Places(Codec):
         added = PositionDigest().updated(where, old[local], values)
         data = where.astype("<i8").tobytes() + values.tobytes()
         return Piece(data=data, changed=where.size, digest=(added.first, added.second))
+
+    def encode_listed(self, layout: Layout, found: Found) -> Piece:
+        where = (found.places + found.start).astype("<i8")
+        return Piece(data=where.tobytes() + found.after.tobytes(), changed=where.size)
 
     def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
         cuts = [8 * piece.changed for piece in pieces]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 import xxhash
 
 from torchrl_ext.codecs.base import Codec
@@ -39,6 +40,7 @@ class Publisher:
         keyframe_every: as in `DeltaTransport`.
         base: checkpoint directory on which the first version of an empty store is a delta.
         keep_files: never remove old versions.
+        baseline_device: as in `DeltaTransport`.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class Publisher:
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
+        baseline_device: torch.device | None = None,
     ) -> None:
         self._store, self._chain, self._run_id = store, chain, run_id
         self._codec, self._full = codec, full
         self._container = containers.make(_CONTAINERS.get(codec.name, "packed"))
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._baseline: Baseline | None = None
+        self._baseline_device = baseline_device
         self._since_keyframe = 0
         self._acknowledged = True
 
@@ -104,7 +108,7 @@ class Publisher:
 
     def _current_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
         if self._baseline is None:
-            baseline = Baseline()
+            baseline = Baseline(self._baseline_device)
             if self._base is not None and self._chain.versions.newest() == 0:  # later ones follow on other versions
                 baseline.start(CheckpointSource(self._base), params)
                 baseline.version = (_fingerprint(baseline.digests()), 0)

@@ -45,7 +45,7 @@ class Whole(Container):
             if change.changed:
                 name = change.meta.name
                 changes[name] = change
-                checksums[name] = checksum(_CHECKSUM, byte_view(heading.tensor(name)).numpy())
+                checksums[name] = checksum(_CHECKSUM, byte_view(heading.tensor(name)).cpu().numpy())
         shards = split_shards(((name, len(change.payload)) for name, change in changes.items()), self.FILE_BYTES)
         weight_map = {}
         for number, names in enumerate(shards):
