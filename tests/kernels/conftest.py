@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +25,52 @@ WAYS = [
 
 @pytest.fixture(scope="session")
 def interpreted():
-    """Triton's programs, run with numpy on the host."""
-    pytest.importorskip("triton", reason="triton is not installed (it is in the extra 'test' on Linux)")
-    with _interpreter() as loops:
-        yield TritonKernels(loops)
+    """Triton's programs, run with numpy on the host.
+
+    Whether a program is compiled or interpreted is decided when its module is imported, so ours is imported once more
+    under another name, and before it the part of Triton's own library that is written in Triton.
+    """
+    triton = pytest.importorskip("triton", reason="triton is not installed (it is in the extra 'test' on Linux)")
+    with _restored(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+        library, loops = _again("triton.language.standard"), _again("torchrl_ext.kernels.triton_loops")
+    return TritonKernels(SimpleNamespace(**{name: _Program(vars(loops)[name], library) for name in loops.__all__}))
+
+
+class _Program:
+    """A program that finds the interpreted library for as long as it runs: compiled ones beside it need the other."""
+
+    def __init__(self, program, library):
+        self._program, self._library = program, library
+
+    def __getitem__(self, grid):
+        return lambda *args, **settings: self._run(grid, args, settings)
+
+    def _run(self, grid, args, settings):
+        import triton.language as tl
+
+        with _restored():
+            tl.standard._sum_combine = self._library._sum_combine  # by which the interpreter knows what numpy can add
+            tl.sum, tl.cumsum, tl.zeros_like = self._library.sum, self._library.cumsum, self._library.zeros_like
+            self._program[grid](*args, **settings)
+
+
+@contextmanager
+def _restored():
+    """The interpreter leaves its own functions behind in Triton's language where one program calls another."""
+    import triton.language as tl
+
+    homes = (tl, tl.core, tl.standard, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+    before = [dict(vars(home)) for home in homes]
+    try:
+        yield
+    finally:
+        for home, kept in zip(homes, before, strict=True):
+            for name, value in dict(vars(home)).items():
+                if name not in kept:
+                    delattr(home, name)
+                elif value is not kept[name]:
+                    setattr(home, name, kept[name])
 
 
 @pytest.fixture(scope="session", params=WAYS)
@@ -37,28 +80,6 @@ def way(request):
         return request.getfixturevalue("interpreted"), torch.device("cpu")
     name, _, kind = request.param.partition(" on ")
     return kernels.make(name), torch.device(kind or "cpu")
-
-
-@contextmanager
-def _interpreter():
-    """Whether a program is compiled or interpreted is decided when its module is imported, so ours is imported once
-    more under another name, and before it the part of Triton's own library that is written in Triton."""
-    import triton
-    import triton.language as tl
-
-    methods = dict(vars(tl.tensor))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.knobs.runtime, "interpret", True)
-        standard = _again("triton.language.standard")
-        patch.setattr(tl.standard, "_sum_combine", standard._sum_combine)  # by which numpy's own sums are chosen
-        for name in ("sum", "cumsum", "zeros_like"):
-            patch.setattr(tl, name, vars(standard)[name])
-        loops = _again("torchrl_ext.kernels.triton_loops")
-        patch.setattr(triton.knobs.runtime, "interpret", False)
-        yield loops
-    for name, value in methods.items():
-        if vars(tl.tensor).get(name) is not value:
-            setattr(tl.tensor, name, value)
 
 
 def _again(name):
