@@ -25,10 +25,10 @@ def python(code, *args, prefix=()):
 
 
 @contextmanager
-def running_python(code, *args):
+def running_python(code, *args, prefix=()):
     """A fresh interpreter with ``code`` beside the block; killed at its end."""
     child = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, args)],
+        [*prefix, sys.executable, "-c", code, *map(str, args)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

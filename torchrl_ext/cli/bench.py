@@ -23,6 +23,7 @@ SUBJECTS = {
     "transport": ("torchrl_ext.cli.bench_transport", "full updates: collective and disk against the plainest way"),
     "delta": ("torchrl_ext.cli.bench_delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
     "landing": ("torchrl_ext.cli.bench_landing", "what a pause costs: a delta that lands in vLLM, and full files"),
+    "gpu": ("torchrl_ext.cli.bench_gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
     "switch": ("torchrl_ext.cli.bench_switch", "what an in-process switch of vLLM's weights does to streams"),
     "scheme": ("torchrl_ext.cli.bench_scheme", "an update of a collector's workers, beside TorchRL's own scheme"),
 }

@@ -1,4 +1,4 @@
-"""The part of ``torchrl-ext bench transport`` that stays on one machine: shared memory against a plain copy.
+"""What ``torchrl-ext bench transport`` and ``bench gpu`` measure on one machine: shared memory against a plain copy.
 
 End to end: a trainer process sends, a worker process copies into its parameters. The reference is ``copy_`` of every
 tensor into another one within one process: with all of torch's threads, and beside it with one, as either end of the
@@ -22,14 +22,14 @@ from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.errors import TransportError
 from torchrl_ext.transports.ipc import IPCTransport
 
-__all__ = ["measure_ipc"]
+__all__ = ["measure_ipc", "settle"]
 
 TIMEOUT_S = 120.0
 TARGET = 0.8
 
 
-def measure_ipc(size: str, part: str, repeats: int) -> dict[str, Any]:
-    """Speeds and memory of one set of shapes.
+def measure_ipc(size: str, part: str, repeats: int, device: str = "cpu") -> dict[str, Any]:
+    """Speeds of one set of shapes on ``device``, and host memory.
 
     Raises:
         TransportError: the worker process failed, or got other bytes.
@@ -38,11 +38,12 @@ def measure_ipc(size: str, part: str, repeats: int) -> dict[str, Any]:
     channel = f"bench-{uuid.uuid4().hex}"
     context = multiprocessing.get_context("spawn")
     told, tell = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(channel, size, part, 2 * repeats + 5, tell), daemon=True)
+    count = len(_ways(device)) * (repeats + 2) + 1  # once beforehand, a round that is not counted; one at the end
+    worker = context.Process(target=_work, args=(channel, size, part, count, tell, device), daemon=True)
     worker.start()
     trainer = IPCTransport(channel, timeout_s=TIMEOUT_S)
     try:
-        numbers = _compare(trainer, shapes, repeats)
+        numbers = _compare(trainer, shapes, repeats, device)
         if not told.poll(TIMEOUT_S):
             raise TransportError("the worker process did not answer")
         correct, extra = told.recv()
@@ -59,9 +60,14 @@ def measure_ipc(size: str, part: str, repeats: int) -> dict[str, Any]:
     return numbers
 
 
-def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int) -> dict[str, Any]:
-    weights, targets = weights_of(shapes, 1), weights_of(shapes, 0)
-    shared = in_one_file(weights)
+def _ways(device: str) -> tuple[str, ...]:
+    """Ways to send: what lies in shared memory lies on the host."""
+    return ("ipc", "in_place") if torch.device(device).type == "cpu" else ("ipc",)
+
+
+def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int, device: str) -> dict[str, Any]:
+    weights, targets = weights_of(shapes, 1, device), weights_of(shapes, 0, device)
+    sent = {way: in_one_file(weights) if way == "in_place" else weights for way in _ways(device)}
 
     def ipc(tensors: dict[str, torch.Tensor]) -> float:
         began = time.perf_counter()
@@ -73,14 +79,15 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int) -> dict[str, A
         began = time.perf_counter()
         for name, tensor in weights.items():
             targets[name].copy_(tensor)
+        settle(device)
         taken = time.perf_counter() - began
         torch.set_num_threads(most)
         return taken
 
     most = torch.get_num_threads()
-    for tensors in (weights, shared):
+    for tensors in sent.values():
         ipc(tensors)  # starts the worker's program; maps what is mapped once
-    ways = {"ipc": partial(ipc, weights), "in_place": partial(ipc, shared)}
+    ways = {way: partial(ipc, tensors) for way, tensors in sent.items()}
     seconds = rounds({**ways, "copy": partial(copies, most), "one_thread": partial(copies, 1)}, repeats)
     with track_peak() as extra:
         ipc(weights)
@@ -91,8 +98,7 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int) -> dict[str, A
         "staging_bytes": trainer.staging_bytes,
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "ipc_vs_copy": ratio(seconds["ipc"], seconds["copy"], TARGET).to_json(),
-        "in_place_vs_copy": ratio(seconds["in_place"], seconds["copy"], TARGET).to_json(),
+        **{f"{way}_vs_copy": ratio(seconds[way], seconds["copy"], TARGET).to_json() for way in sent},
         "ipc_vs_one_thread": ratio(seconds["ipc"], seconds["one_thread"]).to_json(),
         "extra": extra[0] if extra else None,
     }
@@ -109,9 +115,15 @@ def in_one_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _work(channel: str, size: str, part: str, count: int, tell: Any) -> None:
+def settle(device: str) -> None:
+    """Wait for what a device still does."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _work(channel: str, size: str, part: str, count: int, tell: Any, device: str) -> None:
     """The worker process: ``count`` updates, the last one under observation."""
-    weights = weights_of(SIZES[size][part], 0)
+    weights = weights_of(SIZES[size][part], 0, device)
     worker = IPCTransport(channel, timeout_s=TIMEOUT_S)
     extra: list[int] = []
     for turn in range(count):

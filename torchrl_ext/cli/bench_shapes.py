@@ -40,9 +40,9 @@ SIZES: dict[str, dict[str, Shapes]] = {
 }
 
 
-def weights_of(shapes: Shapes, fill: int) -> dict[str, Tensor]:
+def weights_of(shapes: Shapes, fill: int, device: str = "cpu") -> dict[str, Tensor]:
     """bfloat16 tensors of these shapes."""
-    return {name: torch.full(shape, fill, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    return {name: torch.full(shape, fill, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
 
 
 def shapes_bytes(shapes: Shapes) -> int:

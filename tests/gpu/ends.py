@@ -1,0 +1,80 @@
+"""A trainer and a worker, each a process of its own on one GPU: ``main ROLE TRANSPORT PLACE MEGABYTES``.
+
+The trainer sends a version for every number it reads; the worker says of each version whether it has every bit of it,
+which it can tell because both make weights from the same seeds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+import torchrl_ext as tx
+
+WAIT_S = 300
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter to try this file itself
+SHAPE = (4096, 4096)  # 32 MiB in bfloat16
+
+
+def tensor_of(number, version):
+    """Tensor ``number`` of ``version``: random ones, of which each version turns the sign of one in a hundred."""
+    generator = torch.Generator(DEVICE).manual_seed(number)
+    found = torch.empty(SHAPE, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
+    for step in range(version):
+        generator.manual_seed(1_000_000 * (step + 1) + number)
+        turned = torch.rand(SHAPE, device=DEVICE, generator=generator) < 0.01
+        found = torch.where(turned, -found, found)
+    return found
+
+
+def names(megabytes):
+    return [f"layers.{number:04d}.weight" for number in range(max(1, megabytes // 32))]
+
+
+def model(megabytes, version):
+    return {name: tensor_of(number, version) for number, name in enumerate(names(megabytes))}
+
+
+def holds(received, megabytes, version):
+    """Whether every bit is there; one tensor is made at a time."""
+    return all(
+        torch.equal(received[name].view(torch.int16), tensor_of(number, version).view(torch.int16))
+        for number, name in enumerate(names(megabytes))
+    )
+
+
+def end(role, transport, place):
+    """One end, not connected yet."""
+    if transport == "collective":
+        return tx.VLLMCollectiveTransport("127.0.0.1", int(place), int(role == "worker"), 2, timeout_s=WAIT_S)
+    if transport == "delta":
+        own = {"baseline_device": DEVICE} if role == "trainer" else {}
+        return tx.make_transport("delta", root=place, timeout_s=WAIT_S, **own)
+    return tx.make_transport("ipc", channel=place, timeout_s=WAIT_S)
+
+
+def _settle():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(role, transport, place, megabytes):
+    megabytes = int(megabytes)
+    own = end(role, transport, place)
+    if transport == "collective":
+        own.init_all_workers_group({name: (torch.bfloat16, torch.Size(SHAPE)) for name in names(megabytes)})
+    print("up", flush=True)
+    if role == "trainer":
+        for line in sys.stdin:
+            weights = model(megabytes, int(line))
+            _settle()
+            began = time.perf_counter()
+            own.send_weights("policy", weights)
+            print("sent", line.strip(), f"{time.perf_counter() - began:.3f} s", flush=True)
+    else:
+        held = model(megabytes, 0)
+        while own.receive_weights(WAIT_S, weights=held) is not None:
+            print("got", own.received_version, holds(held, megabytes, own.received_version), flush=True)
+    own.shutdown()

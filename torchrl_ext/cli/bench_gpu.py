@@ -1,0 +1,165 @@
+"""``torchrl-ext bench gpu``: what stays on a GPU, beside plain copies of the same bytes.
+
+Shared memory between two processes (`torchrl_ext.cli.bench_ipc`) beside ``copy_`` of every tensor on the device; deltas
+that are listed on the device, from a baseline there and from one in pinned host memory, beside the whole model's way to
+the host and the host's own pass over it; and a staged delta that lands, beside a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from torchrl_ext.cli.bench import ratio, rounds
+from torchrl_ext.cli.bench_ipc import measure_ipc, settle
+from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes
+from torchrl_ext.codecs.base import make_codec
+from torchrl_ext.codecs.stream import encode_tensors, worker_threads
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.kernels.select import kernels_on
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.landing import Staged, identity
+from torchrl_ext.weights.position_digest import PositionDigest
+
+__all__ = ["add_arguments", "measure", "tables"]
+
+Weights = dict[str, Tensor]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--size", choices=sorted(SIZES), default="full", help="full: more than 400 M parameters")
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.03])
+    parser.add_argument("--threads", type=int, default=worker_threads(), help="of the host, for coding")
+    parser.add_argument("--device", default="cuda", help="'cpu' runs the same on the host, to try the command")
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run every comparison.
+
+    Raises:
+        ConfigError: there is no such device.
+        TransportError: the worker process failed.
+    """
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here", hint="run it on a machine with a GPU")
+    shapes = SIZES[args.size]["model"]
+    numbers: dict[str, Any] = {
+        "size": args.size,
+        "device": torch.cuda.get_device_name() if torch.device(args.device).type == "cuda" else args.device,
+        "kernels": kernels_on(torch.device(args.device)).name,
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "bytes": shapes_bytes(shapes),
+    }
+    say("shared memory between two processes")
+    numbers["ipc"] = measure_ipc(args.size, "model", args.repeats, args.device)
+    numbers["deltas"] = []
+    for density in args.densities:
+        say(f"deltas, {density:.1%} changed")
+        numbers["deltas"].append(_delta(shapes, density, args))
+    return numbers
+
+
+def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str, Any]:
+    pinned = torch.device(args.device).type == "cuda"
+    old, new = _pair(shapes, density, args.device)
+    held = {name: _on_host(tensor, pinned) for name, tensor in old.items()}
+    landing = {name: torch.empty_like(tensor) for name, tensor in new.items()}
+    arrived = {name: _on_host(tensor, pinned) for name, tensor in new.items()}
+    codec, changed = make_codec("ulp"), 0
+
+    def copy(into: Weights) -> None:
+        for name, tensor in new.items():
+            into[name].copy_(tensor, non_blocking=True)
+
+    def encode(base: Weights, source: Weights) -> None:
+        nonlocal changed
+        rows = ((name, base[name], tensor) for name, tensor in source.items())
+        changed = sum(one.changed for one in encode_tensors(rows, codec, threads=args.threads))
+
+    def before() -> None:  # as without any kernels: the whole model goes to the host
+        copy(arrived)
+        settle(args.device)
+        encode(held, arrived)
+
+    ways = {
+        "copy on the device": partial(copy, landing),
+        "copy to the host": partial(copy, arrived),
+        "baseline on the device": partial(encode, old, new),
+        "baseline on the host": partial(encode, held, new),
+        "coded on the host": before,
+    }
+    seconds = rounds({name: partial(_timed, way, args.device) for name, way in ways.items()}, args.repeats)
+    spans = [_land(old, new, args.threads) for _ in range(args.repeats + 1)][1:]
+    seconds |= {"stage": [stage for stage, _ in spans], "commit": [commit for _, commit in spans]}
+    total = shapes_bytes(shapes)
+    return {
+        "density": density,
+        "changed": changed,
+        "seconds": seconds,
+        "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
+        "listed_vs_host": ratio(seconds["baseline on the device"], seconds["coded on the host"]).to_json(),
+        "listed_vs_copy": ratio(seconds["baseline on the device"], seconds["copy on the device"]).to_json(),
+    }
+
+
+def _timed(way: Callable[[], None], device: str) -> float:
+    settle(device)
+    began = time.perf_counter()
+    way()
+    settle(device)
+    return time.perf_counter() - began
+
+
+def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
+    """Seconds to stage a delta on parameters that hold ``old``, and to commit it."""
+    live = {name: tensor.clone() for name, tensor in old.items()}
+    rows = ((name, old[name], tensor) for name, tensor in new.items())
+    patches = [
+        one.codec.decode(one.payload, ParamMeta.of(one.meta.name, new[one.meta.name]))
+        for one in encode_tensors(rows, make_codec("ulp"), threads=threads)
+        if one.changed
+    ]
+    pieces, staged, began = identity(live), Staged(), time.perf_counter()
+    for patch in patches:
+        staged.add(pieces[patch.meta.name], patch, PositionDigest())
+    middle = time.perf_counter()
+    staged.commit()
+    return middle - began, time.perf_counter() - middle
+
+
+def _pair(shapes: Shapes, density: float, device: str) -> tuple[Weights, Weights]:
+    """Two versions: steps of one unit in the last place, scattered."""
+    generator = torch.Generator(device).manual_seed(1)
+    old, new = {}, {}
+    for name, shape in shapes.items():
+        old[name] = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+        step = torch.rand(shape, device=device, generator=generator) < density
+        new[name] = (old[name].view(torch.int16) + step).view(torch.bfloat16)
+    return old, new
+
+
+def _on_host(tensor: Tensor, pinned: bool) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
+
+
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """Shared memory, then deltas."""
+    title = f"GB of weights per second on {results['device']}, kernels: {results['kernels']}"
+    ipc = Table("ipc between two processes", "copy on the device", "ipc/copy", title=title)
+    speeds = results["ipc"]["gb_per_s"]
+    ipc.add_row(f"{speeds['ipc']:.1f}", f"{speeds['copy']:.1f}", f"{results['ipc']['ipc_vs_copy']['median']:.2f}")
+    ways = list(results["deltas"][0]["gb_per_s"])
+    deltas = Table("density", *ways, title=title)
+    for row in results["deltas"]:
+        deltas.add_row(f"{row['density']:.1%}", *(f"{row['gb_per_s'][way]:.1f}" for way in ways))
+    return [ipc, deltas]
