@@ -17,10 +17,21 @@ def working(way, monkeypatch):
     return device
 
 
-@pytest.mark.parametrize("encoding", ["auto", "ulp", "context", "deltas_zstd", "xor"])
-def test_an_engine_follows_and_the_files_are_those_of_the_host(working, tmp_path, monkeypatch, encoding):
+CASES = [
+    ("auto", True),
+    ("ulp", True),
+    ("ulp", False),
+    ("context", True),
+    ("deltas_zstd", True),
+    ("xor", False),
+]
+
+
+@pytest.mark.parametrize(("encoding", "beside"), CASES)
+def test_an_engine_follows_and_the_files_are_those_of_the_host(working, tmp_path, monkeypatch, encoding, beside):
+    """``beside``: the baseline is where the weights are, else on the host."""
     own, served = ({name: tensor.to(working) for name, tensor in weights(seed).items()} for seed in (0, 9))
-    device = None if working.type == "cpu" else working
+    device = working if beside else None
     trainer = trainer_at(tmp_path / "own", encoding=encoding, keyframe_every=0, keep_files=True, baseline_device=device)
     sender = tx.WeightSender(trainer, tx.InProcessEngine(served))
     history = []

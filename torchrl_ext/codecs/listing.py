@@ -120,7 +120,7 @@ def _listed(
         if follow and old.device == device:
             kernels.scatter(old, listed.places, listed.after)
         elif follow:
-            kernels_on(old.device).scatter(old, places, news)
+            kernels_on(old.device).scatter(old, places.to(old.device), news.to(old.device))
         parts.append((places.numpy().astype(np.int64) + start, unsigned(olds), unsigned(news)))
     if len(parts) == 1:
         return *parts[0], (one, two)
