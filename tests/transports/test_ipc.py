@@ -507,9 +507,8 @@ class TestFleet:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnAGPU:
     def test_two_processes_share_an_allocation(self, channel):
-        code = WORKER.replace("received = worker.receive_weights(60)", "received = worker.receive_weights(60)")
         trainer = tx.make_transport("ipc", channel=channel, bucket_bytes=1 << 20)
-        with running_python(code, channel) as child:
+        with running_python(WORKER, channel) as child:
             for version in (1, 2):
                 trainer.send_weights({name: tensor.cuda() for name, tensor in weights(version).items()})
             assert [child.stdout.readline() for _ in range(3)] == ["up\n", "1 12000\n", "2 24000\n"]
