@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import signal
 import sys
@@ -10,8 +11,23 @@ import threading
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.registry import launchers
 
 __all__ = ["add_parser", "run"]
+
+_SETTINGS = {
+    "host": "host",
+    "port": "port",
+    "dtype": "dtype",
+    "tp": "tensor_parallel_size",
+    "max_model_len": "max_model_len",
+    "lora_rank": "lora_rank",
+    "lora_adapters": "lora_adapters",
+    "plain_linears": "plain_linears",
+    "log": "log_path",
+    "start_timeout_s": "start_timeout_s",
+}
+"""Option -> what launchers call it."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -23,15 +39,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "environment where they are installed, else a CPU build is installed once into a cache folder of its own "
         "($TORCHRL_EXT_CACHE).",
     )
-    parser.add_argument("engine", choices=["vllm", "sglang", "embedded"], help="which engine")
+    parser.add_argument("engine", choices=list(launchers.names()), help="which engine")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (vllm, sglang)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 picks a free one")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="workers that share the model (vllm, sglang)")
+    parser.add_argument("--host", help="address to listen on, by default 127.0.0.1 (vllm, sglang)")
+    parser.add_argument("--port", type=int, help="port to listen on; by default a free one")
+    parser.add_argument("--dtype", help="auto (the default), float32, bfloat16 or float16")
+    parser.add_argument("--tp", type=int, metavar="N", help="workers that share the model (vllm, sglang)")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
     parser.add_argument("--lora-rank", type=int, metavar="R", help="serve LoRA adapters up to this rank (vllm, sglang)")
-    parser.add_argument("--lora-adapters", type=int, default=1, metavar="N", help="that requests may use at a time")
+    parser.add_argument("--lora-adapters", type=int, metavar="N", help="that requests may use at a time, by default 1")
     parser.add_argument("--plain-linears", action="store_true", help="keep linear weights unpacked on a CPU (vllm)")
     parser.add_argument("--log", help="file for what the server prints (vllm, sglang)")
     parser.add_argument("--start-timeout-s", type=float, default=300.0, help="deadline of the start, in seconds")
@@ -78,27 +94,15 @@ def _interrupt(done: threading.Event) -> None:
 
 
 def _start(args: argparse.Namespace) -> Any:
-    shared = {
-        "port": args.port,
-        "dtype": args.dtype,
-        "max_model_len": args.max_model_len,
-        "start_timeout_s": args.start_timeout_s,
-    }
-    if args.engine == "embedded":
-        if args.lora_rank is not None:
-            raise ConfigError("the embedded engine serves no LoRA adapters", hint="serve vllm or sglang")
-        from torchrl_ext.launch.embedded import EmbeddedServer
-
-        return EmbeddedServer(args.model, **shared)
-    shared |= {"host": args.host, "tensor_parallel_size": args.tp, "log_path": args.log}
-    shared |= {"lora_rank": args.lora_rank, "lora_adapters": args.lora_adapters}
-    if args.engine == "sglang":
-        from torchrl_ext.launch.sglang import SGLangServer
-
-        return SGLangServer(args.model, **shared)
-    from torchrl_ext.launch.vllm import VLLMServer
-
-    return VLLMServer(args.model, plain_linears=args.plain_linears, **shared)
+    """Start it with the options that were given; one that this engine has no setting for is an error."""
+    make = launchers.load(args.engine)
+    known = inspect.signature(make).parameters
+    given = {option: getattr(args, option) for option in _SETTINGS}
+    given = {option: value for option, value in given.items() if value not in (None, False)}
+    unknown = [f"--{option.replace('_', '-')}" for option in given if _SETTINGS[option] not in known]
+    if unknown:
+        raise ConfigError(f"{args.engine} cannot be started with {', '.join(unknown)}", hint="leave it out")
+    return make(args.model, **{_SETTINGS[option]: value for option, value in given.items()})
 
 
 def _announce(args: argparse.Namespace, server: Any) -> None:
