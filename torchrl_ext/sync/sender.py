@@ -57,7 +57,7 @@ class WeightSender:
         self._metadata: tuple[ParamMeta, ...] | None = None
         self._connected_to: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self._spans: dict[str, float] = {}
-        self._attempted = 0
+        self._attempted = self._current = 0
         self.version = 0
 
     # TorchRL's surface
@@ -114,29 +114,28 @@ class WeightSender:
             source.replay()
             self.version += 1
             return SyncReport(version=self.version, transport=self._transport.name)
-        version = self._next_version()
+        self._current = self._next_version()
         try:
             with self._transport.exclusive("update_weights"):
-                self._connect(source.params())
-                version = self._next_version()
-                self._update(source, version)
-                self._transport.acknowledge(self._engine.oldest(version))
+                self._deliver(source)
         except ConcurrentUpdateError:
             raise
         except Exception as error:  # whatever it is, the caller learns who serves what
             source.drain()
             self._connected_to = None  # what is left of a group or a half-made update is not built upon
-            report = self._report(version, source, started, failed=True)
+            report = self._report(self._current, source, started, failed=True)
             raise UpdateError(
-                f"weights version {version} did not reach every engine: {error}", report=report, rows=report.engines
+                f"weights version {self._current} did not reach every engine: {error}",
+                report=report,
+                rows=report.engines,
             ) from error
         except BaseException:
             source.drain()
             self._connected_to = None
             raise
-        self.version = version
-        report = self._report(version, source, started)
-        log.info("weights version %d accepted by %d engine(s)", version, len(report.engines))
+        self.version = self._current
+        report = self._report(self.version, source, started)
+        log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         for collector in (reference() for reference in self._collectors):
             if collector is not None:  # its truth would be its length, and an endless collector has none
                 collector.increment_version()
@@ -151,6 +150,36 @@ class WeightSender:
         self._engine.close()
         self._transport.shutdown()
         self._connected_to = None
+
+    def _deliver(self, source: Outgoing) -> None:
+        """One version to every engine that answers.
+
+        A broadcast in which an engine is lost fails for all of its group: the others get theirs in another one, before
+        the caller hears of the loss.
+        """
+        lost: WeightSyncError | None = None
+        while True:
+            self._connect(source.params())
+            version = self._current = self._next_version()
+            try:
+                self._update(source, version)
+            except WeightSyncError as error:
+                if not source.alone or not self._nobody_got(version) or not self._somebody_left():
+                    raise
+                log.warning("weights version %d is sent again, to the engines that are left: %s", version, error)
+                lost = lost or error
+                continue
+            self._transport.acknowledge(self._engine.oldest(version))
+            if lost is not None:
+                raise lost
+            return
+
+    def _nobody_got(self, version: int) -> bool:
+        return not any(row.version == version and row.state == "serving" for row in self._engine.rows())
+
+    def _somebody_left(self) -> bool:
+        before, self._connected_to = self._connected_to, None
+        return before is not None and len(self._engine.members()) < len(before[1])
 
     # the heart
 

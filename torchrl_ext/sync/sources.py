@@ -66,6 +66,12 @@ class Outgoing(WeightSource):
         """Digest of each tensor that passed in the last iteration."""
         return dict(self._digests)
 
+    @property
+    def alone(self) -> bool:
+        """Whether this process can make another pass by itself: no other ranks could be part of a gather."""
+        known = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not known or torch.distributed.get_world_size() == 1
+
     def replay(self) -> None:
         """Take part in every gather and drop what comes: the role of ranks that do not drive."""
         for _ in self._source:
