@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,15 +40,23 @@ def mapped(served):
     ]
 
 
-def test_syncs_leave_the_engine_at_the_trainers_weights_and_map_nothing(vllm):
+@pytest.mark.parametrize("shared", [False, True], ids=["staged", "in place"])
+def test_fifty_syncs_leave_the_engine_at_the_trainers_weights_and_map_nothing(vllm, shared):
     sender, _ = sender_to(vllm)
-    for seed in range(1, 6):
-        model = tiny_model(seed)
+    model = tiny_model(0)
+    if shared:
+        model.share_memory()
+    for seed in range(1, 51):
+        model.load_state_dict(tiny_model(seed).state_dict())
         report = sender.update_weights(model)
         assert report.verified and vllm.version() == str(report.version)
-        assert vllm.tokens() == greedy(model)
         assert mapped(vllm) == []
+        if seed % 10 == 0:
+            assert vllm.tokens() == greedy(model)
     sender.shutdown()
+    until = time.monotonic() + WAIT_S
+    while any("/torch_" in Path(f"/proc/{pid}/maps").read_text() for pid in descendants(vllm.server.pid)):
+        assert time.monotonic() < until  # it is about to notice that the trainer is gone
 
 
 @pytest.mark.parametrize("level", [1, 2])

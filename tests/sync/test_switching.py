@@ -79,6 +79,15 @@ class TestModule:
             run(engine.update_model_weights_from_state_dict({"weight": torch.ones(2, 3), **tensors}))
         assert same(served, before) and engine.serving.is_set()
 
+    def test_a_tensor_without_data_is_refused_and_nothing_changes(self):
+        served = nn.Linear(3, 2)
+        before = states(served)
+        engine = tx.make_engine("inprocess", engine=served)
+        offered = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2, device="meta")}
+        with pytest.raises(ManifestError, match=r"1 tensor\(s\) are on the meta device, which holds no data: bias"):
+            run(engine.update_model_weights_from_state_dict(offered))
+        assert same(served, before)
+
     def test_an_update_that_fails_half_way_puts_the_old_weights_back(self):
         class Failing(TensorsLoader):
             fails = False

@@ -57,7 +57,7 @@ class WeightSender:
         self._metadata: tuple[ParamMeta, ...] | None = None
         self._connected_to: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self._spans: dict[str, float] = {}
-        self._attempted = self._current = 0
+        self._attempted = 0
         self.version = 0
 
     # TorchRL's surface
@@ -114,7 +114,7 @@ class WeightSender:
             source.replay()
             self.version += 1
             return SyncReport(version=self.version, transport=self._transport.name)
-        self._current = self._next_version()
+        source.version = self._next_version()
         try:
             with self._transport.exclusive("update_weights"):
                 self._deliver(source)
@@ -123,9 +123,9 @@ class WeightSender:
         except Exception as error:  # whatever it is, the caller learns who serves what
             source.drain()
             self._connected_to = None  # what is left of a group or a half-made update is not built upon
-            report = self._report(self._current, source, started, failed=True)
+            report = self._report(source.version, source, started, failed=True)
             raise UpdateError(
-                f"weights version {self._current} did not reach every engine: {error}",
+                f"weights version {source.version} did not reach every engine: {error}",
                 report=report,
                 rows=report.engines,
             ) from error
@@ -133,7 +133,7 @@ class WeightSender:
             source.drain()
             self._connected_to = None
             raise
-        self.version = self._current
+        self.version = source.version
         report = self._report(self.version, source, started)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         for collector in (reference() for reference in self._collectors):
@@ -160,7 +160,7 @@ class WeightSender:
         lost: WeightSyncError | None = None
         while True:
             self._connect(source.params())
-            version = self._current = self._next_version()
+            version = source.version = self._next_version()
             try:
                 self._update(source, version)
             except WeightSyncError as error:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.derived import CastSource, RenamedSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.names import as_mapper
 from torchrl_ext.weights.source import WeightSource, checked
 
-__all__ = ["Outgoing", "inner_model", "is_torchrl"]
+__all__ = ["Outgoing", "inner_model", "is_torchrl", "require_data"]
 
 
 class Outgoing(WeightSource):
@@ -25,6 +26,13 @@ class Outgoing(WeightSource):
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
         digests: take the digest of each tensor as it passes.
+
+    Attributes:
+        version: as what it is sent.
+        count, bytes: what passed in the last iteration.
+
+    Raises:
+        ManifestError: a tensor has no data.
     """
 
     def __init__(
@@ -38,11 +46,11 @@ class Outgoing(WeightSource):
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
+        require_data(source)
         self._take = digests
         self._digests: dict[str, str] = {}
         self._stream: Iterator[tuple[str, Tensor]] | None = None
-        self.count = 0
-        self.bytes = 0
+        self.version = self.count = self.bytes = 0
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
@@ -81,6 +89,17 @@ class Outgoing(WeightSource):
         """Finish a pass that stopped half-way, or make one that never began: other ranks wait in the same gathers."""
         for _ in iter(self._source) if self._stream is None else self._stream:
             pass
+
+
+def require_data(source: WeightSource) -> None:
+    """Raises ManifestError where a tensor of ``source`` is on the meta device: offloaded, or never loaded."""
+    empty = [name for name, tensor in source.held().items() if tensor.device.type == "meta"]
+    if empty:
+        raise ManifestError(
+            f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",
+            state="nothing was sent",
+            hint="load the weights, or bring offloaded ones back, before sending them",
+        )
 
 
 def inner_model(model: Any) -> Any:

@@ -12,6 +12,7 @@ from torchrl_ext.errors import ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.sources import require_data
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import RenamedSource
@@ -47,9 +48,10 @@ class Switch:
         """Serve these tensors, in the dtypes of what is held, and for the rest what is held.
 
         Raises:
-            ManifestError: nothing held has a tensor's name, or its shape.
+            ManifestError: nothing held has a tensor's name, or its shape; or a tensor has no data.
         """
         given: WeightSource = as_source(tensors)
+        require_data(given)
         given = given if mapper is None else RenamedSource(given, as_mapper(mapper))
         with self._turn:
             good = self._last_good()
