@@ -56,6 +56,7 @@ def test_a_checkpoint_of_another_model_is_refused_while_the_server_generates(vll
     assert not vllm.paused() and vllm.version() == version and vllm.tokens() == before
 
 
+@pytest.mark.exhaustive
 def test_each_of_two_workers_answers_for_itself(tensor_parallel_vllm, tmp_path, capsys):
     told = asked(capsys, "doctor", tensor_parallel_vllm.url, "--root", tmp_path, "--transport", "collective")
     seen = [row["found"] for row in told["findings"] if row["check"] == "shared root" and "sides" in row["found"]]
@@ -76,6 +77,7 @@ def test_sglang_with_the_plugin_is_examined_and_pushed_to(sglang, checkpoint, tm
     assert sglang.tokens() == greedy(tiny_model(3))
 
 
+@pytest.mark.exhaustive
 def test_sglang_without_the_plugin_gets_a_warning_and_full_files(stock_sglang, checkpoint, tmp_path, capsys):
     told = asked(capsys, "doctor", stock_sglang.url, "--root", tmp_path)
     levels = {row["check"]: row["level"] for row in told["findings"] if row["where"] == stock_sglang.url}

@@ -200,7 +200,7 @@ def test_a_master_that_cannot_be_reached_ends_in_an_error_and_meanwhile_the_serv
     assert_untouched(serving)
 
 
-@pytest.mark.parametrize("server", ["sglang", "tensor_parallel_sglang"])
+@pytest.mark.parametrize("server", ["sglang", pytest.param("tensor_parallel_sglang", marks=pytest.mark.exhaustive)])
 def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_back(request, server, tmp_path):
     served, good = request.getfixturevalue(server), tiny_model(62)
     before = sender_to(served, "disk", root=tmp_path / "before")

@@ -94,6 +94,7 @@ def test_a_generation_that_is_aborted_goes_on_where_it_was(sglang, client):
     assert found["response_ids"] == whole["response_ids"] and found["stop_reasons"] == ["length"] * 4
 
 
+@pytest.mark.exhaustive
 def test_the_demo_proves_itself_on_sglang(sglang, checkpoint):
     command = [sys.executable, "-m", "torchrl_ext.cli.main", "demo", "--json", "--steps", "2", "--transport", "disk"]
     done = subprocess.run(

@@ -94,7 +94,7 @@ def kill_a_trainer_in_the_middle(served, repo):
     assert done.returncode == -9, done.stderr
 
 
-@pytest.mark.parametrize("server", ["vllm", "tensor_parallel_vllm"])
+@pytest.mark.parametrize("server", ["vllm", pytest.param("tensor_parallel_vllm", marks=pytest.mark.exhaustive)])
 def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_back(request, server, tmp_path):
     served, good = request.getfixturevalue(server), tiny_model(62)
     before = sender_to(served, "disk", root=tmp_path / "before")

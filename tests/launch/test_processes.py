@@ -88,9 +88,11 @@ def test_a_server_that_ends_while_starting_shows_the_end_of_its_log(tmp_path):
         ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
 
 
-def test_the_error_that_others_only_follow_from_is_named_first(tmp_path):
+def test_errors_that_others_only_follow_from_are_named_too(tmp_path):
     code = "print('OSError: no space left'); print('x' * 9000); raise RuntimeError('see above')"
-    with pytest.raises(EngineError, match="while starting: OSError: no space left; its log ends with: x") as caught:
+    with pytest.raises(
+        EngineError, match="printed: OSError: no space left; RuntimeError: see above; its log ends with: x"
+    ) as caught:
         ServerProcess([sys.executable, "-c", code], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
     assert "see above" in str(caught.value)
 

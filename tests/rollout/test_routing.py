@@ -110,7 +110,7 @@ def test_a_session_stays_on_one_engine_and_sessions_use_both(client):
 def test_it_can_be_sent_to_another_process_while_it_is_used(client, tmp_path):
     async def beside_a_generation():
         running = asyncio.ensure_future(client.generate(batch(4, length=100)))
-        await started(client)
+        assert await started(client, running)
         (tmp_path / "client").write_bytes(pickle.dumps(client))
         return await running
 
@@ -148,7 +148,7 @@ def test_control_calls_reach_every_engine(client, urls):
 def test_a_pause_with_keep_freezes_what_runs_and_it_goes_on(client):
     async def through_a_pause():
         running = asyncio.ensure_future(client.generate(batch(4, length=100)))
-        await started(client)
+        assert await started(client, running)
         await client.pause(mode="keep")
         assert not running.done()
         await client.resume()
@@ -170,11 +170,12 @@ def test_engines_sleep_and_wake_up_together(client, urls):
 
 def test_what_an_abort_ends_is_continued_with_the_same_tokens_in_all(client):
     async def through_aborts():
-        running = asyncio.ensure_future(client.generate(batch(4, length=120)))
-        for _ in range(3):
-            await started(client)
+        running, aborts = asyncio.ensure_future(client.generate(batch(4, length=120))), 0
+        while aborts < 3 and await started(client, running):
             await client.pause(mode="abort")
+            aborts += not running.done()
             await client.resume()
+        assert aborts
         return await running
 
     found, whole = client.run(through_aborts()), client.run(client.generate(batch(4, length=120)))
@@ -184,15 +185,15 @@ def test_what_an_abort_ends_is_continued_with_the_same_tokens_in_all(client):
         assert one == pytest.approx(other, abs=1e-4)
 
 
-async def started(client):
-    """Wait until some engine generates."""
+async def started(client, running):
+    """Wait until some engine generates; whether one did before ``running`` was over."""
     async with httpx.AsyncClient() as http:
-        for _ in range(2000):
+        while not running.done():
             loads = [(await http.get(f"{url}/load")).json()["server_load"] for url in client.server_urls]
             if any(loads):
-                return
+                return True
             await asyncio.sleep(0.005)
-    pytest.fail("no engine generates")
+    return False
 
 
 def test_a_control_call_that_one_engine_refuses_has_a_row_for_each(client, urls):
@@ -284,7 +285,7 @@ def test_requests_of_an_engine_that_is_taken_out_go_on_at_another(routing, clien
     async def through_a_loss():
         whole = batch(8, length=100)
         running = asyncio.ensure_future(client.generate({**whole, "session_ids": [f"s{i}" for i in range(8)]}))
-        await started(client)
+        assert await started(client, running)
         async with httpx.AsyncClient() as http:
             await http.post(f"{urls[0]}/pause", params={"mode": "keep"})
         await asyncio.to_thread(routing.follow, report((urls[0], "paused", 0), (urls[1], "serving", 1)))

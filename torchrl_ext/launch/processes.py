@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -29,7 +30,9 @@ __all__ = ["Launched", "ServerProcess", "free_port", "reachable"]
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
 _GRACE_S = 15.0
+_LOWEST_PORT, _PORT_TRIES = 16384, 64
 _LOG_CHARS = 4000
+_ERRORS = 3
 _ERROR_LINE = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
 
 
@@ -107,12 +110,15 @@ class ServerProcess:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_CHARS))
             return log.read().decode(errors="replace").strip()
 
-    def first_error(self) -> str:
-        """The first line of the log that looks like an exception: often the cause of what it ends with."""
+    def errors(self) -> str:
+        """The last few lines of the log that look like exceptions: what it ends with often only points at a cause."""
         with self.log_path.open("rb") as log:
-            found = (_ERROR_LINE.search(line) for line in log)
-            first = next((match for match in found if match), None)
-        return first[0].decode(errors="replace")[:_LOG_CHARS].strip() if first else ""
+            found = [
+                match[0].decode(errors="replace")[:_LOG_CHARS].strip()
+                for match in map(_ERROR_LINE.search, log)
+                if match
+            ]
+        return "; ".join(list(dict.fromkeys(found))[-_ERRORS:])
 
     def stop(self) -> None:
         """End the server and its children, and wait for it. May be called twice."""
@@ -141,11 +147,9 @@ class ServerProcess:
         with httpx.Client(trust_env=False, timeout=5.0) as client:
             while time.monotonic() < until:
                 if not self.alive():
-                    first, end = self.first_error(), self.log()
                     raise EngineError(
-                        f"{self.name} ended while starting"
-                        + (f": {first}" if first else "")
-                        + f"; its log ends with: {end or 'nothing'}",
+                        f"{self.name} ended while starting; errors that it printed: {self.errors() or 'none'}; "
+                        f"its log ends with: {self.log() or 'nothing'}",
                         hint=f"the whole log is {self.log_path}",
                     )
                 with contextlib.suppress(httpx.HTTPError):
@@ -211,10 +215,24 @@ def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of 127.0.0.1 that nobody listens on now.
+
+    A server may take a minute to come to its port. The system meanwhile hands ports of its own range to whoever asks
+    for any, so that this one is from below that range where there is room.
+    """
+    below = range(_LOWEST_PORT, _first_ephemeral_port())
+    for port in [*random.SystemRandom().sample(below, min(_PORT_TRIES, len(below))), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise EngineError("there is no free port on 127.0.0.1")
+
+
+def _first_ephemeral_port() -> int:
+    """ip(7), ``ip_local_port_range``."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return max(_LOWEST_PORT, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    return _LOWEST_PORT
 
 
 def reachable(host: str) -> str:

@@ -144,17 +144,26 @@ class Adapters:
                 self._manager.lora_ref_cache.pop(label, None)  # SGLang would load it again for a request by its label
 
 
+def _question(text: str) -> Any:
+    """What a message asks about adapters; None where it asks about something else, or is no JSON (workers say so)."""
+    try:
+        message = json.loads(text)
+    except ValueError:
+        return None
+    return message.get("adapters") if isinstance(message, dict) else None
+
+
 async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
     """Around the server's part of ``/weights_checker``."""
     if not request.action.startswith(CHANNEL):
         return await original(manager, request, *args)
-    message = json.loads(request.action.removeprefix(CHANNEL))
-    if "adapters" not in message:
+    question = _question(request.action.removeprefix(CHANNEL))
+    if question is None:
         return await original(manager, request, *args)
     if manager not in _managers:
         _managers[manager] = Adapters(manager, _asking(original, weakref.proxy(manager), type(request)))
     try:
-        return True, json.dumps(await _managers[manager].answer(message["adapters"])), None, None
+        return True, json.dumps(await _managers[manager].answer(question)), None, None
     except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
         return False, f"{type(error).__name__}: {error}", None, None
 
