@@ -11,6 +11,7 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
+from torchrl_ext.errors import UpdateError
 from torchrl_ext.rollout.serving import OwnedEngines
 
 pytestmark = pytest.mark.engine
@@ -66,6 +67,8 @@ def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, t
     assert job.recover() == (kept.url,)
     assert not actor.routing.router.workers()  # it has the weights of its checkpoint again
     trained = tiny_model(3)
+    with pytest.raises(UpdateError):  # it is another process, and has joined nothing: told once
+        update(trained)
     report = update(trained)
     assert asked(job) == (greedy(trained, PROMPT, 16), {report.version})
     assert httpx.get(f"{kept.url}/weight_info").json()["weight_version"] == str(report.version)
