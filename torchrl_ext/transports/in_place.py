@@ -12,10 +12,10 @@ import bisect
 import os
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = ["Borrowed", "Offer", "groups", "offer"]
 
 _LOOK_S = 0.5
 _SLICE_BYTES = 2 << 20  # what a thread copies at a time
+_AHEAD = 4  # groups that are copied while one is handed on: no thread waits for the slowest of a group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +149,7 @@ class Borrowed:
         sources = self._sources(info, params)
         pool, device = BufferPool(torch.device("cpu")), torch.device("cpu")
         copy = streaming_copy(sum(meta.nbytes for meta in params))
+        running: deque[tuple[list[tuple[ParamMeta, Tensor]], list[Future[None]]]] = deque()
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ipc-copy") as threads:
             for first, stop in groups(params, capacity):
                 arrived, slices = [], []
@@ -160,9 +162,11 @@ class Borrowed:
                         flat = as_bytes(target)
                     arrived.append((meta, target))
                     slices += _slices(source, flat.numpy())
-                for _ in threads.map(partial(_copy_all, copy), _shares(slices)):
-                    pass
-                yield [(meta.name, _placed(meta, tensor, into)) for meta, tensor in arrived]
+                running.append((arrived, [threads.submit(_copy_all, copy, share) for share in _shares(slices)]))
+                if len(running) > _AHEAD:
+                    yield _finished(*running.popleft(), into)
+            while running:
+                yield _finished(*running.popleft(), into)
 
     def keep_while(self, link: Link) -> None:
         """Let go of everything as soon as the trainer at the other end of ``link`` is gone."""
@@ -210,6 +214,15 @@ class Borrowed:
             for key in self._files.keys() - set(keys):
                 self._files.pop(key).close()
             return [self._files[key] for key in keys]
+
+
+def _finished(
+    arrived: Sequence[tuple[ParamMeta, Tensor]], copies: Sequence[Future[None]], into: Mapping[str, Tensor]
+) -> list[tuple[str, Tensor]]:
+    """One of `groups`, once it is copied."""
+    for one in copies:
+        one.result()
+    return [(meta.name, _placed(meta, tensor, into)) for meta, tensor in arrived]
 
 
 def groups(params: Sequence[ParamMeta], capacity: int) -> list[tuple[int, int]]:
