@@ -26,7 +26,7 @@ from torch import Tensor
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.transports.buckets import BufferPool, as_bytes, landing
 from torchrl_ext.transports.links import Link
-from torchrl_ext.transports.segments import Segment, attach_plain, integer
+from torchrl_ext.transports.segments import Segment, attach_plain, host_handle, integer
 from torchrl_ext.transports.staging import streaming_copy
 from torchrl_ext.types import Info, ParamMeta
 
@@ -112,14 +112,7 @@ def _descriptors() -> dict[tuple[int, int], Info]:
         except OSError:  # closed meanwhile
             continue
         if stat.S_ISREG(about.st_mode):
-            inode = (about.st_dev, about.st_ino)
-            found[inode] = {
-                "kind": "host",
-                "pid": os.getpid(),
-                "fd": int(name),
-                "inode": list(inode),
-                "bytes": about.st_size,
-            }
+            found[about.st_dev, about.st_ino] = host_handle(int(name), about)
     return found
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "attach_plain",
     "close_in_children",
     "create",
+    "host_handle",
     "integer",
     "local_devices",
 ]
@@ -73,15 +74,8 @@ class HostSegment(Segment):
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        found = os.fstat(descriptor)
         mapped = mmap.mmap(descriptor, nbytes)
-        self.handle = {
-            "kind": "host",
-            "pid": os.getpid(),
-            "fd": descriptor,
-            "inode": [found.st_dev, found.st_ino],
-            "bytes": nbytes,
-        }
+        self.handle = host_handle(descriptor, os.fstat(descriptor))
         self.flat = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
         self._give_up = weakref.finalize(self, os.close, descriptor)
         close_in_children(self)
@@ -92,6 +86,17 @@ class HostSegment(Segment):
     def close(self) -> None:
         self.flat = torch.empty(0, dtype=torch.uint8)
         self._give_up()
+
+
+def host_handle(descriptor: int, about: os.stat_result) -> Info:
+    """The handle of a file in memory that this process holds open."""
+    return {
+        "kind": "host",
+        "pid": os.getpid(),
+        "fd": descriptor,
+        "inode": [about.st_dev, about.st_ino],
+        "bytes": about.st_size,
+    }
 
 
 def create(device: str, nbytes: int) -> Segment:
