@@ -3,6 +3,7 @@
 import json
 import socket
 import socketserver
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -229,7 +230,17 @@ def test_ipv6_addresses_work():
         assert HTTPSession(f"[::1]:{port}").get("/echo")["path"] == "/echo"
 
 
-def test_one_session_serves_many_threads(session):
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: session.post("/echo", i)["body"], range(64)))
-    assert answers == list(range(64))
+@pytest.fixture
+def eager_threads():
+    """Threads take turns a thousand times as often, so that races between them show."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_one_session_serves_many_threads(session, eager_threads):
+    calls = range(1500)
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda i: session.post("/echo", i)["body"], calls))
+    assert answers == list(calls)

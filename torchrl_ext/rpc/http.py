@@ -121,7 +121,9 @@ class HTTPSession:
         self.url = normalise_url(url)
         self.timeout_s = timeout_s
         self._max_body_bytes = max_body_bytes
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else None
+        # "close" ends a connection where its answer ends. httpcore's own limit on idle ones would close them a moment
+        # later, after it may have given them to a call of another thread.
+        self._headers = {"connection": "close"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
         self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=0)
         self._client: httpx.Client | None = None
         self._opening = threading.Lock()
