@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.processes import Launched, ServerProcess, free_port
+from torchrl_ext.launch.processes import Launched, ServerProcess
+from torchrl_ext.launch.stock import as_flags, checkpoint_folder, usable_port
 
 __all__ = ["EmbeddedServer"]
 
@@ -48,21 +47,17 @@ class EmbeddedServer(Launched):
         log_path: str | Path | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        if not Path(model_dir).is_dir():
-            raise ConfigError(f"{model_dir} is no directory", expected="a Hugging Face checkpoint directory")
-        port = _checked(port) if port else free_port()
+        model, port = checkpoint_folder(model_dir), usable_port(port)
         arguments = {
-            "model": Path(model_dir).absolute(),
+            "model": model,
             "port": port,
             "dtype": dtype,
             "device": device,
             "max-model-len": max_model_len,
             "threads": threads,
         }
-        command = [str(python or sys.executable), "-m", "torchrl_ext.plugins.embedded"]
-        command += [f"--{name}={value}" for name, value in arguments.items() if value is not None]
         server = ServerProcess(
-            command,
+            [str(python or sys.executable), "-m", "torchrl_ext.plugins.embedded", *as_flags(arguments)],
             name="embedded",
             url=f"http://127.0.0.1:{port}",
             environ={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(environ or {})},
@@ -70,14 +65,3 @@ class EmbeddedServer(Launched):
             start_timeout_s=start_timeout_s,
         )
         super().__init__(server)
-
-
-def _checked(port: int) -> int:
-    """The port, if nobody listens on it: another server there would answer the health check in the child's place."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError(f"port {port} cannot be used: {error}", hint="pick another one, or 0 for any") from None
-    return port

@@ -8,6 +8,7 @@ from pathlib import Path
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import router_python, to_stderr
 from torchrl_ext.launch.processes import Launched, ServerProcess, free_port, reachable
+from torchrl_ext.launch.stock import as_flags, usable_port
 
 __all__ = ["RouterProcess"]
 
@@ -35,7 +36,7 @@ class RouterProcess(Launched):
         start_timeout_s: deadline of the start, in seconds; making an environment does not count.
 
     Raises:
-        ConfigError: workers and pools together, or one pool without the other.
+        ConfigError: workers and pools together, one pool without the other, or the port is taken.
         EngineError: it ended while starting; the message has the end of its log.
         DeadlineError: it was not up in time.
     """
@@ -60,8 +61,8 @@ class RouterProcess(Launched):
             raise ConfigError("a router has regular workers, or a prefill and a decode pool", hint="start two routers")
         if bool(prefill) != bool(decode):
             raise ConfigError("a prefill pool needs a decode pool, and the other way round")
+        port = usable_port(port, host)
         python = Path(python or router_python(report))
-        port = port or free_port()
         arguments = {
             "host": host,
             "port": port,
@@ -73,8 +74,7 @@ class RouterProcess(Launched):
             "worker-startup-check-interval": 1,
             "log-level": "warning",
         }
-        command = [str(python), "-m", "vllm_router.launch_router"]
-        command += [f"--{name}={value}" for name, value in arguments.items()]
+        command = [str(python), "-m", "vllm_router.launch_router", *as_flags(arguments)]
         command += ["--disable-circuit-breaker", *extra_args]
         self.static = bool(prefill)
         if self.static:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import sglang_python, to_stderr
-from torchrl_ext.launch.overlay import make_overlay, on_path
-from torchrl_ext.launch.processes import Launched, ServerProcess, free_port, reachable
+from torchrl_ext.launch.overlay import on_path
+from torchrl_ext.launch.processes import Launched
+from torchrl_ext.launch.stock import as_flags, checkpoint_folder, on_cpu, start_with_plugin, usable_port
 
 __all__ = ["SGLangServer"]
 
@@ -56,7 +52,7 @@ class SGLangServer(Launched):
         start_timeout_s: deadline of the start, in seconds; making an environment does not count.
 
     Raises:
-        ConfigError: ``model_dir`` is no directory, or there is no SGLang to be had.
+        ConfigError: ``model_dir`` is no directory, the port is taken, or there is no SGLang to be had.
         EngineError: it ended while starting; the message has the end of its log.
         DeadlineError: it was not healthy in time.
     """
@@ -80,44 +76,36 @@ class SGLangServer(Launched):
         report: Callable[[str], None] = to_stderr,
         start_timeout_s: float = 300.0,
     ) -> None:
-        if not Path(model_dir).is_dir():
-            raise ConfigError(f"{model_dir} is no directory", expected="a Hugging Face checkpoint directory")
+        model = checkpoint_folder(model_dir)
+        port = usable_port(port, host)
         python = Path(python or sglang_python(report))
-        port = port or free_port()
-        on_cpu = python != Path(sys.executable) or not torch.cuda.is_available()  # what we make is for CPUs
+        cpu = on_cpu(python)
         arguments: dict[str, Any] = {
-            "model-path": Path(model_dir).absolute(),
+            "model-path": model,
             "host": host,
             "port": port,
             "dtype": dtype,
             "tp-size": tensor_parallel_size,
             "context-length": max_model_len,
-            **(_CPU_ARGUMENTS if on_cpu else {}),
+            **(_CPU_ARGUMENTS if cpu else {}),
         }
-        command = [str(python), "-m", "sglang.launch_server"]
-        command += [f"--{name}={value}" for name, value in arguments.items() if value is not None]
-        command += ["--skip-server-warmup", *(_CPU_FLAGS if on_cpu else ())]
-        command += _lora(lora_rank, lora_adapters, on_cpu)
-        overlay = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-"))
-        try:
-            if plugin:
-                make_overlay(overlay)
-            server = ServerProcess(
-                [*command, *extra_args],
-                name="sglang",
-                url=f"http://{reachable(host)}:{port}",
-                environ={**_environ(overlay, tensor_parallel_size, on_cpu), **(environ or {})},
-                log_path=log_path,
-                start_timeout_s=start_timeout_s,
-                shared_memory=("sgl_shm_", "sglang_loads_"),
-            )
-        except BaseException:
-            shutil.rmtree(overlay, ignore_errors=True)
-            raise
-        super().__init__(server, overlay)
+        command = [str(python), "-m", "sglang.launch_server", *as_flags(arguments), "--skip-server-warmup"]
+        command += [*(_CPU_FLAGS if cpu else ()), *_lora(lora_rank, lora_adapters, cpu), *extra_args]
+        process, overlay = start_with_plugin(
+            command,
+            name="sglang",
+            host=host,
+            port=port,
+            plugin=plugin,
+            environ=lambda overlay: {**_environ(overlay, tensor_parallel_size, cpu), **(environ or {})},
+            log_path=log_path,
+            start_timeout_s=start_timeout_s,
+            shared_memory=("sgl_shm_", "sglang_loads_"),
+        )
+        super().__init__(process, overlay)
 
 
-def _lora(rank: int | None, adapters: int, on_cpu: bool) -> list[str]:
+def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
     """Room for the base, the adapters, and the older version of each that running requests still have."""
     if rank is None:
         return []
@@ -128,17 +116,17 @@ def _lora(rank: int | None, adapters: int, on_cpu: bool) -> list[str]:
         f"--max-lora-rank={rank}",
         "--lora-target-modules=all",
         f"--max-loras-per-batch={1 + 2 * adapters}",
-        *(["--lora-backend=torch_native"] if on_cpu else []),
+        *(["--lora-backend=torch_native"] if cpu else []),
     ]
 
 
-def _environ(overlay: Path, workers: int, on_cpu: bool) -> dict[str, str]:
+def _environ(overlay: Path, workers: int, cpu: bool) -> dict[str, str]:
     # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
     environ = {"PYTHONPATH": on_path(overlay), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
     allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
     if allowed:
         environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
-    if on_cpu:
+    if cpu:
         environ["SGLANG_USE_CPU_ENGINE"] = "1"
         environ["TORCHRL_EXT_UNPINNED"] = "1"  # its LoRA pins memory, which takes a GPU
         environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import to_stderr, vllm_python
-from torchrl_ext.launch.overlay import make_overlay, on_path
-from torchrl_ext.launch.processes import Launched, ServerProcess, free_port, reachable
+from torchrl_ext.launch.overlay import on_path
+from torchrl_ext.launch.processes import Launched
+from torchrl_ext.launch.stock import as_flags, checkpoint_folder, on_cpu, start_with_plugin, usable_port
 from torchrl_ext.types import BACKEND
 
 __all__ = ["VLLMServer"]
@@ -50,7 +47,7 @@ class VLLMServer(Launched):
         start_timeout_s: deadline of the start, in seconds; making an environment does not count.
 
     Raises:
-        ConfigError: ``model_dir`` is no directory, or there is no vLLM to be had.
+        ConfigError: ``model_dir`` is no directory, the port is taken, or there is no vLLM to be had.
         EngineError: it ended while starting; the message has the end of its log.
         DeadlineError: it was not healthy in time.
     """
@@ -74,12 +71,12 @@ class VLLMServer(Launched):
         report: Callable[[str], None] = to_stderr,
         start_timeout_s: float = 300.0,
     ) -> None:
-        if not Path(model_dir).is_dir():
-            raise ConfigError(f"{model_dir} is no directory", expected="a Hugging Face checkpoint directory")
+        model = checkpoint_folder(model_dir)
+        port = usable_port(port, host)
         python = Path(python or vllm_python(report))
-        port = port or free_port()
+        cpu = on_cpu(python)
         arguments: dict[str, Any] = {
-            "model": Path(model_dir).absolute(),
+            "model": model,
             "host": host,
             "port": port,
             "dtype": dtype,
@@ -88,30 +85,20 @@ class VLLMServer(Launched):
             "served-model-name": "policy",
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
         }
-        command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-        command += [f"--{name}={value}" for name, value in arguments.items() if value is not None]
-        on_cpu = python != Path(sys.executable) or not torch.cuda.is_available()  # what we make is for CPUs
-        command += [
-            "--enable-scale-out",
-            *(["--enforce-eager"] if on_cpu else []),
-        ]  # the former: /inference/v1/generate
-        command += _lora(lora_rank, lora_adapters)
-        overlay = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-"))
-        try:
-            make_overlay(overlay)
-            server = ServerProcess(
-                [*command, *extra_args],
-                name="vllm",
-                url=f"http://{reachable(host)}:{port}",
-                environ={**_environ(overlay, python, on_cpu, plain_linears), **(environ or {})},
-                log_path=log_path,
-                start_timeout_s=start_timeout_s,
-                shared_memory=("vllm_dist_",),
-            )
-        except BaseException:
-            shutil.rmtree(overlay, ignore_errors=True)
-            raise
-        super().__init__(server, overlay)
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
+        command += ["--enable-scale-out"]  # /inference/v1/generate
+        command += [*(["--enforce-eager"] if cpu else []), *_lora(lora_rank, lora_adapters), *extra_args]
+        process, overlay = start_with_plugin(
+            command,
+            name="vllm",
+            host=host,
+            port=port,
+            environ=lambda overlay: {**_environ(overlay, python, cpu, plain_linears), **(environ or {})},
+            log_path=log_path,
+            start_timeout_s=start_timeout_s,
+            shared_memory=("vllm_dist_",),
+        )
+        super().__init__(process, overlay)
 
 
 def _lora(rank: int | None, adapters: int) -> list[str]:
@@ -131,7 +118,7 @@ def _lora(rank: int | None, adapters: int) -> list[str]:
     ]
 
 
-def _environ(overlay: Path, python: Path, on_cpu: bool, plain_linears: bool) -> dict[str, str]:
+def _environ(overlay: Path, python: Path, cpu: bool, plain_linears: bool) -> dict[str, str]:
     environ = {
         "PYTHONPATH": on_path(overlay),
         "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
@@ -141,7 +128,7 @@ def _environ(overlay: Path, python: Path, on_cpu: bool, plain_linears: bool) -> 
     allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins that are on it
     others = _installed_plugins(python) if allowed is None else filter(None, allowed.split(","))
     environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, "torchrl_ext"]))
-    if on_cpu:
+    if cpu:
         environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if plain_linears:

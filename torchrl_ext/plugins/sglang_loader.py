@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.plugins.refusals import (
+    UNCHANGED,
+    incomplete,
+    missing,
+    refuse_other_shapes,
+    refuse_rounding,
+    refuse_unfinished,
+    shapes_of,
+    unknown,
+    unreadable,
+)
 from torchrl_ext.plugins.sglang_model import can_unpack, is_plain, pack, stand_ins, unpack
 from torchrl_ext.plugins.workers import combine
-from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.landing import Coverage, Patcher, Piece, as_bits, compare
@@ -20,8 +30,6 @@ from torchrl_ext.weights.placement import Placement, record
 from torchrl_ext.weights.position_digest import position_digest
 
 __all__ = ["SGLangLoader"]
-
-_UNCHANGED = "nothing was changed; the engine serves what it served"
 
 
 class SGLangLoader(WeightLoader):
@@ -40,7 +48,7 @@ class SGLangLoader(WeightLoader):
         self._model, self._checkpoint, self._group = model, checkpoint, group
         self._alone = distributed.get_world_size(group) == 1
         self._plain = is_plain(model)
-        self._shapes = _checkpoint_shapes(checkpoint)
+        self._shapes = shapes_of(checkpoint)
         self._params: tuple[ParamMeta, ...] = ()
         self._patcher = Patcher({})
         self._coverage: dict[str, Coverage] = {}
@@ -65,24 +73,13 @@ class SGLangLoader(WeightLoader):
             raise ConfigError(
                 "layers of this model rebuild their weights after loading, and this SGLang cannot undo that",
                 expected="SGLang 0.5.21 or later, or a model that is not quantised",
-                state=_UNCHANGED,
+                state=UNCHANGED,
             )
+        refuse_other_shapes(params, self._shapes)
         names = {meta.name for meta in params}
-        for meta in params:
-            expected = self._shapes.get(meta.name, meta.shape)
-            if expected != meta.shape:
-                raise ManifestError(
-                    f"parameter {meta.name!r} arrives with shape {list(meta.shape)}",
-                    expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
-                    state=_UNCHANGED,
-                )
         for name in self._shapes:
             if name not in names and not self._is_tied_head(name):
-                raise ManifestError(
-                    f"parameter {name!r} is missing from the update",
-                    expected="every parameter of the checkpoint that the engine was started with",
-                    state=_UNCHANGED,
-                )
+                raise missing(name)
         pieces = self._pieces_of(params) if self._plain else {}
         self._params, self._patcher = params, Patcher(pieces)
 
@@ -112,13 +109,7 @@ class SGLangLoader(WeightLoader):
         """
         if not self._open:
             return
-        missing = [meta.name for meta in self._params if meta.name not in self._handed]
-        if missing:
-            raise IntegrityError(
-                f"{len(missing)} of the parameters that were announced did not come, first {missing[0]!r}",
-                state="the model holds part of an update",
-                hint="send the version again",
-            )
+        refuse_unfinished([meta.name for meta in self._params if meta.name not in self._handed])
         if not self._plain and not self.prepared:
             pack(self._model)
         self._open = False
@@ -136,10 +127,7 @@ class SGLangLoader(WeightLoader):
         if self._readable():
             return {name: digest.hex() for name, (digest, _) in self._patcher.held().items()}
         if self._loaded:
-            raise ConfigError(
-                "this engine cannot read its weights back, and they are not those that it was started with",
-                hint="let the trainer send a full version first: leave base= out",
-            )
+            raise unreadable()
         return {name: position_digest(tensor).hex() for name, tensor in CheckpointSource(self._checkpoint)}
 
     def stage(self, changes: Staging) -> None:
@@ -196,7 +184,7 @@ class SGLangLoader(WeightLoader):
             landings = placement.landings[meta.name]
             exact = all(landing.exact and landing.dtype == meta.dtype for landing in landings)
             if landings and exact and not meta.dtype.is_complex:
-                found[meta.name] = [_piece(live[landing.param].detach(), landing) for landing in landings]
+                found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
         embeddings = [pieces for name, pieces in found.items() if name.endswith("embed_tokens.weight")]
         for name in placement.nowhere():  # a tied output embedding: it is where the input embedding is
             found.update({name: embeddings[0]} if embeddings else {})
@@ -205,50 +193,16 @@ class SGLangLoader(WeightLoader):
     def _refuse(self, placement: Placement, targets: Mapping[str, Tensor]) -> None:
         for name in placement.nowhere():
             if not self._is_tied_head(name) and not name.endswith("rotary_emb.inv_freq"):  # SGLang skips any name
-                raise ManifestError(
-                    f"the engine's model has no parameter {name!r}",
-                    expected="the names of the checkpoint that the engine was started with",
-                    state=_UNCHANGED,
-                    hint="map the trainer's names with WeightSender(..., mapper=...)",
-                )
+                raise unknown(name)
         for param, target in targets.items():
             if isinstance(target, nn.Parameter) and placement.written[param] < target.numel():
-                from_these = ", ".join(placement.sources(param)) or "no parameter of the update"
-                raise ManifestError(
-                    f"the update leaves parameter {param!r} of the engine's model incomplete: "
-                    f"{placement.written[param]} of {target.numel()} elements, from {from_these}",
-                    expected="every parameter of the checkpoint that the engine was started with",
-                    state=_UNCHANGED,
-                )
-        for meta, landing in placement.lossy():
-            raise ManifestError(
-                f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
-                expected=f"{dtype_name(landing.dtype)}, in which the engine computes",
-                state=_UNCHANGED,
-                hint=f"give WeightSender dtype=torch.{dtype_name(landing.dtype)}, or the engine another --dtype",
-            )
+                raise incomplete(placement, param, target.numel())
+        refuse_rounding(placement)
 
     def _is_tied_head(self, name: str) -> bool:
         """Whether ``name`` is the output embedding of a model in which that is the input embedding."""
         config = getattr(self._model, "config", None)
         return name.endswith("lm_head.weight") and bool(getattr(config, "tie_word_embeddings", False))
-
-
-def _checkpoint_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the checkpoint that the engine was started with, where it is a local one; loaders of sharded layers
-    narrow before they compare, and would let a larger tensor pass."""
-    try:
-        return {meta.name: meta.shape for meta in CheckpointSource(checkpoint).params()}
-    except (ConfigError, IntegrityError):
-        return {}
-
-
-def _piece(live: Tensor, landing: Any) -> Piece:
-    return Piece(
-        destination=live.as_strided(landing.shape, landing.strides, live.storage_offset() + landing.offset),
-        offset=landing.source_offset,
-        strides=landing.source_strides,
-    )
 
 
 def _read(meta: ParamMeta, pieces: Iterable[Piece]) -> Tensor:

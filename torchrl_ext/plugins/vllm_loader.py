@@ -23,9 +23,19 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
+from torchrl_ext.errors import NotConnectedError
+from torchrl_ext.plugins.refusals import (
+    incomplete,
+    missing,
+    refuse_other_shapes,
+    refuse_rounding,
+    refuse_unfinished,
+    shapes_of,
+    unknown,
+    unreadable,
+)
 from torchrl_ext.plugins.vllm_patches import VLLMPatches, pack_tied
-from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.loader import Staging, WeightLoader
@@ -33,8 +43,6 @@ from torchrl_ext.weights.placement import Placement, record
 from torchrl_ext.weights.position_digest import position_digest
 
 __all__ = ["VLLMLoader"]
-
-_UNCHANGED = "nothing was changed; the engine serves what it served"
 
 
 class VLLMLoader(WeightLoader):
@@ -50,7 +58,7 @@ class VLLMLoader(WeightLoader):
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self._model, self._config = model, vllm_config
-        self._shapes = _checkpoint_shapes(vllm_config.model_config.model)
+        self._shapes = shapes_of(vllm_config.model_config.model)
         self._placement: Placement | None = None
         self._patches: VLLMPatches | None = None
         self._digests: dict[str, str] = {}
@@ -71,26 +79,13 @@ class VLLMLoader(WeightLoader):
         params = tuple(params)
         if self._placement is not None and self._placement.params == params:
             return
-        for meta in params:
-            expected = self._shapes.get(meta.name, meta.shape)
-            if expected != meta.shape:
-                raise ManifestError(
-                    f"parameter {meta.name!r} arrives with shape {list(meta.shape)}",
-                    expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
-                    state=_UNCHANGED,
-                )
+        refuse_other_shapes(params, self._shapes)
         self.roll_back()
         with self._on_meta() as (targets, needed):
             placement = record(self._model.load_weights, params, targets)
         self._refuse_strangers(placement)
         self._refuse_gaps(placement, needed)
-        for meta, landing in placement.lossy():
-            raise ManifestError(
-                f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
-                expected=f"{dtype_name(landing.dtype)}, in which the engine computes",
-                state=_UNCHANGED,
-                hint=f"give WeightSender dtype=torch.{dtype_name(landing.dtype)}, or the engine another --dtype",
-            )
+        refuse_rounding(placement)
         self._placement = placement
         self._patches = VLLMPatches(self._model, self._config, placement, targets)
 
@@ -106,10 +101,7 @@ class VLLMLoader(WeightLoader):
         """
         held = self._checked().held() if self._config.parallel_config.world_size == 1 else {}
         if not held and self._loaded:
-            raise ConfigError(
-                "this engine cannot read its weights back, and they are not those that it was started with",
-                hint="let the trainer send a full version first: leave base= out",
-            )
+            raise unreadable()
         return held or {
             name: position_digest(tensor).hex() for name, tensor in CheckpointSource(self._config.model_config.model)
         }
@@ -163,13 +155,7 @@ class VLLMLoader(WeightLoader):
         """
         if not self._loading:
             return
-        missing = self.missing()
-        if missing:
-            raise IntegrityError(
-                f"{len(missing)} of the parameters that were announced did not come, first {missing[0]!r}",
-                state="the model holds part of an update",
-                hint="send the version again",
-            )
+        refuse_unfinished(self.missing())
         finalize_layerwise_reload(self._model, self._config.model_config)
         pack_tied(self._model)
         self._loading = False
@@ -246,12 +232,7 @@ class VLLMLoader(WeightLoader):
             return
         for name in placement.nowhere():
             if not (self._is_tied() and name.endswith("lm_head.weight")):
-                raise ManifestError(
-                    f"the engine's model has no parameter {name!r}",
-                    expected="the names of the checkpoint that the engine was started with",
-                    state=_UNCHANGED,
-                    hint="map the trainer's names with WeightSender(..., mapper=...)",
-                )
+                raise unknown(name)
 
     def _is_tied(self) -> bool:
         """Whether the output embedding is the input embedding."""
@@ -268,19 +249,7 @@ class VLLMLoader(WeightLoader):
                 names = {meta.name for meta in placement.params}
                 prefix = param.rpartition(".")[0].rpartition(".")[0]
                 absent = [name for name in self._shapes if name not in names and name.startswith(prefix)]
-                if absent:
-                    raise ManifestError(
-                        f"parameter {absent[0]!r} is missing from the update",
-                        expected="every parameter of the checkpoint that the engine was started with",
-                        state=_UNCHANGED,
-                    )
-                from_these = ", ".join(placement.sources(param)) or "no parameter of the update"
-                raise ManifestError(
-                    f"the update leaves parameter {param!r} of the engine's model incomplete: "
-                    f"{placement.written[param]} of {numel} elements, from {from_these}",
-                    expected="every parameter of the checkpoint that the engine was started with",
-                    state=_UNCHANGED,
-                )
+                raise missing(absent[0]) if absent else incomplete(placement, param, numel)
 
 
 def _stand_ins(layer: nn.Module, recorded: dict[str, Tensor], live: dict[str, Any]) -> dict[str, Any]:
@@ -296,12 +265,3 @@ def _stand_ins(layer: nn.Module, recorded: dict[str, Tensor], live: dict[str, An
             if loader is not getattr(found[name], "weight_loader", loader):
                 found[name].weight_loader = loader
     return found
-
-
-def _checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the checkpoint that the engine was started with, where it is a local one; loaders of sharded layers
-    narrow before they compare, and would let a larger tensor pass."""
-    try:
-        return {meta.name: meta.shape for meta in CheckpointSource(model).params()}
-    except (ConfigError, IntegrityError):
-        return {}

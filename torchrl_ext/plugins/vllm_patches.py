@@ -7,7 +7,7 @@ and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class VLLMPatches:
                 for landing in landings
             )
             if plain and not meta.dtype.is_complex:
-                found[meta.name] = [_piece(live[landing.param].detach(), landing) for landing in landings]
+                found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
         return found
 
     def _layers(self, names: Iterable[str]) -> set[str]:
@@ -169,12 +169,3 @@ def _also_packed(model: nn.Module) -> Iterator[Tensor]:
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _piece(live: Tensor, landing: Any) -> Piece:
-    view: Callable[..., Tensor] = live.as_strided
-    return Piece(
-        destination=view(landing.shape, landing.strides, live.storage_offset() + landing.offset),
-        offset=landing.source_offset,
-        strides=landing.source_strides,
-    )

@@ -25,6 +25,7 @@ from torchrl_ext.weights.scatter import Copy, Scatter, as_bits, commit, flat
 
 if TYPE_CHECKING:
     from torchrl_ext.weights.loader import Staging
+    from torchrl_ext.weights.placement import Landing
 
 __all__ = ["Coverage", "Patcher", "Piece", "Staged", "as_bits", "compare", "identity", "piece_digest"]
 
@@ -42,6 +43,16 @@ class Piece:
     destination: Tensor
     offset: int
     strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, live: Tensor, landing: Landing) -> Piece:
+        """The copy that was recorded as ``landing``, with the live parameter in the place of its stand-in."""
+        live = live.detach()
+        return cls(
+            destination=live.as_strided(landing.shape, landing.strides, live.storage_offset() + landing.offset),
+            offset=landing.source_offset,
+            strides=landing.source_strides,
+        )
 
 
 class Staged:

@@ -1,0 +1,70 @@
+"""What every launcher refuses before anything starts, and how our plugin comes along."""
+
+import socket
+import sys
+
+import pytest
+
+from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.launch.sglang import SGLangServer
+from torchrl_ext.launch.stock import as_flags, start_with_plugin, usable_port
+from torchrl_ext.launch.vllm import VLLMServer
+
+ENGINES = [EmbeddedServer, VLLMServer, SGLangServer]
+
+
+@pytest.fixture
+def taken():
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("launcher", ENGINES)
+def test_a_directory_that_does_not_exist_is_refused(tmp_path, launcher):
+    with pytest.raises(ConfigError, match="nothing is no directory"):
+        launcher(tmp_path / "nothing", python=sys.executable)
+
+
+@pytest.mark.parametrize("launcher", ENGINES)
+def test_a_port_in_use_is_refused_by_engines(tmp_path, launcher, taken):
+    with pytest.raises(ConfigError, match=rf"port {taken} cannot be used.*in use"):
+        launcher(tmp_path, port=taken, python=sys.executable)
+
+
+def test_a_port_in_use_is_refused_by_routers(taken):
+    with pytest.raises(ConfigError, match=rf"port {taken} cannot be used"):
+        RouterProcess(["http://127.0.0.1:1"], port=taken, python=sys.executable)
+
+
+def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
+    picked = usable_port(0)
+    assert picked not in (0, taken)
+    assert usable_port(picked) == usable_port(picked, "0.0.0.0") == picked
+
+
+def test_only_arguments_with_a_value_become_flags():
+    assert as_flags({"port": 0, "max-model-len": None, "dtype": "auto"}) == ["--port=0", "--dtype=auto"]
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
+    folders = []
+
+    def environ(folder):
+        folders.append(folder)
+        assert (folder / "torchrl_ext").is_dir() == plugin
+        return {}
+
+    with pytest.raises(EngineError, match="no such thing"):
+        start_with_plugin(
+            [sys.executable, "-c", "raise SystemExit('no such thing')"],
+            name="broken",
+            host="127.0.0.1",
+            port=usable_port(0),
+            environ=environ,
+            plugin=plugin,
+        )
+    assert len(folders) == 1 and not folders[0].exists()
