@@ -208,6 +208,31 @@ class TestDeaths:
             assert good.stdout.readline() == "2 24000\n"
 
 
+def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
+    """It let the worker in and announced a version, and its buffer was gone before the worker looked."""
+    segment, ended = create("cpu", 2 * SMALL_BYTES), subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(WAIT_S)
+    welcome = {"session": "x", "segment": {**segment.handle, "pid": ended.pid}}
+    announce = {"session": "x", "version": 1, "handoff": 1, "params": []}
+    worker = make()
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind("\0" + shared_address(channel))
+        listener.listen()
+        receiving = pool.submit(worker.receive_weights, WAIT_S)
+        with listener.accept()[0] as dying:
+            dying.sendall(
+                b"".join(json.dumps(said).encode() + b"\n" for said in ({"welcome": welcome}, {"announce": announce}))
+            )
+            with pytest.raises(TransportError, match="the trainer is gone"):
+                receiving.result(WAIT_S)
+    assert worker.receive_weights(0.0) is None and not worker.check_connection()
+    trainer = make()
+    with ThreadPoolExecutor(1) as pool:
+        arriving = pool.submit(worker.receive_weights, WAIT_S)
+        trainer.send_weights(weights(5))
+        assert arriving.result(WAIT_S)["00"][0] == 5
+
+
 def test_a_worker_that_freezes_is_disconnected_at_the_deadline(make, channel):
     trainer = make(workers=2, timeout_s=5)
     with running_python(WORKER, channel) as good, running_python(FROZEN_WORKER, channel, "SIGSTOP", 20) as bad:

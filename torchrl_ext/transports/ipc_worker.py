@@ -97,7 +97,11 @@ class IPCWorker:
             self._link.send({"hello": {"rank": self._rank, "devices": self._devices()}}, until)
         message = self._link.read(until)
         if message is not None and isinstance(message.get("welcome"), dict):
-            attach(message["welcome"].get("segment")).close()
+            try:
+                attach(message["welcome"].get("segment")).close()
+            except WeightSyncError:
+                self.hang_up()  # what else it said cannot be acted upon
+                raise
             self._welcome = message["welcome"]
         return message
 
