@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -16,27 +15,26 @@ from torch import Tensor
 from torchrl_ext.codecs.base import encodings, make_codec
 from torchrl_ext.codecs.stream import worker_threads
 from torchrl_ext.errors import ConfigError, StoreError
-from torchrl_ext.stores import open_store, version_name
+from torchrl_ext.stores import version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Changes, Transport, deadline
+from torchrl_ext.transports.carriers import Broadcast, Carrier, SharedFiles
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.transports.follower import Follower
 from torchrl_ext.transports.foreign import ForeignVersions
 from torchrl_ext.transports.full import FullWriter
-from torchrl_ext.transports.hooks import load_hook
 from torchrl_ext.transports.host_copies import HostCopies
 from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.transports.publisher import Publisher
-from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
+from torchrl_ext.transports.shared_root import VISIBLE_S
 from torchrl_ext.transports.ways import Way
-from torchrl_ext.transports.wire import VersionWire, private_root
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DeltaTransport"]
 
 _HOOK = "TORCHRL_EXT_PRE_READ_HOOK"
-_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
+_PAUSE_S = 0.005  # between two looks at a version
 
 
 class DeltaTransport(Transport):
@@ -107,23 +105,25 @@ class DeltaTransport(Transport):
                 "carrier 'disk' needs a root" if root is None else "carrier 'collective' takes no root",
                 expected="root= for files that both sides see, or carrier='collective' without one",
             )
+        if carrier == "collective" and (post_write_hook or pre_read_hook):
+            raise ConfigError("hooks are for files that both sides see", hint="leave them out, or take carrier='disk'")
         if keyframe_every < 0:
             raise ConfigError(f"keyframe_every is {keyframe_every}", expected="a number of versions, 0 for no more")
         if encoding == "auto":  # engines keep no copy of the base unless the caller asks for the tightest encoding
             settings = {"whole_base": False, "threads": worker_threads(), **(settings or {})}
         self._codec = make_codec(encoding, **(settings or {}))
-        self._store, self._run_id = open_store(root or private_root(self), storage_options), uuid.uuid4().hex
-        self._wire: VersionWire | None = None
         if carrier == "collective":
             group = VLLMCollectiveTransport(master_address, master_port, rank, world_size, device, timeout_s=timeout_s)
-            self._wire = VersionWire(group, self._store)
-        self._shared = SharedRoot(self._store, self._run_id)
+            self._carrier: Carrier = Broadcast(group)
+        else:
+            self._carrier = SharedFiles(root, storage_options, post_write_hook, pre_read_hook)  # type: ignore[arg-type]
+        self._store = self._carrier.store
         self._base = None if base is None else os.path.abspath(base)
         self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base))
         self._publisher = Publisher(
             self._store,
             self._chain,
-            self._run_id,
+            self._carrier.run_id,
             codec=self._codec,
             full=FullWriter(shard_bytes, files),
             keyframe_every=keyframe_every,
@@ -139,7 +139,6 @@ class DeltaTransport(Transport):
         )
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         self._opened: Way | None = None
-        self._wrote, self._reading = load_hook(post_write_hook), load_hook(pre_read_hook)
         self._connected = self._alone = self._needs_base = False
         self._aborted = threading.Event()
 
@@ -162,8 +161,8 @@ class DeltaTransport(Transport):
         return self._store.url
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
-        if self._wire is not None:
-            self._wire.inner.init_all_workers_group({})  # what travels is files, whatever the model
+        self._carrier.init_group()
+        self._connected = True
 
     # trainer end
 
@@ -172,20 +171,17 @@ class DeltaTransport(Transport):
         self._connected = True
         whole = self._codec.needs == "all" and self._codec.to_json().get("whole_base", True)
         info = {"transport": self.name, "base": self._base, "needs_base": whole, "local_dir": self._local_dir}
-        if self._wire is not None:
-            self._publisher.restart()  # nobody knows what the workers of a new group hold
-            group = self._wire.open(workers)
-            return Handoff(info={**info, "wire": group.info}, transfer=group.transfer)
-        return Handoff(info={**info, **self._shared.invite()})
+        if not self._carrier.keeps_base:
+            self._publisher.restart()
+        opening = self._carrier.open(workers)
+        return Handoff(info={**info, **opening.info}, transfer=opening.transfer)
 
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
         began = time.perf_counter()
-        if self._wire is not None:
-            self._wire.require_trainer()
+        self._carrier.begin()
         self._store.own()
-        self._shared.clear()
         manifest = self._publisher.publish(source, version)
-        self._wrote(self._store.url, version_name(version))
+        self._carrier.written(version)
         self._connected = True
         params = source.params()
         total = sum(meta.numel for meta in params)
@@ -195,8 +191,7 @@ class DeltaTransport(Transport):
         return [Handoff(info=self._info(version, params))]
 
     def send_ahead(self) -> None:
-        if self._wire is not None:
-            self._wire.push(self._chain.versions.latest())
+        self._carrier.push(self._chain.versions.latest())
 
     def acknowledge(self, version: int) -> None:
         self._publisher.acknowledge()
@@ -207,10 +202,7 @@ class DeltaTransport(Transport):
     # worker end
 
     def join(self, info: Info) -> None:
-        if self._wire is not None:
-            self._wire.join({**info["wire"], "rank": info["rank"]})
-        else:
-            self._shared.find(info, self.timeout_s, self._aborted)
+        self._carrier.join(info, self.timeout_s, self._aborted)
         self._needs_base = info["needs_base"]
         self._follower.retain(lambda name: self._needs_base)
         self._connected = True
@@ -226,7 +218,7 @@ class DeltaTransport(Transport):
 
     def landed(self, changes: Changes) -> None:
         self._follower.advance(changes)
-        self._drop_read()
+        self._carrier.read()
 
     def prefetch(self, version: int) -> None:
         self._await_version(version)
@@ -240,28 +232,23 @@ class DeltaTransport(Transport):
             self._await_version(info["version"])
             way = self._open(info["version"])
         yield from self._follower.tensors(way, into)
-        self._drop_read()
+        self._carrier.read()
 
     # both ends
 
     def abort(self) -> None:
         self._aborted.set()
-        if self._wire is not None:
-            self._wire.inner.abort()
+        self._carrier.abort()
 
     def check_connection(self) -> bool:
-        if self._wire is not None:
-            return self._wire.inner.check_connection()
-        return self._connected and self._store.available()
+        return self._connected and self._carrier.alive()
 
     def shutdown(self) -> None:
         self._connected = False
         self.abort()
-        if self._wire is not None:
-            self._wire.inner.shutdown()
+        self._carrier.close()
         self._pin(None)
         if self._store.owned:
-            self._shared.clear()
             self._store.disown()
 
     # alone, without a control layer
@@ -275,28 +262,20 @@ class DeltaTransport(Transport):
         if not self._alone:  # what is returned is whole, so the copy to which changes are applied is kept here
             self._alone = True
             self._follower.retain(lambda name: True)
-        if self._wire is not None:
-            version = self._wire.pull(timeout_s)
+        until = deadline(timeout_s)
+        while True:
+            left_s = max(0.0, until - time.monotonic())
+            version = self._carrier.newer(self._chain.latest, self.received_version, left_s, self._aborted)
             if version is None:
                 return None
-            self._chain.forget()
-            way = self._open(version)
-            self._pin(way)
-            return self._info(version, way.params)
-        until, pause = deadline(timeout_s), _SHORTEST_S
-        while True:
-            self._reading(self._store.url)
-            newest = self._chain.latest()
-            if newest not in (0, self.received_version):
-                with suppress(FileNotFoundError):  # collected since: a newer one is on its way
-                    self._chain.forget()
-                    way = self._follower.open(newest)
-                    self._pin(way)
-                    self._connected = True
-                    return self._info(newest, way.params)
-            if self._aborted.wait(min(pause, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
+            with suppress(FileNotFoundError):  # collected since: a newer one is on its way
+                self._chain.forget()
+                way = self._follower.open(version)
+                self._pin(way)
+                self._connected = True
+                return self._info(version, way.params)
+            if self._aborted.wait(_PAUSE_S) or time.monotonic() >= until:
                 return None
-            pause = min(2 * pause, _LONGEST_S)
 
     # its helpers
 
@@ -315,26 +294,19 @@ class DeltaTransport(Transport):
             self._opened.close()
         self._opened = way
 
-    def _drop_read(self) -> None:
-        """A private directory keeps what the next delta builds on only in this worker, so its files may go."""
-        if self._wire is not None:
-            self._chain.versions.prune(before=self._chain.versions.latest())
-
     def _await_version(self, version: int) -> None:
         """A shared filesystem may show a new version a moment late."""
-        if self._wire is not None:
-            self._wire.await_version(version)
         until = deadline(min(VISIBLE_S, self.timeout_s))
         self._chain.forget()
         while True:
-            self._reading(self._store.url)
+            self._carrier.look(version)
             try:
                 self._chain.version(version)
                 return
             except FileNotFoundError as error:
                 if time.monotonic() > until:
                     raise self._lost(version) from error
-            self._aborted.wait(_SHORTEST_S)
+            self._aborted.wait(_PAUSE_S)
 
     def _lost(self, version: int) -> StoreError:
         return StoreError(
