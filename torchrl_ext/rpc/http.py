@@ -7,12 +7,9 @@ reach exactly the engine that it names.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import ssl
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.rpc.watchdog import Watchdog
 
 __all__ = ["Answer", "HTTPSession", "normalise_url"]
 
@@ -166,7 +164,7 @@ class HTTPSession:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         where = f"{method} {self.url}{route}"
-        watchdog = _Watchdog(limit_s)
+        watchdog = Watchdog(limit_s)
         try:
             with watchdog:
                 answer = self._send(where, method, route, body, query, watchdog)
@@ -215,7 +213,7 @@ class HTTPSession:
         route: str,
         body: Any,
         query: Mapping[str, Any] | None,
-        watchdog: _Watchdog,
+        watchdog: Watchdog,
     ) -> Answer:
         left_s = watchdog.left_s()
         client = self._http()
@@ -285,48 +283,3 @@ def _authorities() -> ssl.SSLContext:
     context = httpx.create_ssl_context(trust_env=False)
     context.load_default_certs()
     return context
-
-
-class _Watchdog:
-    """Ends a call at its deadline, also when bytes keep dripping in: httpx's own limits hold for each read alone."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._until = time.monotonic() + limit_s
-        self._timer = threading.Timer(limit_s, self._expire)
-        self._timer.daemon = True
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self.expired = False
-
-    def __enter__(self) -> _Watchdog:
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def left_s(self) -> float:
-        """Seconds until the deadline.
-
-        Raises:
-            TimeoutError: none are left.
-        """
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
-
-    def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Called by httpcore at each step of the call; keeps the newest socket."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            with self._lock:
-                self._socket = info["return_value"].get_extra_info("socket")
-            if self.expired:
-                self._expire()
-
-    def _expire(self) -> None:
-        with self._lock:
-            self.expired = True
-            if self._socket is not None:
-                with contextlib.suppress(OSError):  # it is closed already
-                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads

@@ -11,77 +11,21 @@ deltas after it. A reader that is under way says so in a lease, `readers/<id>`, 
 
 from __future__ import annotations
 
-import json
-import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import contextmanager, nullcontext, suppress
 
-from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.deltas import DeltaManifest, is_delta
+from torchrl_ext.stores.leases import Leases
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
+from torchrl_ext.stores.routes import Foreign, Found, Held, Route
 from torchrl_ext.stores.versions import Versions, version_name
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["BESIDE", "Chain", "Foreign", "Found", "Held", "Route"]
+__all__ = ["BESIDE", "Chain"]
 
 BESIDE = "delta"
-_LEASES = "readers"
-
-Held = tuple[str, int]
-"""Run id and number of a version: numbers alone could belong to a run before."""
-
-
-Found = tuple[Manifest | None, "tuple[str, DeltaManifest] | None"]
-"""The full manifest of a version, and its delta: (folder, manifest). A keyframe has both, other versions one."""
-
-
-class Foreign(Protocol):
-    """Reads versions that another library wrote, which have no manifest of ours."""
-
-    def base(self, number: int) -> int | None:
-        """The base of a version, 0 being the checkpoint that everything began with; None for a full version.
-
-        Raises:
-            FileNotFoundError: there is no such version that is complete.
-        """
-
-    def read(self, number: int, params: tuple[ParamMeta, ...]) -> Found:
-        """A version; ``params`` are those of its base.
-
-        Raises:
-            FileNotFoundError: there is no such version.
-            IntegrityError: it is damaged.
-        """
-
-    def start(self) -> tuple[ParamMeta, ...]:
-        """Parameters of the checkpoint that everything began with.
-
-        Raises:
-            ConfigError: it was not given.
-        """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """What a reader has to read.
-
-    Attributes:
-        keyframe: the full version to start from; None to start from what the reader holds.
-        deltas: the deltas to apply, in order, each with the folder of its files.
-    """
-
-    keyframe: Manifest | None
-    deltas: tuple[tuple[str, DeltaManifest], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all payload files on the way."""
-        full = 0 if self.keyframe is None else sum(self.keyframe.files.values())
-        return full + sum(delta.nbytes for _, delta in self.deltas)
 
 
 class Chain:
@@ -95,7 +39,7 @@ class Chain:
 
     def __init__(self, store: Store, *, foreign: Foreign | None = None, lease_s: float = 600.0) -> None:
         self.store, self.versions = store, Versions(store)
-        self._foreign, self._lease_s = foreign, lease_s
+        self._foreign, self._leases = foreign, Leases(store, lease_s)
         self._known: dict[int, Found] = {}
         self._keyframes: dict[int, bool] = {}
 
@@ -297,7 +241,7 @@ class Chain:
             if keyframes >= keep_keyframes:
                 needed = number
                 break
-        needed = min([needed, *self._leased()])
+        needed = min([needed, *self._leases.firsts()])
         removed = [number for number in numbers if number < needed]
         self.versions.prune(before=needed)
         for number in removed:
@@ -319,25 +263,5 @@ class Chain:
         """
         steps = [route.keyframe.version] if route.keyframe is not None else []
         steps += [delta.version for _, delta in route.deltas]
-        key = f"{_LEASES}/{uuid.uuid4().hex}"
-        if not steps:
+        with self._leases.held(min(steps)) if steps else nullcontext():
             yield
-            return
-        with suppress(StoreError):
-            self.store.put(key, json.dumps({"first": min(steps), "until": time.time() + self._lease_s}).encode())
-        try:
-            yield
-        finally:
-            with suppress(StoreError):
-                self.store.delete(key)
-
-    def _leased(self) -> list[int]:
-        found = []
-        for name in self.store.list(_LEASES):
-            with suppress(FileNotFoundError, StoreError, ValueError, TypeError, KeyError):
-                lease = json.loads(self.store.get(f"{_LEASES}/{name}"))
-                if float(lease["until"]) > time.time():
-                    found.append(int(lease["first"]))
-                else:  # its reader died, or takes longer than it said
-                    self.store.delete(f"{_LEASES}/{name}")
-        return found

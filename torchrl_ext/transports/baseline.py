@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.stream import encode_tensors
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.stores.chain import Held
+from torchrl_ext.stores.routes import Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.position_digest import PositionDigest, position_digest
 from torchrl_ext.weights.source import WeightSource, checked

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.stores.chain import Chain, Held
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.routes import Held
 from torchrl_ext.transports.base import Changes
 from torchrl_ext.transports.host_copies import HostCopies
 from torchrl_ext.transports.ways import OpenFull, Way, open_way, patched, same_params, verified, wrong_base

@@ -21,9 +21,9 @@ from torchrl_ext.codecs.patch import Patch, apply_patch, fold
 from torchrl_ext.codecs.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, checksum, parse_shard
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores import Manifest, Placed, Root, version_name
-from torchrl_ext.stores.chain import Found
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
 from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.routes import Found
 from torchrl_ext.transports.containers import Container, Decode, Get, Heading, Put, Written, named
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores.chain import Chain, Held, Route
+from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.deltas import DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
+from torchrl_ext.stores.routes import Held, Route
 from torchrl_ext.transports.containers import Decode, container_of
 from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.types import ParamMeta

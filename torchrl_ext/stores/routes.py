@@ -1,0 +1,64 @@
+"""The words in which ways through a chain of versions are said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchrl_ext.stores.deltas import DeltaManifest
+from torchrl_ext.stores.manifest import Manifest
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["Foreign", "Found", "Held", "Route"]
+
+Held = tuple[str, int]
+"""Run id and number of a version: numbers alone could belong to a run before."""
+
+
+Found = tuple[Manifest | None, "tuple[str, DeltaManifest] | None"]
+"""The full manifest of a version, and its delta: (folder, manifest). A keyframe has both, other versions one."""
+
+
+class Foreign(Protocol):
+    """Reads versions that another library wrote, which have no manifest of ours."""
+
+    def base(self, number: int) -> int | None:
+        """The base of a version, 0 being the checkpoint that everything began with; None for a full version.
+
+        Raises:
+            FileNotFoundError: there is no such version that is complete.
+        """
+
+    def read(self, number: int, params: tuple[ParamMeta, ...]) -> Found:
+        """A version; ``params`` are those of its base.
+
+        Raises:
+            FileNotFoundError: there is no such version.
+            IntegrityError: it is damaged.
+        """
+
+    def start(self) -> tuple[ParamMeta, ...]:
+        """Parameters of the checkpoint that everything began with.
+
+        Raises:
+            ConfigError: it was not given.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """What a reader has to read.
+
+    Attributes:
+        keyframe: the full version to start from; None to start from what the reader holds.
+        deltas: the deltas to apply, in order, each with the folder of its files.
+    """
+
+    keyframe: Manifest | None
+    deltas: tuple[tuple[str, DeltaManifest], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payload files on the way."""
+        full = 0 if self.keyframe is None else sum(self.keyframe.files.values())
+        return full + sum(delta.nbytes for _, delta in self.deltas)
