@@ -1,12 +1,10 @@
-"""`DiskTransport` beyond the contract: the files, their lifetime, other processes, and faults."""
+"""`DiskTransport` beyond the contract: what is published, how long it stays, and what happens when no space is left."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import threading
 
 import pytest
 import torch
@@ -16,44 +14,17 @@ from torch import nn
 import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_config, tiny_model
 from tests.processes import python, running_python
+from tests.transports import disk_ends
 from tests.transports.contract import WAIT_S, any_bits, same_bits
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
+from tests.transports.disk_ends import everything, versions, weights
+from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.weights.derived import CastSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.source import MappingSource, as_source
 
 IN_A_SMALL_FILESYSTEM = ("unshare", "--user", "--map-root-user", "--mount")
 
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "updates"
-
-
-@pytest.fixture
-def trainer(root):
-    transport = tx.DiskTransport(root, shard_bytes=4096)
-    yield transport
-    transport.shutdown()
-
-
-@pytest.fixture
-def worker(root):
-    transport = tx.DiskTransport(root)
-    yield transport
-    transport.shutdown()
-
-
-def versions(root):
-    return sorted(path.name for path in root.iterdir() if path.name != "latest")
-
-
-def everything(root):
-    return sorted(path.name for path in root.iterdir())
-
-
-def weights(value, count=20):
-    return {f"w{i:02d}": torch.full((500,), float(value)) for i in range(count)}
+root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker
 
 
 class TestFiles:
@@ -349,169 +320,3 @@ else:
 assert sorted(os.listdir(sys.argv[1])) == ["latest", "weight_v000001"]
 assert tx.DiskTransport(sys.argv[1]).receive_weights(60)["x"].sum() == 1000
 """
-
-
-class TestVisibility:
-    def test_a_worker_that_sees_the_root_joins(self, root, trainer, worker):
-        worker.join(trainer.open(1, ()).info)
-        assert worker.check_connection()
-
-    def test_a_root_that_only_the_trainer_sees_is_told_with_both_paths(self, root, trainer, tmp_path):
-        for other in (tmp_path / "nowhere", tmp_path / "empty"):
-            (tmp_path / "empty").mkdir(exist_ok=True)
-            with pytest.raises(StoreError, match="only visible to the trainer") as told:
-                tx.DiskTransport(other).join(trainer.open(1, ()).info)
-            assert str(other) in str(told.value)
-            assert str(root) in str(told.value)
-
-    def test_a_root_that_cannot_be_made_is_told(self, tmp_path):
-        (tmp_path / "file").write_text("")
-        with pytest.raises(StoreError, match="file"):
-            tx.DiskTransport(tmp_path / "file" / "root").send_weights({})
-
-
-class TestReading:
-    def test_a_fresh_receiver_gets_the_newest_version_at_once(self, root, trainer):
-        for version in (1, 2, 3):
-            trainer.send_weights("policy", weights(version))
-        assert tx.DiskTransport(root).receive_weights(0.0)["w07"][0] == 3
-
-    def test_a_receiver_may_wait_before_the_root_exists(self, root, worker):
-        assert worker.receive_weights(0.05) is None
-        trainer = tx.DiskTransport(root)
-        trainer.send_weights("policy", weights(1))
-        assert worker.receive_weights(0.0)["w00"][0] == 1
-        trainer.shutdown()
-
-    def test_a_new_run_in_an_emptied_root_is_followed(self, root, worker):
-        for value in (1, 2):
-            trainer = tx.DiskTransport(root)
-            for _ in range(3 - value):
-                trainer.send_weights("policy", weights(value))
-            assert worker.receive_weights(0.0)["w00"][0] == value
-            trainer.shutdown()
-            shutil.rmtree(root)
-
-    def test_abort_ends_a_wait(self, worker):
-        waiting = threading.Thread(target=worker.receive_weights, args=(WAIT_S,))
-        waiting.start()
-        while waiting.is_alive():
-            worker.abort()
-            waiting.join(0.01)
-
-    def test_a_version_that_was_fetched_ahead_survives_its_removal(self, root, trainer, worker):
-        (handoff,) = trainer.prepare(MappingSource(weights(1)), 1)
-        worker.prefetch(1)
-        shutil.rmtree(root / "weight_v000001")
-        assert dict(worker.receive(handoff.info, {}))["w19"][0] == 1
-
-    def test_damage_is_found_while_the_engine_serves(self, root, trainer, worker):
-        list(trainer.prepare(MappingSource(weights(1)), 1))
-        flip(root / "weight_v000001" / "model-00003-of-00010.safetensors")
-        with pytest.raises(IntegrityError, match="model-00003-of-00010"):
-            worker.prefetch(1)
-
-    def test_a_process_that_follows_a_trainer_in_a_hurry_never_sees_a_mixture(self, root, trainer):
-        with running_python(FOLLOWER, root) as child:
-            assert child.stdout.readline() == "ready\n"
-            version = 0
-            while child.poll() is None:
-                version += 1
-                list(trainer.prepare(MappingSource(weights(version, count=6)), version))
-                trainer.acknowledge(version)  # at once: whoever reads an older one must get along
-            assert child.wait() == 0, child.stdout.read()
-
-
-FOLLOWER = """
-import sys, torchrl_ext as tx
-worker, last = tx.DiskTransport(sys.argv[1]), 0
-print("ready", flush=True)
-for _ in range(40):
-    received = worker.receive_weights(60)
-    values = {float(tensor[i]) for tensor in received.values() for i in (0, -1)}
-    assert values == {float(worker.received_version)}, values
-    assert worker.received_version > last
-    last = worker.received_version
-"""
-
-
-def flip(path, at=-1):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
-class TestDamage:
-    @pytest.fixture
-    def folder(self, root, trainer):
-        trainer.send_weights("policy", weights(1))
-        return root / "weight_v000001"
-
-    @pytest.mark.parametrize("into", ["weights", "model"])
-    def test_a_flipped_bit_names_tensor_and_file_and_changes_nothing(self, folder, worker, into):
-        flip(folder / "model-00010-of-00010.safetensors")
-        held = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
-        with pytest.raises(IntegrityError, match=r"'w19' in .*model-00010-of-00010\.safetensors is damaged"):
-            worker.receive_weights(0.0, **{into: held})
-        assert all(not tensor.any() for tensor in held.values())
-
-    @pytest.mark.parametrize(
-        ("damage", "said"),
-        [
-            (lambda path: os.truncate(path, path.stat().st_size - 8), "bytes instead of the"),
-            (lambda path: os.truncate(path, 3), "has only 3 bytes"),
-            (lambda path: path.write_bytes(path.read_bytes() + b"more"), "bytes instead of the"),
-            (lambda path: path.write_bytes((1 << 60).to_bytes(8, "little") + path.read_bytes()[8:]), "claims a header"),
-            (lambda path: path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"')), "cannot be read"),
-            (lambda path: path.unlink(), "is missing"),
-        ],
-        ids=["truncated", "nearly empty", "longer", "a huge header", "an unknown dtype", "missing"],
-    )
-    def test_a_shard_is_refused_before_the_first_tensor_when_it_is(self, folder, worker, damage, said):
-        damage(folder / "model-00010-of-00010.safetensors")
-        with pytest.raises(IntegrityError, match=rf"model-00010-of-00010\.safetensors.*{said}"):
-            worker.receive_weights(0.0)
-
-    @pytest.mark.parametrize(
-        ("old", "new", "said"),
-        [
-            ('"file": "model-00001-of', '"file": "../model-00001-of', "damaged"),
-            ('"file": "model-00001-of', '"file": "/etc/model-00001-of', "damaged"),
-            ('"shape": [500]', '"shape": [-1]', "damaged"),
-            ('"shape": [500]', '"shape": [50]', "does not hold"),
-            ('"dtype": "float32"', '"dtype": "load"', "damaged"),
-            ('"w01"', '"w00"', "listed twice"),
-            ('"format_number": 1', '"format_number": 2', "use the same torchrl_ext version"),
-            ('"version": 1', '"version": 7', "says that it is version 7"),
-            ('"base_version": null', '"base_version": 3', "delta on version 3"),
-            ("{", "[", "damaged"),
-        ],
-    )
-    def test_a_manifest_that_cannot_be_right_is_refused(self, folder, worker, old, new, said):
-        manifest = folder / "manifest.json"
-        text = manifest.read_text()
-        assert old in text
-        manifest.write_text(text.replace(old, new))
-        with pytest.raises(IntegrityError, match=said):
-            worker.receive_weights(0.0)
-
-    def test_a_pointer_that_holds_something_else_is_told(self, root, folder, worker):
-        (root / "latest").write_text("weight_v000001")
-        with pytest.raises(IntegrityError, match="the pointer 'latest'"):
-            worker.receive_weights(0.0)
-
-    def test_a_version_of_another_run_is_refused(self, root, folder, worker, trainer):
-        info = {"version": 1, "run_id": "another", "params": [m.to_json() for m in as_source(weights(1)).params()]}
-        with pytest.raises(IntegrityError, match="published by run"):
-            list(worker.receive(info, {}))
-
-    @pytest.mark.parametrize("change", ["renamed", "fewer"])
-    def test_a_version_that_is_not_what_the_trainer_announced_is_refused(self, folder, worker, change):
-        rows = [meta.to_json() for meta in as_source(weights(1)).params()]
-        rows = rows[:-1] if change == "fewer" else [["other", *rows[0][1:]], *rows[1:]]
-        with pytest.raises(ManifestError, match="nothing was read"):
-            list(worker.receive({"version": 1, "params": rows}, {}))
-
-    def test_a_version_that_is_gone_is_told_with_the_newest(self, folder, worker):
-        with pytest.raises(StoreError, match=r"weights version 5; the newest in .* is 1"):
-            worker.prefetch(5)

@@ -16,7 +16,7 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.processes import running_python
 from tests.transports.contract import WAIT_S, any_bits, same_bits
-from tests.transports.test_ipc import WORKER, weights
+from tests.transports.ipc_ends import WORKER, weights
 from torchrl_ext.errors import ManifestError, WeightSyncError
 from torchrl_ext.transports.in_place import groups, offer
 from torchrl_ext.types import ParamMeta

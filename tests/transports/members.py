@@ -1,0 +1,61 @@
+"""Members of a collective group, most of them in this process."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from tests.transports.contract import any_bits, same_bits
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+
+WAIT_S = 60
+SHORT_S = 2
+BUCKET = 4096
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def member(port, rank, size, **settings):
+    settings = {"bucket_bytes": BUCKET, "timeout_s": WAIT_S, **settings}
+    return VLLMCollectiveTransport("127.0.0.1", port, rank, size, "cpu", **settings)
+
+
+def beside(*calls):
+    """Run the calls beside each other; what each returned or raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.exception(3 * WAIT_S) or future.result() for future in futures]
+
+
+def enter(*members, metadata=()):
+    return beside(*(lambda one=one: one.init_all_workers_group(dict(metadata)) for one in members))
+
+
+@contextmanager
+def group(size, **settings):
+    port = free_port()
+    members = [member(port, rank, size, **settings) for rank in range(size)]
+    try:
+        assert enter(*members) == [None] * size
+        yield members
+    finally:
+        for one in members:
+            one.shutdown()
+
+
+def weights(seed=0, count=20, numel=5000):
+    return {f"p{i:02d}": any_bits(torch.float32, numel, seed=100 * seed + i) for i in range(count)}
+
+
+def same(received, sent):
+    return all(same_bits(received[name], tensor) for name, tensor in sent.items())
+
+
+# forming a group

@@ -1,0 +1,247 @@
+"""Members of a collective group that refuse, stop, freeze or die: the others learn it, and the next try works."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.processes import running_python
+from tests.transports.members import WAIT_S, beside, free_port, group, member, same, weights
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    ManifestError,
+    TransportError,
+    WeightSyncError,
+)
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import WeightSource
+
+
+def test_a_worker_that_cannot_take_the_weights_says_so_to_the_trainer_and_stays_in_step():
+    sent = weights()
+    with group(2) as (trainer, worker):
+        given = {**{name: torch.zeros(5000) for name in sent}, "p07": torch.zeros(4)}
+        refused, declined = beside(
+            lambda: trainer.send_weights("policy", sent), lambda: worker.receive_weights(weights=given)
+        )
+        assert isinstance(declined, ManifestError) and not given["p00"].any()
+        assert isinstance(refused, TransportError)
+        assert "rank 1" in str(refused) and "'p07'" in str(refused)
+        _, received = beside(lambda: trainer.send_weights("policy", sent), worker.receive_weights)
+        assert same(received, sent)
+
+
+def test_a_worker_that_stops_half_way_says_so_to_the_trainer_and_stays_in_step():
+    sent = weights()
+    with group(3) as (trainer, whole, broken):
+
+        def stop_early():
+            info = broken.poll(WAIT_S)
+            for name, _ in broken.receive(info, {}):
+                if name == "p03":
+                    return
+
+        told, received, _ = beside(lambda: trainer.send_weights("policy", sent), whole.receive_weights, stop_early)
+        assert isinstance(told, TransportError) and "rank 2" in str(told) and "'p03'" in str(told)
+        assert same(received, sent)
+        _, *received = beside(
+            lambda: trainer.send_weights("policy", sent), whole.receive_weights, broken.receive_weights
+        )
+        assert all(same(one, sent) for one in received)
+
+
+# failures that end it
+
+
+class Interrupted(WeightSource):
+    """Yields some parameters, then calls back."""
+
+    def __init__(self, tensors, after, call):
+        self._tensors, self._after, self._call = tensors, after, call
+
+    def params(self):
+        return tuple(ParamMeta.of(name, tensor) for name, tensor in self._tensors.items())
+
+    def __iter__(self):
+        for index, pair in enumerate(self._tensors.items()):
+            if index == self._after:
+                self._call()
+            yield pair
+
+
+def test_a_source_that_fails_half_way_ends_the_worker_with_the_reason():
+    def fail():
+        raise ValueError("shard 3 is gone")
+
+    with group(2) as (trainer, worker):
+        failed, lost = beside(
+            lambda: trainer.send_weights("policy", Interrupted(weights(), 12, fail)), worker.receive_weights
+        )
+        assert isinstance(failed, ValueError)
+        assert isinstance(lost, TransportError) and "shard 3 is gone" in str(lost) and "rank 0" in str(lost)
+        assert not trainer.check_connection() and not worker.check_connection()
+
+
+@pytest.mark.parametrize("who", ["trainer", "worker"])
+def test_an_abort_from_another_thread_ends_both_sides_at_once(who):
+    with group(2) as (trainer, worker):
+        reached = threading.Event()
+        stuck = Interrupted(weights(count=40), 30, lambda: (reached.set(), aborted.wait(WAIT_S)))
+        aborted = threading.Event()
+
+        def abort():
+            assert reached.wait(WAIT_S)
+            {"trainer": trainer, "worker": worker}[who].abort()
+            aborted.set()
+
+        began = time.monotonic()
+        sent, received, _ = beside(lambda: trainer.send_weights("policy", stuck), worker.receive_weights, abort)
+        assert time.monotonic() - began < WAIT_S
+        assert isinstance(sent, WeightSyncError) and isinstance(received, WeightSyncError)
+        assert "aborted" in str({"trainer": sent, "worker": received}[who])
+
+
+def test_an_abort_ends_the_wait_for_ranks_that_do_not_arrive():
+    trainer = member(0, 0, None)
+    handoff = trainer.open(1, ())
+    timer = threading.Timer(0.2, trainer.abort)
+    timer.start()
+    with pytest.raises(TransportError, match="aborted"):
+        handoff.transfer()
+    trainer.shutdown()
+
+
+def test_after_a_failure_the_same_trainer_connects_again_to_another_number_of_workers():
+    trainer, sent = member(0, 0, None), weights()
+    for workers in (1, 2, 1):
+        handoff = trainer.open(workers, ())
+        ends = [VLLMCollectiveTransport.from_info(handoff.info) for _ in range(workers)]
+        beside(
+            handoff.transfer,
+            *(partial(end.join, {**handoff.info, "rank": rank}) for rank, end in enumerate(ends, 1)),
+        )
+
+        def update(end, info):
+            return dict(end.receive(json.loads(json.dumps(info)), {}))
+
+        (piece,) = trainer.prepare(tx.as_source(sent), 1)
+        _, *received = beside(piece.transfer, *(lambda e=e, i=piece.info: update(e, i) for e in ends))
+        assert all(same(one, sent) for one in received)
+        trainer.abort()
+        assert not trainer.check_connection()
+        for end in ends:
+            with pytest.raises(WeightSyncError):
+                end.receive_weights(WAIT_S)
+    trainer.shutdown()
+
+
+def test_a_rank_offset_that_does_not_fit_is_refused():
+    info = member(0, 0, None).open(1, ()).info
+    with pytest.raises(ConfigError, match="rank 2 does not exist in world_size 2"):
+        VLLMCollectiveTransport.from_info(info).join({**info, "rank": 2})
+
+
+def test_a_world_size_other_than_the_engines_is_refused():
+    with pytest.raises(ConfigError, match=r"world_size 2, but the engines have 3 workers.*world_size 4"):
+        member(0, 0, 2).open(3, ())
+
+
+# processes that die or freeze
+
+WORKER = """
+import sys
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+port, stop_at = int(sys.argv[1]), int(sys.argv[2])
+end = VLLMCollectiveTransport("127.0.0.1", port, 1, 2, "cpu", bucket_bytes=4096, timeout_s=60)
+print("started", flush=True)
+end.init_all_workers_group({})
+print("connected", flush=True)
+info = end.poll(60)
+for index, (name, tensor) in enumerate(end.receive(info, {})):
+    if index == stop_at:
+        print("half", flush=True)
+        sys.stdin.readline()
+"""
+
+TRAINER = """
+import sys, torch
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import WeightSource
+
+class Stuck(WeightSource):
+    def params(self):
+        return tuple(ParamMeta(f"p{i}", torch.float32, (5000,)) for i in range(40))
+    def __iter__(self):
+        for meta in self.params():
+            if meta.name == "p30":
+                print("half", flush=True)
+                sys.stdin.readline()
+            yield meta.name, torch.ones(meta.shape)
+
+end = VLLMCollectiveTransport("127.0.0.1", int(sys.argv[1]), 0, 2, "cpu", bucket_bytes=4096, timeout_s=60)
+print("started", flush=True)
+end.init_all_workers_group({})
+print("connected", flush=True)
+sys.stdin.readline()
+end.send_weights("policy", Stuck())
+"""
+
+LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(40)}
+
+
+@pytest.mark.parametrize(("how", "kind"), [(signal.SIGKILL, TransportError), (signal.SIGSTOP, DeadlineError)])
+def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_named(how, kind):
+    port = free_port()
+    with running_python(WORKER, port, 3) as child:
+        trainer = member(port, 0, 2, timeout_s=WAIT_S if how is signal.SIGKILL else 8)
+        assert child.stdout.readline() == "started\n"
+        trainer.init_all_workers_group({})
+        assert child.stdout.readline() == "connected\n"
+
+        def strike():
+            assert child.stdout.readline() == "half\n"
+            os.kill(child.pid, how)
+
+        began = time.monotonic()
+        sent, _ = beside(lambda: trainer.send_weights("policy", LARGE), strike)
+        assert isinstance(sent, kind)
+        assert f"no sign of life from rank 1 (pid {child.pid}" in str(sent)
+        assert time.monotonic() - began < WAIT_S
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize("moment", ["idle", "half"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_trainer_process_that_dies_or_freezes_ends_the_worker_and_is_named(how, moment):
+    port = free_port()
+    with running_python(TRAINER, port) as child:
+        worker = member(port, 1, 2, timeout_s=WAIT_S if how is signal.SIGKILL else 8)
+        assert child.stdout.readline() == "started\n"
+        worker.init_all_workers_group({})
+        assert child.stdout.readline() == "connected\n"
+
+        def strike():
+            if moment == "half":
+                child.stdin.write("\n")
+                child.stdin.flush()
+                assert child.stdout.readline() == "half\n"
+            os.kill(child.pid, how)
+
+        began = time.monotonic()
+        lost, _ = beside(lambda: worker.receive_weights(WAIT_S), strike)
+        assert isinstance(lost, (TransportError, DeadlineError))
+        assert "rank 0" in str(lost)
+        assert time.monotonic() - began < WAIT_S
+        assert not worker.check_connection()
+        worker.shutdown()

@@ -1,0 +1,236 @@
+"""What fails at either end of `IPCTransport`, and what is no end of it: errors that say so, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.processes import python
+from tests.transports import ipc_ends
+from tests.transports.contract import WAIT_S
+from tests.transports.ipc_ends import weights
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    IntegrityError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+)
+from torchrl_ext.transports.links import shared_address
+from torchrl_ext.transports.segments import attach, create
+from torchrl_ext.weights.source import MappingSource
+
+channel, make = ipc_ends.channel, ipc_ends.make
+
+
+class TestFailures:
+    def test_a_source_that_fails_tells_the_worker_and_the_next_send_arrives(self, make):
+        class Broken(MappingSource):
+            def __iter__(self):
+                for index, pair in enumerate(super().__iter__()):
+                    if index == 30:
+                        raise ValueError("the gather failed")
+                    yield pair
+
+        trainer, worker = make(), make()
+        with ThreadPoolExecutor(1) as pool:
+            arriving = pool.submit(worker.receive_weights, WAIT_S)
+            with pytest.raises(ValueError, match="the gather failed"):
+                trainer.send_weights(Broken(weights()))
+            with pytest.raises(TransportError, match="stopped: ValueError: the gather failed"):
+                arriving.result(WAIT_S)
+            arriving = pool.submit(worker.receive_weights, WAIT_S)
+            trainer.send_weights(weights(3))
+            assert arriving.result(WAIT_S)["39"][0] == 3
+
+    def test_a_worker_that_stops_loading_is_named_and_stays_connected(self, make):
+        trainer, worker = make(), make()
+
+        def take_one():
+            for _ in worker.receive(worker.poll(WAIT_S), {}):
+                break
+
+        with ThreadPoolExecutor(1) as pool:
+            stopping = pool.submit(take_one)
+            with pytest.raises(TransportError, match="it stopped loading after '00'"):
+                trainer.send_weights(weights())
+            stopping.result(WAIT_S)
+            arriving = pool.submit(worker.receive_weights, WAIT_S)
+            trainer.send_weights(weights(2))
+            assert arriving.result(WAIT_S)["00"][0] == 2
+
+    def test_nobody_there_is_an_error_at_the_deadline(self, make):
+        with pytest.raises(DeadlineError, match=r"1 of 1 workers did not connect within 0\.2 s"):
+            make(timeout_s=0.2).send_weights(weights())
+
+    def test_ranks_that_do_not_come_are_named(self, make):
+        with pytest.raises(DeadlineError, match="ranks 1, 2 did not connect"):
+            make(timeout_s=0.2).open(2, ()).transfer()
+
+    def test_two_trainers_on_one_channel_are_refused(self, make):
+        first, second, worker = make(), make(), make()
+        with ThreadPoolExecutor(1) as pool:
+            arriving = pool.submit(worker.receive_weights, WAIT_S)
+            first.send_weights(weights())
+            arriving.result(WAIT_S)
+        with pytest.raises(TransportError, match="another trainer of this user sends on this channel"):
+            second.send_weights(weights())
+
+    def test_abort_ends_a_workers_wait(self, make):
+        trainer, worker = make(), make()
+        info = {**trainer.open(1, ()).info, "rank": 1}
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(worker.join, info)
+            trainer._crew.admit(1)
+            waiting.result(WAIT_S)
+            (handoff,) = trainer.prepare(MappingSource(weights()), 1)
+            receiving = pool.submit(list, worker.receive(handoff.info, {}))
+            worker.abort()
+            with pytest.raises(NotConnectedError):
+                receiving.result(WAIT_S)
+
+    def test_abort_ends_a_trainers_wait_for_a_worker_that_does_nothing(self, make):
+        trainer, worker = make(timeout_s=WAIT_S), make()
+        opening = trainer.open(1, ())
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(opening.transfer)
+            worker.join({**opening.info, "rank": 1})
+            waiting.result(WAIT_S)
+            (handoff,) = trainer.prepare(MappingSource(weights()), 1)
+            sending = pool.submit(handoff.transfer)
+            trainer.abort()
+            with pytest.raises(TransportError, match="rank 1"):
+                sending.result(WAIT_S)
+
+    @pytest.mark.parametrize("settings", [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}])
+    def test_settings_that_cannot_work_are_refused(self, settings):
+        with pytest.raises(ConfigError):
+            tx.IPCTransport(**settings)
+
+
+class TestHandles:
+    def test_a_segment_is_plain_json_and_shows_what_is_written(self):
+        own = create("cpu", 8192)
+        other = attach(json.loads(json.dumps(own.handle)))
+        own.flat[5000:5003] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+        assert other.flat[5000:5003].tolist() == [1, 2, 3]
+        for segment in (own, other):
+            segment.close()
+            segment.close()
+
+    def test_nobody_can_cut_a_segment_that_others_map(self):
+        own = create("cpu", 8192)
+        with pytest.raises(PermissionError):
+            os.truncate(f"/proc/self/fd/{own.handle['fd']}", 0)
+        own.close()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"inode": [0, 0]},
+            {"bytes": 4096},
+            {"bytes": 1 << 50},
+            {"bytes": -1},
+            {"bytes": True},
+            {"pid": "1/../self"},
+            {"fd": None},
+            {"kind": "pickle"},
+            {"kind": None},
+        ],
+        ids=str,
+    )
+    def test_a_handle_that_lies_is_refused(self, change):
+        own = create("cpu", 8192)
+        with pytest.raises(IntegrityError):
+            attach({**own.handle, **change})
+        own.close()
+
+    def test_a_process_that_is_gone_is_named(self):
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        child.wait()
+        with pytest.raises(TransportError, match=f"no process {child.pid}.*pid namespace"):
+            attach({"kind": "host", "pid": child.pid, "fd": 3, "inode": [1, 1], "bytes": 64})
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+    def test_another_user_is_refused_with_the_reason(self):
+        own = create("cpu", 8192)
+        code = """
+import json, os, sys
+from torchrl_ext.transports.segments import attach
+os.setuid(65534)
+try:
+    attach(json.loads(sys.argv[1]))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+        assert "belongs to another user" in python(code, json.dumps(own.handle))
+        own.close()
+
+    def test_a_file_that_is_not_sealed_memory_is_refused(self, tmp_path):
+        (tmp_path / "file").write_bytes(bytes(64))
+        with open(tmp_path / "file", "rb+") as file:
+            found = os.fstat(file.fileno())
+            handle = {"pid": os.getpid(), "fd": file.fileno(), "inode": [found.st_dev, found.st_ino], "bytes": 64}
+            with pytest.raises(WeightSyncError):
+                attach({"kind": "host", **handle})
+
+    @pytest.mark.parametrize("address", [None, 7, "", "/tmp/socket", "torchrl_ext-ipc-0-../x"])
+    def test_an_address_of_something_else_is_refused(self, make, address):
+        with pytest.raises(ConfigError, match="no address of a trainer"):
+            make().join({"address": address, "rank": 1, "session": "x"})
+
+    @pytest.mark.parametrize(
+        "said",
+        [b"\xff\n", b"[1]\n", b"{}\n", b'{"welcome": 3}\n', b'{"welcome": {"session": "y", "segment": {}}}\n'],
+        ids=repr,
+    )
+    def test_what_is_no_trainer_is_refused_by_a_worker(self, make, said):
+        address = shared_address("stranger")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("\0" + address)
+            listener.listen()
+            worker = make(timeout_s=0.5)
+            with ThreadPoolExecutor(1) as pool:
+                joining = pool.submit(worker.join, {"address": address, "rank": 1, "session": "x"})
+                stranger = listener.accept()[0]
+                stranger.sendall(said)
+                with pytest.raises(WeightSyncError):
+                    joining.result(WAIT_S)
+                stranger.close()
+
+    @pytest.mark.parametrize("said", [b"\xff\n", b"[]\n", b"{}\n", b'{"hello": {}}\n', b'{"hello": {"devices": 1}}\n'])
+    def test_what_is_no_worker_is_sent_away_by_a_trainer(self, make, said):
+        trainer, worker = make(timeout_s=WAIT_S), make()
+        opening = trainer.open(1, ())
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect("\0" + opening.info["address"])
+            stranger.sendall(said)
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(opening.transfer)
+                worker.join({**opening.info, "rank": 1})
+                waiting.result(WAIT_S)
+
+    @pytest.mark.parametrize(
+        "change", [{"handoff": None}, {"session": "other"}, {"params": [["a"]]}, {"params": [["a", "pickle", [1]]]}]
+    )
+    def test_a_handoff_that_cannot_be_is_refused_before_anything_lands(self, make, change):
+        trainer, worker = make(), make()
+        opening = trainer.open(1, ())
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(opening.transfer)
+            worker.join({**opening.info, "rank": 1})
+            waiting.result(WAIT_S)
+        (handoff,) = trainer.prepare(MappingSource(weights()), 1)
+        into = {name: torch.zeros(300) for name in weights()}
+        with pytest.raises(WeightSyncError):
+            list(worker.receive({**handoff.info, **change}, into))
+        assert not any(tensor.any() for tensor in into.values())

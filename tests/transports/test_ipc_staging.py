@@ -1,0 +1,71 @@
+"""The staging buffer of `IPCTransport`: what goes in comes out, and it is all the memory that a send takes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import running_python
+from tests.transports import ipc_ends
+from tests.transports.contract import WAIT_S, any_bits, same_bits
+from tests.transports.ipc_ends import WORKER
+from torchrl_ext.cli.bench import track_peak
+from torchrl_ext.transports.staging import Lander, Packer, stage_layout
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import MappingSource, checked
+
+channel, make = ipc_ends.channel, ipc_ends.make
+
+
+class TestStaging:
+    @pytest.mark.parametrize("capacity", [64, 192, 1024, 1 << 20])
+    def test_whatever_the_size_of_a_bucket_the_same_bytes_come_out(self, capacity):
+        dtypes = [torch.uint8, torch.bfloat16, torch.float64, torch.complex128, torch.int32]
+        sent = {f"{i:03d}": any_bits(dtypes[i % 5], (i * 37) % 301, seed=i) for i in range(60)}
+        sent["010"] = any_bits(torch.float32, 50, 40, seed=1).t()
+        params = MappingSource(sent).params()
+        packer = Packer(params, checked(MappingSource(sent), params))
+        into = {name: torch.zeros_like(tensor) for name, tensor in sent.items() if int(name) % 3}
+        lander = Lander(params, into, torch.device("cpu"), capacity)
+        slot, found = torch.zeros(capacity, dtype=torch.uint8), []
+        for bucket in stage_layout(params, capacity):
+            packer.fill(bucket, [slot])
+            found += lander.take(bucket, slot)
+            slot.fill_(255)
+        packer.finish()
+        assert [name for name, _ in found] == [meta.name for meta in params]
+        for name, tensor in found:
+            assert same_bits(tensor, sent[name]), name
+            assert name not in into or tensor.data_ptr() == into[name].data_ptr()
+
+    def test_no_bucket_but_the_last_is_much_less_than_full(self):
+        params = [ParamMeta(str(i), torch.bfloat16, (1000 + 7 * i, 64)) for i in range(50)]
+        buckets = stage_layout(params, 1 << 20)
+        assert len(buckets) <= -(-sum(meta.nbytes for meta in params) // ((1 << 20) - (128 << 10)))
+
+    @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
+    def test_a_send_adds_no_more_memory_than_the_staging_buffer(self, make, channel):
+        trainer = make(bucket_bytes=4 << 20)
+        sent = {f"{i}": torch.ones(8 << 20, dtype=torch.uint8) for i in range(8)}
+        with running_python(WORKER, channel):
+            trainer.send_weights(sent)
+            rounds = []
+            for _ in range(3):  # what else lives in this process only ever adds to a round
+                with track_peak() as extra:
+                    trainer.send_weights(sent)
+                rounds.append(extra[0])
+        assert min(rounds) <= 4 << 20
+
+    def test_large_updates_go_around_the_caches_and_lose_nothing(self, make):
+        trainer, worker = make(bucket_bytes=4 << 20), make()
+        sent = {f"{i}": any_bits(torch.uint8, (16 << 20) + i, seed=i) for i in range(5)}
+        held = {name: torch.zeros_like(tensor) for name, tensor in sent.items()}
+        with ThreadPoolExecutor(1) as pool:
+            arriving = pool.submit(worker.receive_weights, WAIT_S, weights=held)
+            trainer.send_weights(sent)
+            arriving.result(WAIT_S)
+        for name, tensor in sent.items():
+            assert same_bits(held[name], tensor)
