@@ -23,6 +23,7 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
             engine.load({"verify": {"w": "00"}})
         assert server.calls == [
             ("POST /init_weight_transfer_engine", {}, {"init_info": {"rank_offset": 3, "transport": "disk"}}),
+            ("GET /server_info", {"config_format": "json"}, None),
             ("POST /init_weight_transfer_engine", {}, {"init_info": {"prefetch": 8}}),
             ("POST /pause", {"mode": "wait"}, None),
             ("POST /start_weight_update", {}, None),
@@ -30,7 +31,7 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
             ("POST /update_weights", {}, {"update_info": {"verify": {"w": "00"}}}),
             ("POST /update_weights", {}, {"update_info": {"seal": 8}}),
             ("POST /finish_weight_update", {}, {"weight_version": "8"}),
-            ("POST /reset_prefix_cache", {"reset_running_requests": "true"}, None),
+            ("POST /reset_prefix_cache", {"reset_running_requests": "true", "reset_external": "true"}, None),
             ("POST /resume", {}, None),
         ]
         (row,) = engine.rows()
@@ -62,10 +63,31 @@ def test_a_failure_after_the_pause_leaves_the_engine_paused_and_says_what_it_hol
 
 def test_caches_that_cannot_be_dropped_keep_the_engine_paused():
     with running(post_reset_prefix_cache=(200, {"success": False})) as server:
-        engine = VLLMEngine(server.url)
+        engine = VLLMEngine(server.url, timeout_s=3.0)
         with pytest.raises(EngineRefusedError, match="could not drop"), engine.updating(8):
             pass
         assert engine.rows()[0].state == "paused" and "POST /resume" not in server.routes()
+
+
+def test_keys_that_are_copied_away_are_dropped_when_the_copies_are_made():
+    answers = [(200, {"success": False}), (200, {"success": False}), (200, {"success": True})]
+    with running(post_reset_prefix_cache=answers) as server:
+        with VLLMEngine(server.url).updating(8):
+            pass
+        assert server.routes()[-4:] == ["POST /reset_prefix_cache"] * 3 + ["POST /resume"]
+
+
+@pytest.mark.parametrize("seeing", [None, {"mm_processor_cache_gb": 4}])
+def test_embeddings_of_images_are_dropped_where_the_model_takes_images(seeing):
+    config = {**CONFIG, "model_config": {**CONFIG["model_config"], "multimodal_config": seeing}}
+    told = (200, {"vllm_config": config})
+    with running(get_server_info=told, post_reset_encoder_cache=(200, {})) as server:
+        engine = VLLMEngine(server.url)
+        engine.connect({"transport": "disk"})
+        with engine.updating(8):
+            pass
+        assert ("POST /reset_encoder_cache" in server.routes()) == bool(seeing)
+        assert server.routes()[-1] == "POST /resume"
 
 
 def test_an_abandoned_update_is_ended_before_joining():
@@ -76,6 +98,7 @@ def test_an_abandoned_update_is_ended_before_joining():
             "POST /init_weight_transfer_engine",
             "POST /finish_weight_update",
             "POST /init_weight_transfer_engine",
+            "GET /server_info",
         ]
 
 

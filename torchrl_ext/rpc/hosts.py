@@ -19,6 +19,7 @@ __all__ = ["EmbeddedHost", "Host", "ModuleHost", "VLLMHost", "host_of"]
 _VLLM: Final = {("vllm.entrypoints.llm", "LLM"), ("vllm.v1.engine.async_llm", "AsyncLLM")}
 _EMBEDDED: Final = {("torchrl_ext.plugins.embedded.engine", "Engine")}
 _POLL_S: Final = 0.05
+_COPYING_S: Final = 10.0
 
 
 class Host(ABC):
@@ -219,13 +220,22 @@ class VLLMHost(Host):
             raise EngineRefusedError(f"vLLM's workers refused {method}: {error}", hint=hint) from error
 
     def label(self, version: str) -> None:
-        """Give what is held a version, and drop what was cached of older weights."""
+        """Give what is held a version, and drop what was cached of older weights.
+
+        Raises:
+            EngineRefusedError: it could not be dropped.
+        """
         if self._asynchronous:
             self._done(self._llm.update_weight_version(version))
-            self._done(self._llm.reset_prefix_cache(reset_running_requests=True))
         else:
             self._llm.llm_engine.set_weight_version(version)
-            self._llm.reset_prefix_cache()
+        until = time.monotonic() + min(self._timeout_s, _COPYING_S)
+        while not self._done(self._llm.reset_prefix_cache(self._asynchronous, reset_connector=True)):
+            if time.monotonic() >= until:  # a connector that copies keys and values away holds them for a moment
+                raise EngineRefusedError("vLLM could not drop cached keys and values of the old weights")
+            threading.Event().wait(_POLL_S)
+        if self._config.model_config.multimodal_config is not None:  # embeddings of images come from the old weights
+            self._done((self._llm if self._asynchronous else self._llm.llm_engine).reset_encoder_cache())
 
     def _done(self, value: Any) -> Any:
         if not inspect.isawaitable(value):

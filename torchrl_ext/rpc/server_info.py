@@ -9,7 +9,7 @@ from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.registry import transports
 from torchrl_ext.types import BACKEND, EngineInfo
 
-__all__ = ["is_sglang_info", "parse_server_info", "parse_sglang_info"]
+__all__ = ["is_sglang_info", "parse_server_info", "parse_sglang_info", "sees", "stores_keys"]
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 _MOST = 1 << 20  # workers of one engine
@@ -84,9 +84,20 @@ def _role(kv_transfer: Mapping[str, Any]) -> str:
     return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(str(kv_transfer.get("kv_role")), "regular")
 
 
+def sees(told: Any) -> bool:
+    """Whether ``told``, the structured form of vLLM's ``/server_info``, describes a model with eyes or ears."""
+    config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
+    return bool(_mapping(config, "model_config").get("multimodal_config"))
+
+
 def is_sglang_info(told: Any) -> bool:
     """Whether ``told`` is SGLang's ``/server_info``: its settings, flat."""
     return isinstance(told, Mapping) and {"model_path", "disaggregation_mode"} <= told.keys()
+
+
+def stores_keys(told: Any) -> bool:
+    """Whether an SGLang server keeps keys and values in a store of their own, by its ``/server_info``."""
+    return isinstance(told, Mapping) and bool(told.get("hicache_storage_backend") or told.get("enable_lmcache"))
 
 
 def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tuple[str, ...] = ()) -> EngineInfo:

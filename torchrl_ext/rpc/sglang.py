@@ -9,6 +9,7 @@ Where the server has our plugin, messages of ours travel as the ``action`` of ``
 ``POST /weights_checker``            ``{"action": "torchrl_ext:{...}"}``: connect, prefetch, flush, start, load, seal
 ``POST /pause_generation``           ``{"mode": "abort" | "retract" | "in_place"}``
 ``POST /flush_cache``                without the plugin; 400 while requests hold on to the cache
+``POST /hicache/storage-backend``    ``/clear``, where keys and values are kept in a store too
 ``POST /begin_weight_update``        0.5.21 and later: layers in the form that loaders write to; ``/end_weight_update``
 ``POST /update_weights_from_disk``   without the plugin: a checkpoint directory, ``load_format``, ``weight_version``
 ``POST /update_weight_version``      ``{"new_version": "7", "abort_all_requests": false}``
@@ -21,7 +22,6 @@ is paused nothing new is. ``load_format`` and ``weight_version`` are sent with e
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -31,19 +31,16 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import _nothing
 from torchrl_ext.rpc.served import HTTPEngine, restated
-from torchrl_ext.rpc.server_info import parse_sglang_info
+from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
 from torchrl_ext.rpc.sglang_adapter import SGLangAdapter
-from torchrl_ext.types import CHANNEL, EngineInfo, Info
+from torchrl_ext.rpc.sglang_channel import LONGEST_S, PLUGIN, SHORTEST_S, SGLangChannel
+from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["SGLangEngine"]
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 
-_SHORTEST_S, _LONGEST_S = 0.02, 1.0  # between two questions of one kind
-_PLUGIN = (
-    "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
-    'start the server; without it, use the "disk" transport, which SGLang loads by itself'
-)
+_CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")
 
 
 class SGLangEngine(HTTPEngine):
@@ -85,14 +82,21 @@ class SGLangEngine(HTTPEngine):
             raise ConfigError(f"keep_cache means nothing with pause mode {mode!r}", expected="pause_mode='in_place'")
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
+        self._channel = SGLangChannel(self._http)
+        self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
         self._native = False  # whether the server loads by itself, without the plugin
         self._in_session = False
 
     def info(self) -> EngineInfo:
-        told = self._either("/server_info", "/get_server_info")
+        told = self._told()
         served = self._either("/model_info", "/get_model_info")
         everything = tuple(name for name in transports.names() if name != "memory")
-        return parse_sglang_info(self.url, told, served, transports=everything if self._has_plugin() else ("disk",))
+        return parse_sglang_info(
+            self.url, told, served, transports=everything if self._channel.answers() else ("disk",)
+        )
+
+    def _told(self) -> Any:
+        return self._either("/server_info", "/get_server_info")
 
     def loads(self) -> list[dict[str, Any]]:
         """Requests by data-parallel rank: ``{"dp_rank", "running", "waiting"}``; by ``/v1/loads`` or ``/get_load``."""
@@ -126,23 +130,24 @@ class SGLangEngine(HTTPEngine):
             EngineUnreachableError, DeadlineError: as they say.
         """
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
-            self._native = not self._has_plugin()
+            self._native = not self._channel.answers()
             if not self._native:
                 self._refuse_replicas(info)
-                self._tell({"connect": {"rank_offset": 1, **info}}, self._load_timeout_s)
-                self._await("join the transport")
+                self._channel.tell({"connect": {"rank_offset": 1, **info}}, self._load_timeout_s)
+                self._channel.await_idle("join the transport", self._load_timeout_s)
             elif info.get("transport") != "disk":
                 raise EngineRefusedError(
                     f"{self.url} runs SGLang without our plugin, and cannot follow by {info.get('transport')!r}",
                     expected='the plugin in group "sglang.srt.plugins"',
-                    hint=_PLUGIN,
+                    hint=PLUGIN,
                 )
+            self._stores = stores_keys(self._told())
 
     def prefetch(self, version: int) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if not self._native:
-                self._tell({"prefetch": version})
-                self._await(f"stage version {version}")
+                self._channel.tell({"prefetch": version})
+                self._channel.await_idle(f"stage version {version}", self._load_timeout_s)
 
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. Where the cache cannot be dropped, the server is resumed: nothing was changed."""
@@ -157,16 +162,16 @@ class SGLangEngine(HTTPEngine):
         with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
             if not self._native:
                 self._open_session()
-                self._tell({"start": True, "session": self._in_session}, self._load_timeout_s)
+                self._channel.tell({"start": True, "session": self._in_session}, self._load_timeout_s)
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
         with self._step(what, state=self._paused("part of an update")):
             if not self._native:
-                self._tell({"load": info}, self._load_timeout_s)
+                self._channel.tell({"load": info}, self._load_timeout_s)
             elif "verify" in info:
                 raise ConfigError(
-                    f"{self.url} runs SGLang without our plugin, and cannot prove what it holds", hint=_PLUGIN
+                    f"{self.url} runs SGLang without our plugin, and cannot prove what it holds", hint=PLUGIN
                 )
             else:
                 body = {"model_path": info["path"], "load_format": "auto", "weight_version": str(info["version"])}
@@ -177,7 +182,7 @@ class SGLangEngine(HTTPEngine):
         label = str(version)
         with self._step(f"finish version {version}", state=self._paused("part of an update")):
             if not self._native:
-                self._tell({"seal": version, "label": label}, self._load_timeout_s)
+                self._channel.tell({"seal": version, "label": label}, self._load_timeout_s)
                 self._close_session()
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self._http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
@@ -198,14 +203,29 @@ class SGLangEngine(HTTPEngine):
         self._http.post("/continue_generation", {})
 
     def _flush(self) -> None:
-        until, pause_s = time.monotonic() + self._flush_timeout_s, _SHORTEST_S
+        """Drop keys and values: those of the server, then those that it, or an earlier one, put into a store."""
+        if self._flush_own() and self._stores:
+            newer, older = _CLEAR
+            answer = self._http.call("POST", newer, timeout_s=self._load_timeout_s)
+            if answer.status in (404, 405):
+                answer = self._http.call("POST", older, timeout_s=self._load_timeout_s)
+            if not answer.ok:
+                raise EngineRefusedError(
+                    f"{self.url} could not clear the store of keys and values of the old weights: {answer.message()}",
+                    hint="look at the store's log, or start the server without --hicache-storage-backend",
+                    status=answer.status,
+                )
+
+    def _flush_own(self) -> bool:
+        """Whether it was done; False where old keys are accepted."""
+        until, pause_s = time.monotonic() + self._flush_timeout_s, SHORTEST_S
         while True:
             status, why = self._try_flush()
             if status == 200:
-                return
+                return True
             if self._pause_mode == "in_place":  # frozen requests never let go of it
                 if self._keep_cache:
-                    return
+                    return False
                 raise EngineRefusedError(
                     f"requests that are paused in place keep the cache of the old weights ({self._busy()}): {why}",
                     expected="no running request, or a pause mode that frees what they hold",
@@ -218,12 +238,12 @@ class SGLangEngine(HTTPEngine):
                     hint="look for requests that never end, or raise flush_timeout_s",
                 )
             threading.Event().wait(pause_s)
-            pause_s = min(_LONGEST_S, 1.5 * pause_s)
+            pause_s = min(LONGEST_S, 1.5 * pause_s)
 
     def _try_flush(self) -> tuple[int, str]:
         """200, or 400 while requests use the cache; and SGLang's own words."""
         if not self._native:  # its own route collects garbage too, which takes longer than many an update
-            return (200, "") if self._tell({"flush": True})["flushed"] else (400, "the cache is in use")
+            return (200, "") if self._channel.tell({"flush": True})["flushed"] else (400, "the cache is in use")
         answer = self._http.call("POST", "/flush_cache")
         if answer.ok or answer.status == 400:
             return answer.status, answer.message()
@@ -253,14 +273,6 @@ class SGLangEngine(HTTPEngine):
             self._http.post("/end_weight_update", {}, timeout_s=self._load_timeout_s)
             self._in_session = False
 
-    def _has_plugin(self) -> bool:
-        try:
-            return "torchrl_ext" in self._tell({"hello": True})
-        except EngineRefusedError as error:
-            if error.status in (404, 405) or "Unsupported action" in error.what:
-                return False
-            raise
-
     def _refuse_replicas(self, info: Info) -> None:
         replicas = self.info().dp_size if info.get("transport") not in ("disk", "delta") else 1
         if replicas > 1:
@@ -268,29 +280,6 @@ class SGLangEngine(HTTPEngine):
                 f"{self.url} has {replicas} data-parallel replicas, whose workers do not know their ranks in a group",
                 expected="--dp-size 1, or a transport through files",
             )
-
-    def _tell(self, message: Info, timeout_s: float | None = None) -> Info:
-        """Send a message to our plugin; returns its answer (the first one, where there are data-parallel ranks)."""
-        body = {"action": CHANNEL + json.dumps(message)}
-        told = self._http.post("/weights_checker", body, timeout_s=timeout_s)
-        try:
-            answers = [json.loads(text) for text in told["message"].split(" | ")]  # SGLang's own way to join them
-        except (KeyError, TypeError, AttributeError, ValueError):
-            raise EngineRefusedError(f"{self.url}/weights_checker answered {told!r}", hint=_PLUGIN) from None
-        merged: Info = {}
-        for answer in answers:
-            working = merged.get("working", False) or answer.get("working", False)
-            flushed = merged.get("flushed", True) and answer.get("flushed", True)
-            merged = {**merged, **answer, "working": working, "flushed": flushed}
-        return merged
-
-    def _await(self, what: str) -> None:
-        until, pause_s = time.monotonic() + self._load_timeout_s, _SHORTEST_S
-        while self._tell({"poll": True})["working"]:
-            if time.monotonic() > until:
-                raise DeadlineError(f"to {what} takes {self.url} longer than {self._load_timeout_s:g} s")
-            threading.Event().wait(pause_s)
-            pause_s = min(_LONGEST_S, 1.5 * pause_s)
 
     def _either(self, route: str, older: str) -> Any:
         """What ``route`` answers, or, where there is none, the one that earlier releases have in its place."""

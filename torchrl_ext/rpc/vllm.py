@@ -13,7 +13,9 @@ in the bodies is ours:
                                           ``{"seal": version}`` after the last one
 ``POST /finish_weight_update``            ``{"weight_version": "7"}``; after a failed update, without a body, it is the
                                           way out of the update that is still open
-``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights
+``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights, as do
+                                          those that a KV connector keeps elsewhere
+``POST /reset_encoder_cache``             of models that see: embeddings of images come from the old weights too
 ``POST /resume``
 ``POST /sleep``, ``/wake_up``             see `torchrl_ext.rpc.slumber`
 ========================================  ====================================================================
@@ -33,7 +35,7 @@ from typing import Any, ClassVar
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.client import _nothing
 from torchrl_ext.rpc.served import HTTPEngine, restated
-from torchrl_ext.rpc.server_info import parse_server_info
+from torchrl_ext.rpc.server_info import parse_server_info, sees
 from torchrl_ext.rpc.slumber import Slumber
 from torchrl_ext.rpc.vllm_adapter import VLLMAdapter
 from torchrl_ext.rpc.worker_words import unwrapped
@@ -42,6 +44,9 @@ from torchrl_ext.types import BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, I
 __all__ = ["VLLMEngine"]
 
 PAUSE_MODES = ("abort", "wait", "keep")
+
+_EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
+_COPYING_S, _PAUSE_S = 10.0, 0.02
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: vLLM has these routes only then"
 _FLAGS = (
@@ -80,14 +85,17 @@ class VLLMEngine(HTTPEngine):
         if pause_mode not in PAUSE_MODES:
             raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
-        self._pause_mode = pause_mode
+        self._pause_mode, self._sees = pause_mode, False
         self._slumber = Slumber(self.url, partial(self._post, timeout_s=load_timeout_s), self.pause, pause_mode)
 
     def info(self) -> EngineInfo:
-        with self._needs_dev_mode():
-            told = self._http.get("/server_info", query={"config_format": "json"})
+        told = self._told()
         label = str(self._ask("/weight_info", "weight_version"))
         return parse_server_info(self.url, told, world_size=self.world_size, weight_version=label)
+
+    def _told(self) -> Any:
+        with self._needs_dev_mode():
+            return self._http.get("/server_info", query={"config_format": "json"})
 
     @property
     def world_size(self) -> int:
@@ -110,6 +118,7 @@ class VLLMEngine(HTTPEngine):
                     raise self._explained(error) from error
                 self._abandon()
                 self._post("/init_weight_transfer_engine", request, timeout_s=self._load_timeout_s)
+            self._sees = sees(self._told())
 
     def prefetch(self, version: int) -> None:
         """See `EngineClient.prefetch`. Workers stage beside their generating; vLLM's route has no way to answer "not
@@ -146,12 +155,20 @@ class VLLMEngine(HTTPEngine):
             self._post("/update_weights", {"update_info": {"seal": version}}, timeout_s=self._load_timeout_s)
             self._post("/finish_weight_update", {"weight_version": str(version)})
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
-            done = self._post("/reset_prefix_cache", query={"reset_running_requests": "true"})
-            if not done.get("success", True):
-                raise EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights")
+            self._drop_cached()
             self._version = version
             self._slumber.filled()
             self.resume()
+
+    def _drop_cached(self) -> None:
+        """Drop what was computed with the old weights. A connector that still copies keys and values away says no."""
+        until = time.monotonic() + min(self._http.timeout_s, _COPYING_S)
+        while not self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True):
+            if time.monotonic() >= until:
+                raise EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights")
+            threading.Event().wait(_PAUSE_S)
+        if self._sees:
+            self._post("/reset_encoder_cache")
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         """See `EngineClient.sleep`. A vLLM server needs ``--enable-sleep-mode`` to give memory back."""

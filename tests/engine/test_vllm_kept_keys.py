@@ -1,0 +1,53 @@
+"""Keys and values that a real vLLM server keeps outside itself: none of older weights is ever used again."""
+
+import json
+
+import pytest
+
+from tests.engine.following import sending
+from tests.engine.served import ServedVLLM
+from tests.models import VOCAB, greedy, tiny_model
+from torchrl_ext.launch.vllm import VLLMServer
+
+pytestmark = pytest.mark.engine
+
+LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(180)]
+"""Longer than a block: what is shorter is not kept."""
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The folder of the keys."""
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module")
+def served(request, checkpoint, kept, tmp_path_factory):
+    connector = {
+        "kv_connector": "KeptKeys",
+        "kv_connector_module_path": "tests.engine.kept_keys",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(kept)},
+    }
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(request.config.rootpath))  # where the server finds the connector
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    settings = {"dtype": "float32", "max_model_len": 256, "log_path": log}
+    with VLLMServer(checkpoint, extra_args=[f"--kv-transfer-config={json.dumps(connector)}"], **settings) as server:
+        patch.undo()
+        yield ServedVLLM(server)
+
+
+@pytest.mark.parametrize("pause_mode", ["keep", "wait", "abort"])
+def test_an_update_drops_them(served, kept, tmp_path, pause_mode):
+    with sending("disk", tmp_path, served, pause_mode=pause_mode) as sender:
+        for seed in (81, 82, 83):
+            model = tiny_model(seed)
+            report = sender.update_weights(model)
+            assert not list(kept.iterdir())
+            expected = greedy(model, LONG, 24)
+            for _ in range(2):
+                choice = served.generate(24, LONG)
+                assert choice["token_ids"] == expected
+                assert choice["weight_versions"] == [{"version": str(report.version), "start": 0, "end": 24}]
+            assert list(kept.iterdir())  # else there was nothing to be dropped

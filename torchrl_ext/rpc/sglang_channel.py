@@ -1,0 +1,77 @@
+"""Messages to our plugin in an SGLang server: the ``action`` of ``/weights_checker``, and JSON back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import final
+
+from torchrl_ext.errors import DeadlineError, EngineRefusedError
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.types import CHANNEL, Info
+
+__all__ = ["LONGEST_S", "PLUGIN", "SHORTEST_S", "SGLangChannel"]
+
+SHORTEST_S, LONGEST_S = 0.02, 1.0
+"""Between two questions of one kind, in seconds."""
+
+PLUGIN = (
+    "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
+    'start the server; without it, use the "disk" transport, which SGLang loads by itself'
+)
+
+
+@final
+class SGLangChannel:
+    """One server's plugin.
+
+    Args:
+        http: the server.
+    """
+
+    def __init__(self, http: HTTPSession) -> None:
+        self._http = http
+
+    def answers(self) -> bool:
+        """Whether the server has our plugin."""
+        try:
+            return "torchrl_ext" in self.tell({"hello": True})
+        except EngineRefusedError as error:
+            if error.status in (404, 405) or "Unsupported action" in error.what:
+                return False
+            raise
+
+    def tell(self, message: Info, timeout_s: float | None = None) -> Info:
+        """Send a message; returns the answer, of data-parallel ranks together where there are several.
+
+        Raises:
+            EngineRefusedError: the plugin says no, or is not there.
+            EngineUnreachableError, DeadlineError: as they say.
+        """
+        body = {"action": CHANNEL + json.dumps(message)}
+        told = self._http.post("/weights_checker", body, timeout_s=timeout_s)
+        try:
+            answers = [json.loads(text) for text in told["message"].split(" | ")]  # SGLang's own way to join them
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise EngineRefusedError(f"{self._http.url}/weights_checker answered {told!r}", hint=PLUGIN) from None
+        merged: Info = {}
+        for answer in answers:
+            working = merged.get("working", False) or answer.get("working", False)
+            flushed = merged.get("flushed", True) and answer.get("flushed", True)
+            merged = {**merged, **answer, "working": working, "flushed": flushed}
+        return merged
+
+    def await_idle(self, what: str, timeout_s: float) -> None:
+        """Wait until the plugin is at work on nothing.
+
+        Raises:
+            EngineRefusedError: what it was at failed.
+            DeadlineError: it takes longer than ``timeout_s`` seconds to ``what``.
+        """
+        until, pause_s = time.monotonic() + timeout_s, SHORTEST_S
+        while self.tell({"poll": True})["working"]:
+            if time.monotonic() > until:
+                raise DeadlineError(f"to {what} takes {self._http.url} longer than {timeout_s:g} s")
+            threading.Event().wait(pause_s)
+            pause_s = min(LONGEST_S, 1.5 * pause_s)
