@@ -153,6 +153,27 @@ def test_what_a_vllm_server_lacks_is_named_with_the_remedy(changes, check, words
     assert words in row["remedy"]
 
 
+@pytest.mark.parametrize(
+    ("transfer", "level"),
+    [
+        (None, None),
+        ({"kv_role": "kv_both", "kv_connector": "OffloadingConnector"}, "ok"),
+        ({"kv_role": "kv_both", "kv_connector": "LMCacheConnectorV1"}, "warning"),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {"connectors": [{"kv_connector": "HF3FSKVConnector"}]},
+            },
+            "warning",
+        ),
+    ],
+)
+def test_stores_of_keys_that_outlive_an_update_are_named(transfer, level, capsys):
+    with running(get_server_info=(200, {"vllm_config": CONFIG | {"kv_transfer_config": transfer}})) as server:
+        told = examined(capsys, server.url)
+    assert [row["level"] for row in told["findings"] if row["check"] == "kept keys"] == [level] * (level is not None)
+
+
 def test_missing_routes_are_named(capsys):
     info = {"vllm_config": CONFIG}
     with scripted({"/server_info": told(info), "/get_world_size": told({"world_size": 6})}) as server:

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_ext.cli.findings import Examined, Finding, Patient, compare, examine
+from torchrl_ext.cli.findings import Examined, Patient, compare, examine
+from torchrl_ext.cli.notes import Finding
 from torchrl_ext.cli.shared_findings import SharedChecks, check_checkpoint
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.rpc.http import HTTPSession

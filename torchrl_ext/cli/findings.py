@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torchrl_ext
+from torchrl_ext.cli.notes import Finding, Notes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 from torchrl_ext.rpc.inspection import ask_workers, has_route
+from torchrl_ext.rpc.server_info import kv_connectors
 from torchrl_ext.types import BACKEND, EngineInfo, Info
 
-__all__ = ["Examined", "Finding", "Patient", "compare", "examine"]
+__all__ = ["Examined", "Patient", "compare", "examine"]
 
 SKEW_S, WRONG_S = 5.0, 600.0
 """Clocks further apart than the first are worth a word; than the second, object stores refuse signed requests."""
@@ -25,33 +27,14 @@ _ROUTES = {
     "embedded": (*_VLLM, "/prefetch_weights", "/reset_prefix_cache", "/resume"),
     "sglang": ("/pause_generation", "/update_weights_from_disk", "/weights_checker", "/continue_generation"),
 }
+_KEEPERS = ("ExampleConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "FlexKVConnectorV1", "HF3FSKVConnector")
+"""vLLM's connectors (0.32) that keep what they were given, and do not override ``KVConnectorBase_V1.reset_cache``."""
 _DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment: it has these routes only then"
 _PLUGIN = {
     "vllm": "install torchrl_ext in the engine's environment and start it with --weight-transfer-config "
     f'\'{{"backend": "{BACKEND}"}}\'; `torchrl-ext serve vllm` does both',
     "sglang": "install torchrl_ext in the engine's environment; `torchrl-ext serve sglang` does it",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        where: an engine's address, ``"trainer"`` or ``"fleet"``.
-        check: what was looked at, in a word.
-        level: ``"ok"``, ``"warning"`` (an update works, with a catch) or ``"failure"`` (it would not work).
-        found: what there is.
-        expected: what there should be; empty where all is well.
-        remedy: what to do; empty where all is well.
-    """
-
-    where: str
-    check: str
-    level: str
-    found: str
-    expected: str = ""
-    remedy: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +75,7 @@ class Examined:
 
 def examine(address: str, patient: Patient) -> Examined:
     """Look at one engine. Nothing is changed there; a connected trainer is not disturbed."""
-    notes = _Notes(address)
+    notes = Notes(address)
     try:
         url = normalise_url(address)
     except ConfigError as error:
@@ -109,7 +92,7 @@ def examine(address: str, patient: Patient) -> Examined:
         session.close()
 
 
-def _examine(address: str, url: str, session: HTTPSession, patient: Patient, notes: _Notes) -> Examined:
+def _examine(address: str, url: str, session: HTTPSession, patient: Patient, notes: Notes) -> Examined:
     began = time.time()
     answer = session.call("GET", "/server_info", query={"config_format": "json"})
     ended = time.time()
@@ -134,6 +117,7 @@ def _examine(address: str, url: str, session: HTTPSession, patient: Patient, not
     _transports(notes, info, patient)
     _paused(notes, session, info)
     _world(notes, info)
+    _kept(notes, answer)
     answers: list[Info] = []
     try:
         answers = ask_workers(session, info.kind, patient.question, timeout_s=max(30.0, patient.timeout_s))
@@ -158,7 +142,7 @@ def _behind_router(session: HTTPSession) -> list[str] | None:
     return None
 
 
-def _clock(notes: _Notes, answer: Answer, began: float, ended: float) -> None:
+def _clock(notes: Notes, answer: Answer, began: float, ended: float) -> None:
     try:
         theirs = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (KeyError, TypeError, ValueError):
@@ -172,7 +156,7 @@ def _clock(notes: _Notes, answer: Answer, began: float, ended: float) -> None:
     (notes.failure if skew_s > WRONG_S else notes.warning)("clock", *words)
 
 
-def _routes(notes: _Notes, session: HTTPSession, info: EngineInfo) -> None:
+def _routes(notes: Notes, session: HTTPSession, info: EngineInfo) -> None:
     missing = [route for route in _ROUTES.get(info.kind, ()) if not has_route(session, route)]
     if missing:
         remedy = _DEV_MODE if info.kind == "vllm" else "update the engine"
@@ -181,7 +165,7 @@ def _routes(notes: _Notes, session: HTTPSession, info: EngineInfo) -> None:
         notes.ok("routes", "every route of a weight update is there")
 
 
-def _transports(notes: _Notes, info: EngineInfo, patient: Patient) -> None:
+def _transports(notes: Notes, info: EngineInfo, patient: Patient) -> None:
     wanted = patient.transport
     if not info.transports:
         notes.failure(
@@ -199,7 +183,7 @@ def _transports(notes: _Notes, info: EngineInfo, patient: Patient) -> None:
         notes.ok("plugin", f"follows by {', '.join(info.transports)}")
 
 
-def _paused(notes: _Notes, session: HTTPSession, info: EngineInfo) -> None:
+def _paused(notes: Notes, session: HTTPSession, info: EngineInfo) -> None:
     if info.kind == "sglang":
         return
     try:
@@ -215,7 +199,7 @@ def _paused(notes: _Notes, session: HTTPSession, info: EngineInfo) -> None:
         )
 
 
-def _world(notes: _Notes, info: EngineInfo) -> None:
+def _world(notes: Notes, info: EngineInfo) -> None:
     told = f"tp {info.tp_size} x pp {info.pp_size} x dp {info.dp_size}, world size {info.world_size}"
     product = info.tp_size * info.pp_size * info.dp_size
     if info.world_size in (product, info.tp_size * info.pp_size):  # replicas may share the workers of one another
@@ -225,7 +209,25 @@ def _world(notes: _Notes, info: EngineInfo) -> None:
         notes.warning("world size", told, f"{product}", remedy)
 
 
-def _versions(notes: _Notes, answers: list[Info]) -> None:
+def _kept(notes: Notes, answer: Answer) -> None:
+    """Stores of keys and values that live on when the engine drops its own, and cannot be told to."""
+    try:
+        connectors = kv_connectors(answer.json())
+    except ValueError:
+        return
+    keeping = [name for name in connectors if name in _KEEPERS]
+    if keeping:
+        notes.warning(
+            "kept keys",
+            f"{', '.join(keeping)} keeps keys and values of the old weights, and does not drop them with the engine's",
+            "no store, or one whose connector has a reset_cache of its own",
+            "empty the store after every update, or requests continue what the old weights began",
+        )
+    elif connectors:
+        notes.ok("kept keys", f"{', '.join(connectors)} is told to drop those of the old weights")
+
+
+def _versions(notes: Notes, answers: list[Info]) -> None:
     if not answers:
         return
     theirs = sorted({str(answer["torchrl_ext"]) for answer in answers})
@@ -252,7 +254,7 @@ def _dtype(answer: Answer) -> str:
 
 def compare(every: list[Examined]) -> list[Finding]:
     """What can only be seen in all engines together."""
-    notes = _Notes("fleet")
+    notes = Notes("fleet")
     known = [one for one in every if one.info is not None]
     processes: dict[tuple[Any, Any], list[str]] = {}
     for one in known:
@@ -279,30 +281,3 @@ def compare(every: list[Examined]) -> list[Finding]:
     if len(known) == len(every):
         notes.ok("world size", f"{len(known)} engine(s) with {workers} worker(s): a group has {1 + workers} ranks")
     return list(notes.found())
-
-
-class _Notes:
-    """Findings about one place, as they are made."""
-
-    def __init__(self, where: str) -> None:
-        self._where, self._found = where, []
-
-    def found(self) -> tuple[Finding, ...]:
-        return tuple(self._found)
-
-    def ok(self, check: str, found: str) -> None:
-        self._add(check, "ok", found)
-
-    def warning(self, check: str, found: str, expected: str, remedy: str) -> None:
-        self._add(check, "warning", found, expected, remedy)
-
-    def failure(self, check: str, found: str, expected: str, remedy: str) -> None:
-        self._add(check, "failure", found, expected, remedy)
-
-    def error(self, check: str, error: WeightSyncError) -> None:
-        self._add(check, "failure", error.what, error.expected or "", error.hint or "")
-
-    def _add(self, check: str, level: str, found: str, expected: str = "", remedy: str = "") -> None:
-        self._found.append(
-            Finding(where=self._where, check=check, level=level, found=found, expected=expected, remedy=remedy)
-        )

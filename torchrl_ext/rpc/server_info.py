@@ -9,7 +9,7 @@ from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.registry import transports
 from torchrl_ext.types import BACKEND, EngineInfo
 
-__all__ = ["is_sglang_info", "parse_server_info", "parse_sglang_info", "sees", "stores_keys"]
+__all__ = ["is_sglang_info", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees", "stores_keys"]
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 _MOST = 1 << 20  # workers of one engine
@@ -88,6 +88,18 @@ def sees(told: Any) -> bool:
     """Whether ``told``, the structured form of vLLM's ``/server_info``, describes a model with eyes or ears."""
     config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
     return bool(_mapping(config, "model_config").get("multimodal_config"))
+
+
+def kv_connectors(told: Any) -> list[str]:
+    """What keeps, or passes on, a vLLM server's keys and values, by the structured form of its ``/server_info``."""
+    found: list[str] = []
+    rest = [_mapping(_mapping(told, "vllm_config"), "kv_transfer_config")] if isinstance(told, Mapping) else []
+    while rest:
+        config = rest.pop(0)
+        found += [str(config["kv_connector"])] if config.get("kv_connector") else []
+        inner = _mapping(config, "kv_connector_extra_config").get("connectors")  # of a MultiConnector
+        rest += [row for row in inner if isinstance(row, Mapping)] if isinstance(inner, list) else []
+    return found
 
 
 def is_sglang_info(told: Any) -> bool:
