@@ -10,7 +10,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.adapters import lora_policy, randomise
-from tests.engine.conftest import Served, ServedSGLang, _serve, serve_sglang
+from tests.engine.served import ServedSGLang, ServedVLLM
 from tests.models import PROMPT, VOCAB, greedy, tiny_model
 from tests.processes import ROOT, WAIT_S
 from torchrl_ext.errors import EngineRefusedError, UpdateError
@@ -23,7 +23,7 @@ LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(150)]
 """Longer than a block of either engine's prefix cache."""
 
 
-class AdaptedVLLM(Served):
+class AdaptedVLLM(ServedVLLM):
     def ask(self, prompt=PROMPT, count=24, adapter=NAME):
         body = {"token_ids": prompt, "sampling_params": {"temperature": 0, "max_tokens": count, "ignore_eos": True}}
         answer = self.http.post("/inference/v1/generate", body | ({"model": adapter} if adapter else {}))
@@ -54,14 +54,21 @@ class AdaptedSGLang(ServedSGLang):
         return self.found
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((AdaptedVLLM, 1), id="vllm"),
+        pytest.param((AdaptedSGLang, 1), id="sglang"),
+        pytest.param((AdaptedVLLM, 2), id="vllm, two workers", marks=pytest.mark.exhaustive),
+        pytest.param((AdaptedSGLang, 2), id="sglang, two workers", marks=pytest.mark.exhaustive),
+    ],
+)
 def engine(request, checkpoint, tmp_path_factory):
-    if request.param == "vllm":
-        with _serve(checkpoint, tmp_path_factory, dtype="float32", lora_rank=8) as server:
-            yield AdaptedVLLM(server)
-    else:
-        with serve_sglang(checkpoint, tmp_path_factory, dtype="float32", lora_rank=8) as server:
-            yield AdaptedSGLang(server)
+    served, workers = request.param
+    log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
+    settings = {"max_model_len": 256, "dtype": "float32", "lora_rank": 8, "tensor_parallel_size": workers}
+    with served.launcher(checkpoint, log_path=log, **settings) as server:
+        yield served(server)
 
 
 @pytest.fixture

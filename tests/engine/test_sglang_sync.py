@@ -1,45 +1,20 @@
-"""A stock SGLang server follows a trainer: its greedy tokens are those of the trainer's own weights."""
+"""A stock SGLang server follows a trainer: the suite, what SGLang alone has, and engines of both makes together."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.engine.following import Follows, sending
+from tests.engine.served import assert_spans
 from tests.models import PROMPT, greedy, tiny_model
 
 pytestmark = pytest.mark.engine
 
 
-@contextmanager
-def sending(transport, tmp_path, *served, **settings):
-    root = {"root": tmp_path / "updates"}
-    settings_of = {"disk": root, "delta": root, "collective": {}, "ipc": {"bucket_bytes": 256 << 10}}
-    fleet = tx.connect(*(one.url for one in served), **settings)
-    sender = tx.WeightSender(tx.make_transport(transport, **settings_of[transport]), fleet)
-    try:
-        yield sender
-    finally:
-        sender.shutdown()
-
-
-def assert_serves(served, model, report):
-    choice = served.generate()
-    assert choice["token_ids"] == greedy(model)
-    assert choice["weight_versions"] == [{"version": str(report.version), "start": 0, "end": 32}]
-    assert served.version() == str(report.version)
-    assert report.verified and [row.state for row in report.engines] == ["serving"]
-
-
-@pytest.mark.parametrize("transport", ["disk", "collective", "ipc"])
-def test_five_syncs_leave_the_engine_at_the_trainers_weights(sglang, tmp_path, transport):
-    pid = sglang.server.pid
-    with sending(transport, tmp_path, sglang) as sender:
-        for seed in range(1, 6):
-            model = tiny_model(seed)
-            assert_serves(sglang, model, sender.update_weights(model))
-    assert sglang.server.pid == pid and sglang.server.alive()
+class TestFollowing(Follows):
+    kind = "sglang"
 
 
 def test_discovery_tells_what_it_is_and_what_it_follows(sglang):
@@ -54,12 +29,12 @@ def test_discovery_tells_what_it_is_and_what_it_follows(sglang):
 
 @pytest.mark.parametrize("pause_mode", ["abort", "retract", "in_place"])
 def test_each_pause_mode_serves_the_new_weights(sglang, tmp_path, pause_mode):
-    model = tiny_model(11)
+    old, new = tiny_model(12), tiny_model(11)
     with sending("disk", tmp_path, sglang, pause_mode=pause_mode) as sender:
-        sender.update_weights(tiny_model(12))
-        assert sglang.tokens() == greedy(tiny_model(12))  # fills the prefix cache with what must not be used again
-        sender.update_weights(model)
-    assert sglang.tokens() == greedy(model) and not sglang.paused()
+        sender.update_weights(old)
+        assert sglang.says(old)  # fills the prefix cache with what must not be used again
+        sender.update_weights(new)
+    assert sglang.says(new) and not sglang.paused()
 
 
 def running(served, pool, count, tokens=220):
@@ -78,17 +53,11 @@ def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(sglan
         futures = running(sglang, pool, 4)
         second = sender.update_weights(new).version
         choices = [future.result() for future in futures]
-        after = sglang.generate()
-    spanning = 0
+        assert sglang.says(new)
     for choice in choices:
-        assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 220
-        spans = choice["weight_versions"]
-        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
-        assert spans[-1]["end"] == 220
-        assert [int(span["version"]) for span in spans] in ([first], [first, second], [second])
-        spanning += len(spans) == 2 and choice["retractions"] == 1
-    assert spanning  # else nothing was in flight, and this test says nothing
-    assert after["token_ids"] == greedy(new)
+        assert_spans(choice, 220, [first, second])
+    crossing = [choice["retractions"] for choice in choices if len(choice["weight_versions"]) == 2]
+    assert 1 in crossing  # else nothing was in flight
 
 
 def test_a_request_that_was_retracted_goes_on_as_the_new_weights_would(sglang, tmp_path):
@@ -115,40 +84,7 @@ def test_abort_ends_running_requests_and_says_so(sglang, tmp_path):
         futures = running(sglang, pool, 2)
         sender.update_weights(tiny_model(36))
         assert "abort" in {future.result()["finish_reason"] for future in futures}
-    assert sglang.tokens() == greedy(tiny_model(36))
-
-
-def test_a_tensor_parallel_engine_follows_by_each_transport(tensor_parallel_sglang, tmp_path):
-    assert tx.discover(tensor_parallel_sglang.url)[0].world_size == 2
-    for transport in ("disk", "collective", "ipc"):
-        with sending(transport, tmp_path, tensor_parallel_sglang) as sender:
-            for seed in range(41, 46):
-                model = tiny_model(seed)
-                assert_serves(tensor_parallel_sglang, model, sender.update_weights(model))
-
-
-def test_a_tensor_parallel_engine_refuses_and_goes_on(tensor_parallel_sglang, tmp_path):
-    good = tiny_model(47)
-    with sending("disk", tmp_path, tensor_parallel_sglang) as sender:
-        sender.update_weights(good)
-        state = dict(good.state_dict())
-        for change in (
-            {"model.layers.0.self_attn.o_proj.weight": torch.zeros(128, 130)},
-            {"model.layers.0.extra.weight": torch.zeros(3)},
-        ):
-            with pytest.raises(tx.WeightSyncError, match=r"worker 0, 1: ManifestError"):
-                sender.update_weights({**state, **change})
-            assert tensor_parallel_sglang.tokens() == greedy(good)
-        last = tiny_model(48)
-        assert_serves(tensor_parallel_sglang, last, sender.update_weights(last))
-
-
-@pytest.mark.parametrize("transport", ["disk", "collective"])
-def test_a_bfloat16_engine_follows(bfloat16_sglang, tmp_path, transport):
-    with sending(transport, tmp_path, bfloat16_sglang) as sender:
-        for seed in (1, 3, 4, 8, 10):
-            model = tiny_model(seed, torch.bfloat16, decided=True)
-            assert_serves(bfloat16_sglang, model, sender.update_weights(model))
+    assert sglang.says(tiny_model(36))
 
 
 @pytest.mark.parametrize("transport", ["disk", "collective"])
@@ -171,7 +107,7 @@ def test_engines_of_both_makes_and_of_different_sizes_follow_one_sender(
         model = tiny_model(63)
         for _ in range(3):
             report = sender.update_weights(model)
-            assert [one.tokens() for one in served] == [greedy(model)] * 2
+            assert all(one.says(model) for one in served)
             assert [one.version() for one in served] == [str(report.version)] * 2 and report.verified
             with torch.no_grad():
                 model.model.layers[1].mlp.up_proj.weight.mul_(-1)
@@ -185,12 +121,10 @@ def test_a_server_without_the_plugin_follows_by_full_files_and_says_what_it_cann
         for seed in range(71, 76):
             model = tiny_model(seed)
             report = sender.update_weights(model)
-            choice = served.generate()
-            assert choice["token_ids"] == greedy(model)
-            assert choice["weight_versions"] == [{"version": str(report.version), "start": 0, "end": 32}]
+            assert served.says(model) and served.version() == str(report.version)
             assert not report.verified  # nobody could hold what it has against the trainer's digests
     with sending("collective", tmp_path, served) as sender:
         with pytest.raises(tx.WeightSyncError, match=r"(?s)without our plugin.*collective.*sglang\.srt\.plugins.*disk"):
             sender.update_weights(tiny_model(76))
-        assert served.tokens() == greedy(tiny_model(75))
+        assert served.says(tiny_model(75))
     assert served.server.pid == pid and served.server.alive()

@@ -25,7 +25,7 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
             ("POST /init_weight_transfer_engine", {}, {"init_info": {"rank_offset": 3, "transport": "disk"}}),
             ("GET /server_info", {"config_format": "json"}, None),
             ("POST /init_weight_transfer_engine", {}, {"init_info": {"prefetch": 8}}),
-            ("POST /pause", {"mode": "wait"}, None),
+            ("POST /pause", {"mode": "wait", "clear_cache": "false"}, None),
             ("POST /start_weight_update", {}, None),
             ("POST /update_weights", {}, {"update_info": {"version": 8, "params": []}}),
             ("POST /update_weights", {}, {"update_info": {"verify": {"w": "00"}}}),

@@ -7,7 +7,7 @@ in the bodies is ours:
 ``POST /init_weight_transfer_engine``     ``{"init_info": info}``: join the transport of `Transport.open`'s info
                                           plus ``rank_offset``; or ``{"init_info": {"prefetch": version}}``, and
                                           ``{"prefetched": version}`` until workers no longer say `STILL_STAGING`
-``POST /pause?mode=abort|wait|keep``
+``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up: `commit` clears
 ``POST /start_weight_update``
 ``POST /update_weights``                  ``{"update_info": info}``: a handoff's info, ``{"verify": digests}``, or
                                           ``{"seal": version}`` after the last one
@@ -191,7 +191,11 @@ class VLLMEngine(HTTPEngine):
         return VLLMAdapter(self, name, **self._access)
 
     def _hold(self) -> None:
-        self._post("/pause", query={"mode": self._pause_mode}, timeout_s=self._load_timeout_s)
+        query = {
+            "mode": self._pause_mode,
+            "clear_cache": "false",
+        }  # an update that fails leaves it good; else see commit
+        self._post("/pause", query=query, timeout_s=self._load_timeout_s)
 
     def _release(self) -> None:
         self._slumber.refuse_hollow()

@@ -1,0 +1,243 @@
+"""What every engine does that follows a trainer: one suite, over the servers of each make.
+
+A subclass names its ``kind``, by which `conftest` has a server with one worker, with two, and one in bfloat16.
+"""
+
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.models import tiny_model
+
+TRANSPORTS = ["disk", "collective", "ipc"]
+
+
+@contextmanager
+def sending(transport, root, *served, **settings):
+    """A sender to some servers."""
+    files = {"root": root}
+    settings_of = {"disk": files, "delta": files, "collective": {}, "ipc": {"bucket_bytes": 256 << 10}}
+    if len(served) == 1:
+        engine = tx.make_engine(served[0].kind, url=served[0].url, **settings)
+    else:
+        engine = tx.connect(*(one.url for one in served), **settings)
+    sender = tx.WeightSender(tx.make_transport(transport, **settings_of[transport]), engine)
+    try:
+        yield sender
+    finally:
+        sender.shutdown()
+
+
+class OfOneKind:
+    """The servers of one make."""
+
+    kind = ""
+
+    @pytest.fixture
+    def served(self, request):
+        return request.getfixturevalue(self.kind)
+
+    @pytest.fixture
+    def tensor_parallel(self, request):
+        return request.getfixturevalue(f"tensor_parallel_{self.kind}")
+
+    @pytest.fixture
+    def bfloat16(self, request):
+        return request.getfixturevalue(f"bfloat16_{self.kind}")
+
+
+class Follows(OfOneKind):
+    """Its greedy tokens are those of the trainer's own weights."""
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_five_syncs_leave_the_engine_at_the_trainers_weights(self, served, tmp_path, transport):
+        pid = served.server.pid
+        with sending(transport, tmp_path, served) as sender:
+            for seed in range(1, 6):
+                model = tiny_model(seed)
+                served.assert_serves(model, sender.update_weights(model))
+        assert served.server.pid == pid and served.server.alive()
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_two_workers_follow(self, tensor_parallel, tmp_path, transport):
+        assert tx.discover(tensor_parallel.url)[0].world_size == 2
+        with sending(transport, tmp_path, tensor_parallel) as sender:
+            for seed in (41, 42, 43):
+                model = tiny_model(seed)
+                tensor_parallel.assert_serves(model, sender.update_weights(model))
+
+    def test_two_workers_refuse_and_go_on(self, tensor_parallel, tmp_path):
+        """Refusals leave the workers' replies in step: each later call is answered by its own."""
+        good, last = tiny_model(47), tiny_model(48)
+        with sending("disk", tmp_path, tensor_parallel) as sender:
+            sender.update_weights(good)
+            state = dict(good.state_dict())
+            for change in (
+                {"model.layers.0.self_attn.o_proj.weight": torch.zeros(128, 130)},
+                {"model.layers.0.extra.weight": torch.zeros(3)},
+            ):
+                with pytest.raises(tx.WeightSyncError, match=r"worker 0, 1: ManifestError"):
+                    sender.update_weights({**state, **change})
+                assert tensor_parallel.says(good)
+            tensor_parallel.assert_serves(last, sender.update_weights(last))
+
+    def test_an_update_that_a_trainer_left_open_is_ended_by_the_next(self, tensor_parallel, tmp_path):
+        with sending("disk", tmp_path, tensor_parallel) as sender:
+            sender.update_weights(tiny_model(45))
+            sender._engine.begin(1000)  # and this trainer is never seen again
+        model = tiny_model(46)
+        with sending("collective", tmp_path, tensor_parallel) as sender:
+            tensor_parallel.assert_serves(model, sender.update_weights(model))
+        assert not tensor_parallel.paused()
+
+    @pytest.mark.parametrize("transport", ["disk", "collective"])
+    def test_bfloat16_weights_are_followed(self, bfloat16, tmp_path, transport):
+        with sending(transport, tmp_path, bfloat16) as sender:
+            for seed in (1, 3, 4, 8, 10):
+                model = tiny_model(seed, torch.bfloat16, decided=True)
+                bfloat16.assert_serves(model, sender.update_weights(model))
+                assert bfloat16.says(model)
+
+    def test_a_bfloat16_engine_takes_float32_weights_only_with_a_cast(self, bfloat16, tmp_path):
+        model = tiny_model(11, decided=True)
+        with sending("disk", tmp_path / "plain", bfloat16) as sender:
+            with pytest.raises(tx.WeightSyncError, match=r"would round it.*dtype=torch\.bfloat16"):
+                sender.update_weights(model)
+            assert not bfloat16.paused()
+        engine = tx.make_engine(self.kind, url=bfloat16.url)
+        sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path / "cast"), engine, dtype=torch.bfloat16)
+        bfloat16.assert_serves(model.bfloat16(), sender.update_weights(model))
+
+
+def changed(kind):
+    """Weights that cannot land in the small model."""
+    state = dict(tiny_model(52).state_dict())
+    if kind == "unknown":
+        state["model.layers.0.strange.weight"] = torch.zeros(3)
+    elif kind == "missing":
+        del state["model.layers.1.self_attn.k_proj.weight"]
+    elif kind == "misshaped":
+        state["model.layers.1.mlp.down_proj.weight"] = torch.zeros(128, 300)
+    elif kind == "rounded":
+        state["model.norm.weight"] = state["model.norm.weight"].double()
+    return state
+
+
+DYING_TRAINER = """
+    import os, signal, sys
+    sys.path.insert(0, {repo!r})
+    import torch, torchrl_ext as tx
+    from tests.models import tiny_model
+    from torchrl_ext.types import ParamMeta
+    from torchrl_ext.weights.source import WeightSource
+
+    class Dying(WeightSource):
+        def __init__(self, state):
+            self.state = state
+        def params(self):
+            return tuple(ParamMeta.of(name, tensor) for name, tensor in self.state.items())
+        def __iter__(self):
+            for i, (name, tensor) in enumerate(self.state.items()):
+                if i == 12:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield name, tensor
+
+    source = Dying(dict(tiny_model(61).state_dict()))
+    transport = tx.make_transport("collective", bucket_bytes=0)
+    sender = tx.WeightSender(transport, tx.connect({url!r}))
+    sender.update_weights(source)
+"""
+
+
+class Damaging(tx.DiskTransport):
+    """Damages what it published: cut off before engines look at it, or overwritten after they did."""
+
+    def __init__(self, root, *, early):
+        super().__init__(root=root)
+        self.folder, self.early = root, early
+
+    def prepare(self, source, version):
+        handoffs = list(super().prepare(source, version))  # published, and read by engines from here on
+
+        def damage():
+            for shard in self.folder.glob(f"weight_v{version:06d}/*.safetensors"):
+                with shard.open("r+b") as file:
+                    if self.early:
+                        file.truncate(shard.stat().st_size - 64)
+                    else:
+                        file.seek(-64, 2)
+                        file.write(b"\xff" * 64)
+
+        def in_the_pause():
+            damage()
+            yield from handoffs
+
+        if not self.early:
+            return in_the_pause()
+        damage()
+        return handoffs
+
+
+class Recovers(OfOneKind):
+    """What goes wrong is refused before the pause, or leaves the engine paused and able to take the next update."""
+
+    @pytest.mark.parametrize("transport", ["disk", "collective"])
+    @pytest.mark.parametrize(
+        ("kind", "words"),
+        [
+            ("unknown", r"layers\.0\.strange"),
+            ("missing", r"model\.layers\.1\.self_attn\.k_proj\.weight' is missing"),
+            ("misshaped", r"down_proj\.weight' arrives with shape \[128, 300\].*\[128, 256\]"),
+            ("rounded", r"model\.norm\.weight' arrives as float64"),
+        ],
+    )
+    def test_parameters_that_cannot_land_are_refused_before_the_pause(self, served, tmp_path, transport, kind, words):
+        good, last = tiny_model(51), tiny_model(53)
+        with sending(transport, tmp_path, served) as sender:
+            before = sender.update_weights(good).version
+            with pytest.raises(tx.WeightSyncError, match=words) as error:
+                sender.update_weights(changed(kind))
+            assert "check the stack trace" not in str(error.value)  # the worker's words, not what is wrapped around
+            assert served.version() == str(before) and served.says(good)
+            served.assert_serves(last, sender.update_weights(last))
+
+    @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+    def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_back(
+        self, request, workers, tmp_path
+    ):
+        served = request.getfixturevalue(self.kind if workers == 1 else f"tensor_parallel_{self.kind}")
+        with sending("disk", tmp_path / "before", served) as sender:
+            sender.update_weights(tiny_model(60))
+        label = served.version()
+        script = textwrap.dedent(DYING_TRAINER).format(repo=str(request.config.rootpath), url=served.url)
+        done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
+        assert done.returncode == -9, done.stderr
+        assert served.paused() and served.version() == label
+        for seed, transport in ((62, "disk"), (63, "collective")):
+            with sending(transport, tmp_path / "after", served) as sender:
+                served.assert_serves(tiny_model(seed), sender.update_weights(tiny_model(seed)))
+        assert not served.paused()
+
+    def test_damaged_files_are_refused_before_the_pause(self, served, tmp_path):
+        good = tiny_model(72)
+        with sending("disk", tmp_path / "good", served) as sender:
+            sender.update_weights(good)
+        engine = tx.make_engine(self.kind, url=served.url)
+        with pytest.raises(tx.WeightSyncError, match="did not prefetch version"):
+            tx.WeightSender(Damaging(tmp_path / "damaged", early=True), engine).update_weights(tiny_model(73))
+        assert served.says(good) and not served.paused()
+
+    def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_so(self, served, tmp_path):
+        good = tiny_model(71)
+        engine = tx.make_engine(self.kind, url=served.url)
+        with pytest.raises(tx.WeightSyncError, match="is paused, serves nobody, and holds") as error:
+            tx.WeightSender(Damaging(tmp_path / "damaged", early=False), engine).update_weights(good)
+        assert error.value.rows[0].state == "paused" and served.paused()
+        with sending("disk", tmp_path / "last", served) as sender:
+            served.assert_serves(good, sender.update_weights(good))
+        assert not served.paused()

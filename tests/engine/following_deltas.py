@@ -1,0 +1,197 @@
+"""What every engine does that follows by delta: one suite, over the servers of each make and their settings.
+
+The servers are started one after the other; the tests of one run in the order of this file, and the first one needs an
+engine that still holds the checkpoint that it was started with.
+"""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.engine.served import assert_spans
+from tests.models import tiny_model, tiny_tokenizer
+from torchrl_ext.weights.position_digest import position_digest
+
+
+def serving_deltas(served, settings, usual):
+    """A fixture with servers of a small model, one after the other.
+
+    Args:
+        served: their make.
+        settings: of the launcher, by name; a name that has "tied" in it has tied embeddings.
+        usual: names of those that are not left to ``--exhaustive``.
+    """
+    params = [pytest.param(name, marks=() if name in usual else pytest.mark.exhaustive) for name in settings]
+
+    @pytest.fixture(scope="module", params=params)
+    def engine(request, tmp_path_factory):
+        chosen = settings[request.param]
+        dtype, tied = getattr(torch, chosen["dtype"]), "tied" in request.param
+
+        def model(seed):  # in bfloat16 two implementations agree only where one token leads by far
+            return tiny_model(seed, dtype, decided=dtype == torch.bfloat16, tie_word_embeddings=tied)
+
+        start = tmp_path_factory.mktemp("model") / "start"
+        model(0).save_pretrained(start)
+        tiny_tokenizer().save_pretrained(start)
+        log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
+        with served.launcher(start, max_model_len=256, log_path=log, **chosen) as server:
+            found = served(server)
+            found.start, found.model = start, model
+            yield found
+
+    return engine
+
+
+def nudged(model, density, seed):
+    """A copy in which about ``density`` of each parameter's elements moved, enough to change what it says."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            step = torch.randn(parameter.shape, generator=generator) * parameter.float().std() * 3
+            chosen = torch.rand(parameter.shape, generator=generator) < density
+            parameter.add_((step * chosen).to(parameter.dtype))
+    return moved
+
+
+class Following:
+    """A sender to one server; a context manager."""
+
+    def __init__(self, served, root, transport="delta", **settings):
+        engine = tx.make_engine(served.kind, url=served.url)
+        self.sender = tx.WeightSender(tx.make_transport(transport, root=root, **settings), engine)
+
+    def __enter__(self):
+        return self.sender
+
+    def __exit__(self, *_):
+        self.sender.shutdown()
+
+
+def by_route(served, path, expected=200, **body):
+    """Ask for a version as slime's trainers do; returns the engine's words."""
+    answer = served.http.call("POST", "/update_weights_from_disk", {"model_path": str(path), **body})
+    told = answer.json()
+    assert answer.status == expected, told
+    assert told["success"] == (expected == 200) and not told.get("num_paused_requests")
+    return told["message"]
+
+
+class FollowsByDelta:
+    """Takes a module's fixture ``served``, made by `serving_deltas`."""
+
+    def test_with_the_engines_checkpoint_as_base_the_first_version_is_a_delta_already(self, served, tmp_path):
+        model = served.model(0)
+        with Following(served, tmp_path, base=served.start) as sender:
+            for seed in (1, 2):
+                model = nudged(model, 0.01, seed)
+                report = sender.update_weights(model)
+                assert report.density < 0.05 and report.bytes < report.model_bytes / 4
+                served.assert_serves(model, report)
+        assert not list(tmp_path.glob("weight_v*/*.safetensors"))
+
+    @pytest.mark.parametrize("encoding", ["auto", "ulp", "context", "deltas_zstd"])
+    def test_sparse_and_dense_steps_land_and_the_engine_says_what_the_trainer_would(self, served, tmp_path, encoding):
+        pid, model = served.server.pid, served.model(3)
+        copies = {"local_dir": tmp_path / "local"} if encoding == "ulp" else {}
+        with Following(served, tmp_path / "root", encoding=encoding, **copies) as sender:
+            served.assert_serves(model, sender.update_weights(model))
+            for seed, density in ((4, 0.01), (5, 0.01), (6, 1.0), (7, 0.01)):
+                model = nudged(model, density, seed) if density < 1 else served.model(seed)
+                report = sender.update_weights(model)
+                assert (report.density < 0.05) == (density < 1)
+                served.assert_serves(model, report)
+        assert served.server.pid == pid and served.server.alive()
+
+    def test_requests_in_flight_complete_while_versions_are_staged_and_land(self, served, tmp_path):
+        model, over = served.model(8), Event()
+
+        def requests(seed):
+            choices = []
+            while not over.is_set():
+                choices.append(served.generate(160, temperature=1.0))
+            return choices
+
+        with Following(served, tmp_path) as sender, ThreadPoolExecutor(4) as pool:
+            versions = [sender.update_weights(model).version]
+            running = [pool.submit(requests, seed) for seed in range(4)]
+            try:
+                for seed in (9, 10, 11):
+                    model = nudged(model, 0.01, seed)
+                    report = sender.update_weights(model)
+                    versions.append(report.version)
+            finally:
+                over.set()
+            choices = [choice for future in running for choice in future.result()]
+        for choice in choices:
+            assert_spans(choice, 160, versions)
+        assert any(len(choice["weight_versions"]) > 1 for choice in choices)  # else nothing was in flight
+        served.assert_serves(model, report)
+
+    def test_a_delta_on_another_base_is_refused_before_the_pause_and_the_next_update_recovers(self, served, tmp_path):
+        good = served.model(12)
+        with Following(served, tmp_path, encoding="ulp") as sender:
+            before = sender.update_weights(good).version
+            said = served.tokens()
+            name = "model.layers.1.mlp.down_proj.weight"
+            copies = sender._transport._publisher._baseline  # a trainer whose copy is not what the engines hold
+            copies.tensor(name).view(-1)[7:9].add_(1.0)
+            copies._digests[name] = position_digest(copies.tensor(name))
+            other = nudged(good, 0.01, 13)
+            with pytest.raises(tx.WeightSyncError, match=rf"did not prefetch version(.|\n)*{name}"):
+                sender.update_weights(other)
+            assert served.version() == str(before) and served.tokens() == said and not served.paused()
+            report = sender.update_weights(other)
+            assert list(tmp_path.glob(f"weight_v{report.version:06d}/*.safetensors"))  # a full version
+            served.assert_serves(other, report)
+            last = nudged(other, 0.01, 14)
+            served.assert_serves(last, sender.update_weights(last))
+
+    def test_the_route_that_slimes_trainers_call_lands_versions_without_a_trainer(self, served, tmp_path):
+        """The trainer only publishes; somebody else tells the engine."""
+        chain, model = tmp_path / "chain", served.model(16)
+        transport = tx.make_transport("delta", root=chain, encoding="deltas_zstd")
+        for version, density in ((1, 1.0), (2, 0.01), (3, 0.01)):
+            model = nudged(model, density, 50 + version) if version > 1 else model
+            transport.send_weights(model)
+            path = chain / f"weight_v{version:06d}" if version != 2 else chain
+            by_route(served, path, load_format="delta", weight_version=f"run-{version}", flush_cache=True)
+            assert served.would_say(model, served.tokens()) and served.version() == f"run-{version}"
+        label, said = served.version(), served.tokens()
+        transport.send_weights(nudged(model, 0.01, 60))
+        for file in (chain / "weight_v000004").iterdir():
+            if file.suffix in (".safetensors", ".bin"):
+                file.write_bytes(file.read_bytes()[:-9])
+        bad = {"expected": 400, "weight_version": "bad"}
+        assert "weight_v000004" in by_route(served, chain, load_format="delta", **bad)
+        assert "holds no version" in by_route(served, chain / "weight_v000009", load_format="delta", **bad)
+        assert "strange" in by_route(served, chain, load_format="strange", **bad)
+        assert served.tokens() == said and served.version() == label and not served.paused()
+        transport.shutdown()
+
+    def test_a_checkpoint_loaded_past_us_is_no_base_of_later_deltas(self, served, tmp_path):
+        model, other = served.model(17), served.model(18)
+        with Following(served, tmp_path / "chain") as sender:
+            sender.update_weights(model)
+            other.save_pretrained(tmp_path / "other")
+            by_route(served, tmp_path / "other", load_format="auto", weight_version="other")
+            assert served.would_say(other, served.tokens()) and served.version() == "other"
+            model = nudged(model, 0.01, 61)
+            served.assert_serves(model, sender.update_weights(model))
+
+    def test_full_and_delta_updates_of_different_trainers_take_turns(self, served, tmp_path):
+        model = served.model(15)
+        for turn in range(2):
+            with Following(served, tmp_path / f"delta{turn}") as sender:
+                model = nudged(model, 0.02, 20 + turn)
+                sender.update_weights(model)
+                model = nudged(model, 0.02, 30 + turn)
+                served.assert_serves(model, sender.update_weights(model))
+            model = nudged(model, 0.02, 40 + turn)
+            with Following(served, tmp_path / f"disk{turn}", "disk") as sender:
+                served.assert_serves(model, sender.update_weights(model))

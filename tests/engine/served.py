@@ -1,0 +1,109 @@
+"""Running servers of either make, looked at in the same words."""
+
+from abc import ABC, abstractmethod
+
+from tests.models import PROMPT, doubtful, greedy
+from torchrl_ext.errors import DeadlineError
+from torchrl_ext.launch.sglang import SGLangServer
+from torchrl_ext.launch.vllm import VLLMServer
+from torchrl_ext.rpc.http import HTTPSession
+
+
+class Served(ABC):
+    """A running server and a few ways to look at it."""
+
+    kind = ""
+    launcher = None
+
+    def __init__(self, server):
+        self.server, self.url = server, server.url
+        self.http = HTTPSession(server.url, timeout_s=120)
+
+    @abstractmethod
+    def generate(self, count=32, prompt=None, **sampling):
+        """One choice, greedy by default: ``token_ids``, ``finish_reason`` and ``weight_versions``."""
+
+    @abstractmethod
+    def version(self):
+        """The label of the weights that it serves."""
+
+    @abstractmethod
+    def paused(self):
+        """Whether it generates nothing."""
+
+    def tokens(self, count=32):
+        return self.generate(count)["token_ids"]
+
+    def says(self, model):
+        """Whether it says what ``model`` would."""
+        return self.tokens() == greedy(model)
+
+    def assert_serves(self, model, report):
+        """It serves the weights of ``model``, with which ``report`` came back."""
+        choice = self.generate()
+        assert self.would_say(model, choice["token_ids"])
+        assert choice["weight_versions"] == [{"version": str(report.version), "start": 0, "end": 32}]
+        assert self.version() == str(report.version)
+        assert report.verified and [row.state for row in report.engines] == ["serving"]
+
+    def would_say(self, model, tokens):
+        """Whether ``model`` would say these tokens, or ones that it likes as much."""
+        return not doubtful(model, tokens)
+
+
+class ServedVLLM(Served):
+    kind, launcher = "vllm", VLLMServer
+
+    def generate(self, count=32, prompt=None, **sampling):
+        """By ``/inference/v1/generate``."""
+        body = {
+            "token_ids": prompt or PROMPT,
+            "sampling_params": {"temperature": 0, "max_tokens": count, "ignore_eos": True, **sampling},
+        }
+        return self.http.post("/inference/v1/generate", body)["choices"][0]
+
+    def version(self):
+        return self.http.get("/weight_info")["weight_version"]
+
+    def paused(self):
+        return self.http.get("/is_paused")["is_paused"]
+
+
+class ServedSGLang(Served):
+    kind, launcher = "sglang", SGLangServer
+
+    def generate(self, count=32, prompt=None, timeout_s=120, **sampling):
+        """By ``/generate``, told in vLLM's words."""
+        body = {
+            "input_ids": prompt or PROMPT,
+            "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **sampling},
+        }
+        told = self.http.post("/generate", body, timeout_s=timeout_s)
+        meta = told["meta_info"]
+        return {
+            "token_ids": told["output_ids"],
+            "weight_versions": meta["weight_versions"],
+            "finish_reason": meta["finish_reason"]["type"],
+            "retractions": meta["num_retractions"],
+        }
+
+    def version(self):
+        return self.http.get("/model_info")["weight_version"]
+
+    def paused(self):
+        """It has no route that says so; a request that gets no token tells."""
+        try:
+            self.generate(1, timeout_s=2)
+        except DeadlineError:
+            return True
+        return False
+
+
+def assert_spans(choice, count, versions):
+    """The request came to its end, and each of its ``count`` tokens names one of ``versions``, none after a newer."""
+    assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == count
+    spans = choice["weight_versions"]
+    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+    assert spans[-1]["end"] == count
+    seen = [int(span["version"]) for span in spans]
+    assert set(seen) <= set(versions) and seen == sorted(seen)
