@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 120
@@ -39,3 +42,24 @@ def running_python(code, *args, prefix=()):
     finally:
         child.kill()
         child.communicate(timeout=WAIT_S)
+
+
+def family(pid):
+    """A process and everything that it started."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def maps_of(pid):
+    """What a process has mapped; nothing when it ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text()
+    return ""
+
+
+def files_of(pid):
+    """What a process holds open; what it closes meanwhile is passed over."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(path))
+    return found

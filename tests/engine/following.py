@@ -95,6 +95,10 @@ class Follows(OfOneKind):
             tensor_parallel.assert_serves(model, sender.update_weights(model))
         assert not tensor_parallel.paused()
 
+
+class FollowsInBfloat16(OfOneKind):
+    """As `Follows`, in the dtype that engines mostly compute in."""
+
     @pytest.mark.parametrize("transport", ["disk", "collective"])
     def test_bfloat16_weights_are_followed(self, bfloat16, tmp_path, transport):
         with sending(transport, tmp_path, bfloat16) as sender:

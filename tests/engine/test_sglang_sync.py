@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.following import Follows, sending
+from tests.engine.following import Follows, FollowsInBfloat16, sending
 from tests.engine.served import assert_spans
 from tests.models import PROMPT, greedy, tiny_model
 
@@ -14,6 +14,11 @@ pytestmark = pytest.mark.engine
 
 
 class TestFollowing(Follows):
+    kind = "sglang"
+
+
+@pytest.mark.exhaustive
+class TestFollowingInBfloat16(FollowsInBfloat16):
     kind = "sglang"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.models import greedy, tiny_model
-from tests.processes import ROOT, WAIT_S
+from tests.processes import ROOT, WAIT_S, family, maps_of
 from torchrl_ext.errors import EngineRefusedError
 
 pytestmark = pytest.mark.engine
@@ -24,20 +24,8 @@ def sender_to(*served):
     return tx.WeightSender(tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), engine), engine
 
 
-def descendants(pid):
-    """A process and everything that it started."""
-    found, rest = [], [pid]
-    while rest:
-        found.append(rest.pop())
-        for task in Path(f"/proc/{found[-1]}/task").iterdir():
-            rest += map(int, (task / "children").read_text().split())
-    return found
-
-
 def mapped(served):
-    return [
-        pid for pid in descendants(served.server.pid) if "memfd:torchrl_ext" in Path(f"/proc/{pid}/maps").read_text()
-    ]
+    return [pid for pid in family(served.server.pid) if "memfd:torchrl_ext" in maps_of(pid)]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["staged", "in place"])
@@ -55,7 +43,7 @@ def test_fifty_syncs_leave_the_engine_at_the_trainers_weights_and_map_nothing(vl
             assert vllm.tokens() == greedy(model)
     sender.shutdown()
     until = time.monotonic() + WAIT_S
-    while any("/torch_" in Path(f"/proc/{pid}/maps").read_text() for pid in descendants(vllm.server.pid)):
+    while any("/torch_" in maps_of(pid) for pid in family(vllm.server.pid)):
         assert time.monotonic() < until  # it is about to notice that the trainer is gone
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import torchrl_ext as tx
-from tests.engine.following import Follows, Recovers, sending
+from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
 from tests.engine.served import assert_spans
 from tests.models import PROMPT, greedy, tiny_model
 
@@ -13,6 +13,10 @@ pytestmark = pytest.mark.engine
 
 
 class TestFollowing(Follows):
+    kind = "vllm"
+
+
+class TestFollowingInBfloat16(FollowsInBfloat16):
     kind = "vllm"
 
 

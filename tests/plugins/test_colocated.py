@@ -10,7 +10,7 @@ import torch
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
-from tests.processes import python
+from tests.processes import files_of, maps_of, python
 from torchrl_ext.cli.bench import track_peak
 from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError
 from torchrl_ext.launch.embedded import EmbeddedServer
@@ -63,9 +63,7 @@ def resident_bytes(pid, row="VmRSS:"):
 
 def segments(pid):
     """Staging buffers that a process maps or holds open."""
-    maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:torchrl_ext")
-    files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
-    return maps + sum("memfd:torchrl_ext" in file for file in files)
+    return maps_of(pid).count("memfd:torchrl_ext") + sum("memfd:torchrl_ext" in file for file in files_of(pid))
 
 
 def test_fifty_syncs_leave_the_tokens_of_a_cold_load_and_nothing_behind(server, sender):

@@ -210,7 +210,8 @@ def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
             paths = (line.split(maxsplit=5)[5:] for line in (process / "maps").read_text().splitlines())
             found |= {Path(path[0]) for path in paths if path and path[0].startswith("/dev/shm/")}
             for task in (process / "task").iterdir():
-                rest += map(int, (task / "children").read_text().split())
+                with contextlib.suppress(OSError):  # threads come and go
+                    rest += map(int, (task / "children").read_text().split())
     return {path for path in found if path.name.startswith(prefixes)}
 
 
