@@ -95,7 +95,7 @@ class LocalLauncher(EngineLauncher):
 
 
 def _role(plan: EnginePlan, encoders: Sequence[str]) -> dict[str, Any]:
-    """What makes an engine the kind of worker that its plan says (not tested on real pools: they need GPUs)."""
+    """What makes an engine the kind of worker that its plan says (pools by NIXL were not tested: it needs GPUs)."""
     if plan.kind == "vllm":
         roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
         if plan.worker_type == "encoder":
