@@ -1,6 +1,7 @@
 """The vLLM client and discovery over real sockets; what the real server does is in tests/engine."""
 
 import socket
+import threading
 
 import pytest
 
@@ -222,3 +223,30 @@ def test_addresses_are_checked_before_anything_is_asked():
         tx.discover("host:1", "http://host:1/")
     with pytest.raises(ConfigError, match="no address"):
         tx.connect()
+
+
+def test_engines_that_decode_serve_again_after_those_that_prefill():
+    """Else they could take keys and values of the old weights from them."""
+
+    def described(role):
+        return {"get_server_info": (200, {"vllm_config": CONFIG | {"kv_transfer_config": {"kv_role": role}}})}
+
+    with running(**described("kv_consumer")) as decode, running(**described("kv_producer")) as prefill:
+        order = []
+
+        class Noting(VLLMEngine):
+            def resume(self):
+                super().resume()
+                order.append(self.url)
+
+            def commit(self, version):
+                if self.url == prefill.url:
+                    threading.Event().wait(0.2)  # the other one has every chance to be first
+                super().commit(version)
+
+        fleet = tx.Fleet([Noting(decode.url), Noting(prefill.url)])
+        fleet.connect({"transport": "disk"})
+        with fleet.updating(8):
+            fleet.load({"version": 8, "params": []})
+        assert order == [prefill.url, decode.url]
+        assert [row.version for row in fleet.rows()] == [8, 8]

@@ -49,6 +49,7 @@ class Fleet(EngineClient):
         self._told: set[EngineClient] = set()  # failures that an error has named since the engine last served
         self._failed: dict[EngineClient, Exception] = {}  # in this update
         self._probes: dict[EngineClient, Future[EngineInfo]] = {}
+        self._decoding: set[EngineClient] = set()
 
     @property
     def url(self) -> str:
@@ -108,6 +109,8 @@ class Fleet(EngineClient):
         for engine, described in zip(self._active(), self.infos(), strict=True):
             offsets[engine] = offset
             offset += described.world_size
+            if described.worker_type == "decode":
+                self._decoding.add(engine)
         self._everywhere(lambda engine: engine.connect({**info, "rank_offset": offsets[engine]}), on_failure)
 
     def prefetch(self, version: int) -> None:
@@ -121,7 +124,11 @@ class Fleet(EngineClient):
         self._while_any("load", lambda engine: engine.load(info), on_failure)
 
     def commit(self, version: int) -> None:
-        self._while_any("commit", lambda engine: engine.commit(version))
+        """See `EngineClient.commit`. Engines that decode serve again last: by then those that prefill have dropped what
+        they would hand on of the old weights."""
+        active = self._active()
+        for engines in (set(active) - self._decoding, self._decoding.intersection(active)):
+            self._while_any("commit", lambda engine: engine.commit(version), among=engines)
         missed = len(self._failed) + len(self._lost)
         if self._failed or self._lost.keys() - self._told:
             self._raise(f"{missed} of {len(self.engines)} engines did not take version {version}")
@@ -186,11 +193,16 @@ class Fleet(EngineClient):
         return answers
 
     def _while_any(
-        self, step: str, call: Callable[[EngineClient], object], on_failure: Callable[[], None] = _nothing
+        self,
+        step: str,
+        call: Callable[[EngineClient], object],
+        on_failure: Callable[[], None] = _nothing,
+        among: Collection[EngineClient] | None = None,
     ) -> None:
         """One step of an update on the engines that are still part of it; raises when none is left."""
         active = self._active()
-        self._fan_out([engine for engine in active if engine not in self._failed], call, on_failure)
+        wanted = [engine for engine in active if engine not in self._failed and (among is None or engine in among)]
+        self._fan_out(wanted, call, on_failure)
         self._told.update(self._failed)  # whatever error ends this update, the rows with it name them
         if len(self._failed) == len(active):
             self._raise(f"every engine failed to {step}")
