@@ -19,7 +19,6 @@ from torchrl_ext.rpc.http import Answer
 __all__ = ["AsyncSession"]
 
 _KEEP_S = 2.0
-_CONNECT_TIMEOUT_S = 10.0
 
 
 class AsyncSession:
@@ -28,10 +27,13 @@ class AsyncSession:
     Args:
         api_key: sent as a bearer token.
         max_body_bytes: answers above this size are refused.
+        connect_timeout_s: how long one try to connect may take, in seconds.
     """
 
-    def __init__(self, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> None:
-        self._max_body_bytes = max_body_bytes
+    def __init__(
+        self, *, api_key: str | None = None, max_body_bytes: int = 256 << 20, connect_timeout_s: float = 10.0
+    ) -> None:
+        self._max_body_bytes, self._connect_timeout_s = max_body_bytes, connect_timeout_s
         self._client = httpx.AsyncClient(
             headers={"authorization": f"Bearer {api_key}"} if api_key else None,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_S),
@@ -64,11 +66,15 @@ class AsyncSession:
         where = f"{method} {url}"
         try:
             return await asyncio.wait_for(self._send(where, method, url, body, query, headers, left_s), left_s)
-        except (asyncio.TimeoutError, httpx.TimeoutException) as error:
-            raise DeadlineError(
-                f"{where}: no complete answer within {left_s:.3g} s",
-                hint="is the engine behind it paused? Resume it, or raise timeout_s",
+        except httpx.ConnectTimeout as error:
+            if left_s <= self._connect_timeout_s:
+                raise self._late(where, left_s) from error
+            raise EngineUnreachableError(
+                f"{where}: no connection within {self._connect_timeout_s:g} s",
+                hint="it may have more to accept than it can: try again, or send fewer requests at a time",
             ) from error
+        except (asyncio.TimeoutError, httpx.TimeoutException) as error:
+            raise self._late(where, left_s) from error
         except httpx.HTTPError as error:
             raise EngineUnreachableError(
                 f"{where}: {error or type(error).__name__}", hint="check that it runs, and the address"
@@ -94,6 +100,13 @@ class AsyncSession:
                 f"{method} {url} answered with something other than JSON: {answer.text[:120]!r}", status=answer.status
             ) from None
 
+    @staticmethod
+    def _late(where: str, left_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"{where}: no complete answer within {left_s:.3g} s",
+            hint="is the engine behind it paused? Resume it, or raise timeout_s",
+        )
+
     async def close(self) -> None:
         """Drop all connections."""
         await self._client.aclose()
@@ -101,7 +114,7 @@ class AsyncSession:
     async def _send(
         self, where: str, method: str, url: str, body: Any, query: Any, headers: Any, left_s: float
     ) -> Answer:
-        timeout = httpx.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S))
+        timeout = httpx.Timeout(left_s, connect=min(left_s, self._connect_timeout_s))
         asked = self._client.stream(method, url, json=body, params=query, headers=headers, timeout=timeout)
         async with asked as response:
             chunks, size = [], 0
