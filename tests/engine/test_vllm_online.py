@@ -9,7 +9,7 @@ import pytest
 from tests.models import tiny_checkpoint
 from torchrl_ext.launch.environments import vllm_python
 from torchrl_ext.launch.overlay import make_overlay
-from torchrl_ext.launch.vllm import _environ
+from torchrl_ext.launch.vllm import vllm_environ
 
 pytestmark = pytest.mark.engine
 
@@ -140,7 +140,7 @@ def rows_of(script, tmp_path, *arguments):
     file.write_text(script)
     done = subprocess.run(
         [python, file, *arguments],
-        env={**os.environ, **_environ(overlay, python, on_cpu=True, plain_linears=False)},
+        env={**os.environ, **vllm_environ(overlay, python, cpu=True)},
         capture_output=True,
         text=True,
         timeout=400,

@@ -17,7 +17,7 @@ from torchrl_ext.launch.processes import Launched
 from torchrl_ext.launch.stock import as_flags, checkpoint_folder, on_cpu, start_with_plugin, usable_port
 from torchrl_ext.types import BACKEND
 
-__all__ = ["VLLMServer"]
+__all__ = ["VLLMServer", "vllm_environ"]
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
@@ -93,7 +93,10 @@ class VLLMServer(Launched):
             name="vllm",
             host=host,
             port=port,
-            environ=lambda overlay: {**_environ(overlay, python, cpu, plain_linears), **(environ or {})},
+            environ=lambda overlay: {
+                **vllm_environ(overlay, python, cpu=cpu, plain_linears=plain_linears),
+                **(environ or {}),
+            },
             log_path=log_path,
             start_timeout_s=start_timeout_s,
             shared_memory=("vllm_dist_",),
@@ -118,7 +121,15 @@ def _lora(rank: int | None, adapters: int) -> list[str]:
     ]
 
 
-def _environ(overlay: Path, python: Path, cpu: bool, plain_linears: bool) -> dict[str, str]:
+def vllm_environ(overlay: Path, python: Path, *, cpu: bool, plain_linears: bool = False) -> dict[str, str]:
+    """Variables under which vLLM, as a server or in a process of its own, has our plugin and its RL routes.
+
+    Args:
+        overlay: filled by `make_overlay`.
+        python: the interpreter with vLLM.
+        cpu: whether it computes on the CPU.
+        plain_linears: as for `VLLMServer`.
+    """
     environ = {
         "PYTHONPATH": on_path(overlay),
         "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
