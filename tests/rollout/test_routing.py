@@ -132,7 +132,10 @@ def test_it_serves_several_event_loops_one_after_the_other(client):
         async with client:
             return await client.generate(batch(2))
 
-    assert asyncio.run(once()) == asyncio.run(once())
+    first, second = asyncio.run(once()), asyncio.run(once())
+    for mine, theirs in zip(first.pop("response_logprobs"), second.pop("response_logprobs"), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)  # sums depend on which requests are computed together
+    assert first == second
 
 
 def test_control_calls_reach_every_engine(client, urls):

@@ -112,7 +112,10 @@ def serving(server):
 
 @pytest.fixture(scope="module")
 def port():
-    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Routes)) as port:
+    class Listening(ThreadingHTTPServer):
+        request_queue_size = 128  # a full queue costs whoever comes then seconds
+
+    with serving(Listening(("127.0.0.1", 0), Routes)) as port:
         yield port
 
 
@@ -239,8 +242,9 @@ def eager_threads():
     sys.setswitchinterval(before)
 
 
-def test_one_session_serves_many_threads(session, eager_threads):
-    calls = range(1500)
+def test_one_session_serves_many_threads(port, eager_threads):
+    session, calls = HTTPSession(f"127.0.0.1:{port}", timeout_s=60), range(1500)
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda i: session.post("/echo", i)["body"], calls))
+    session.close()
     assert answers == list(calls)
