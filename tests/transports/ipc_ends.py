@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.transports.contract import WAIT_S
 
 SMALL_BYTES = 4096
 
@@ -96,3 +98,12 @@ def _related(pid):
         except OSError:
             return False
     return False
+
+
+def joined(trainer, worker):
+    """A worker of a trainer that a control layer drives."""
+    opening = trainer.open(1, ())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(opening.transfer)
+        worker.join({**opening.info, "rank": 1})
+        waiting.result(WAIT_S)

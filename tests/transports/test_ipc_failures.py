@@ -16,7 +16,7 @@ import torchrl_ext as tx
 from tests.processes import python
 from tests.transports import ipc_ends
 from tests.transports.contract import WAIT_S
-from tests.transports.ipc_ends import weights
+from tests.transports.ipc_ends import joined, weights
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -224,11 +224,7 @@ except Exception as error:
     )
     def test_a_handoff_that_cannot_be_is_refused_before_anything_lands(self, make, change):
         trainer, worker = make(), make()
-        opening = trainer.open(1, ())
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(opening.transfer)
-            worker.join({**opening.info, "rank": 1})
-            waiting.result(WAIT_S)
+        joined(trainer, worker)
         (handoff,) = trainer.prepare(MappingSource(weights()), 1)
         into = {name: torch.zeros(300) for name in weights()}
         with pytest.raises(WeightSyncError):

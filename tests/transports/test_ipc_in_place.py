@@ -16,7 +16,7 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.processes import running_python
 from tests.transports.contract import WAIT_S, any_bits, same_bits
-from tests.transports.ipc_ends import WORKER, weights
+from tests.transports.ipc_ends import WORKER, joined, weights
 from torchrl_ext.errors import ManifestError, WeightSyncError
 from torchrl_ext.transports.in_place import groups, offer
 from torchrl_ext.types import ParamMeta
@@ -208,11 +208,7 @@ def test_a_tensor_that_moves_stops_the_update_before_it_is_complete(make):
 )
 def test_a_place_that_cannot_be_is_refused(make, change):
     trainer, worker = make(), make()
-    opening = trainer.open(1, ())
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(opening.transfer)
-        worker.join({**opening.info, "rank": 1})
-        waiting.result(WAIT_S)
+    joined(trainer, worker)
     tensors = shared({"a": torch.ones(4096)})
     (handoff,) = trainer.prepare(MappingSource(tensors), 1)
     into = {"a": torch.zeros(4096)}
