@@ -106,6 +106,11 @@ class TestVersions:
         with pytest.raises(ConfigError, match="cannot be imported"):
             trainer_at(root, post_write_hook="nowhere:nothing")
 
+    @pytest.mark.parametrize("hook", ["post_write_hook", "pre_read_hook"])
+    def test_hooks_are_refused_where_no_files_are_shared(self, hook):
+        with pytest.raises(ConfigError, match="hooks are for files that both sides see"):
+            tx.DeltaTransport(carrier="collective", world_size=2, **{hook: f"{__name__}:wrote"})
+
 
 CALLS = []
 

@@ -67,7 +67,8 @@ class DeltaTransport(Transport):
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
-        ConfigError: no such encoding (the message lists them), or one that does not take ``settings``.
+        ConfigError: no such encoding (the message lists them), or one that does not take ``settings``; no such
+            carrier; a root or hooks with the one that shares no files, or no root with the other.
     """
 
     name: ClassVar[str] = "delta"
