@@ -3,23 +3,22 @@
 import json
 import signal
 import subprocess
-import sys
+import tempfile
 import threading
+from contextlib import ExitStack
 
 import httpx
 import psutil
 import pytest
 
 import torchrl_ext as tx
-from tests.processes import ROOT, WAIT_S, python
+from tests.processes import COMMAND, WAIT_S, finished, python, running_python
 from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.tiny import make_tiny_lm
 
-COMMAND = [sys.executable, "-m", "torchrl_ext.cli.main"]
 
-
-def run(*args):
-    return subprocess.run([*COMMAND, *args], cwd=ROOT, capture_output=True, text=True, timeout=2 * WAIT_S)
+def run(*args, **how):
+    return finished(COMMAND, *args, timeout_s=2 * WAIT_S, **how)
 
 
 def document(done):
@@ -34,7 +33,7 @@ def server(tmp_path_factory):
 
 
 def test_the_demo_learns_and_proves_that_the_engine_followed():
-    done = run("demo", "--json", "--steps", "8")
+    done = run("demo", "--json", "--steps", "8", fresh=True)
     told = document(done)
     assert done.returncode == 0, done.stderr
     assert told["verified"] and told["weights_equal"] and told["greedy_equal"] and told["on_policy"]
@@ -80,23 +79,23 @@ class Demo:
     """A demo that would run for long, and the lines of its progress."""
 
     def __init__(self, *args):
-        self.process = subprocess.Popen(
-            [*COMMAND, "demo", "--json", "--steps", "5000", *args],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._watchdog = threading.Timer(WAIT_S, self.process.kill)
-        self._watchdog.start()
+        self._args = args
 
     def __enter__(self):
+        with ExitStack() as ends:
+            self._out = ends.enter_context(tempfile.TemporaryFile("w+"))
+            demo = running_python(
+                COMMAND, "demo", "--json", "--steps", "5000", *self._args, stdout=self._out, stderr=subprocess.PIPE
+            )
+            self.process = ends.enter_context(demo)
+            watchdog = threading.Timer(WAIT_S, self.process.kill)
+            watchdog.start()
+            ends.callback(watchdog.cancel)
+            self._ends = ends.pop_all()
         return self
 
     def __exit__(self, *_):
-        self._watchdog.cancel()
-        self.process.kill()
-        self.process.communicate()
+        self._ends.close()
 
     def read_until(self, words):
         for line in self.process.stderr:
@@ -109,8 +108,10 @@ class Demo:
 
     def interrupt(self, number=signal.SIGINT):
         self.process.send_signal(number)
-        out, _ = self.process.communicate(timeout=WAIT_S)
-        return json.loads(out)
+        self.process.stderr.read()
+        self.process.wait(WAIT_S)
+        self._out.seek(0)
+        return json.load(self._out)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,8 @@ def test_help_lists_every_command_and_imports_none_of_them():
         "from torchrl_ext.cli.main import COMMANDS, main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
         "assert 'torch' not in sys.modules\n"
-        "print('commands:', *COMMANDS)"
+        "print('commands:', *COMMANDS)",
+        fresh=True,
     )
     shown, _, names = listed.partition("commands:")
     assert {"demo", "discover"} <= set(names.split())
@@ -156,5 +158,5 @@ def test_help_lists_every_command_and_imports_none_of_them():
 
 
 def test_a_command_that_does_not_exist_is_answered_with_those_that_do():
-    done = run("dance")
+    done = run("dance", fresh=True)
     assert done.returncode == 2 and "demo" in done.stderr

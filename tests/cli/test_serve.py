@@ -3,38 +3,26 @@
 import json
 import signal
 import subprocess
-import sys
 
 import httpx
 import pytest
 
 from tests.models import tiny_checkpoint
-from tests.processes import ROOT, WAIT_S
+from tests.processes import COMMAND, WAIT_S, running_python
 from torchrl_ext.cli.main import main
-
-COMMAND = [sys.executable, "-m", "torchrl_ext.cli.main", "serve", "embedded"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_where_the_engine_is_and_ends_it_with_itself(tmp_path, number):
     checkpoint = tiny_checkpoint(tmp_path / "model")
-    child = subprocess.Popen(
-        [*COMMAND, "--model", str(checkpoint), "--dtype", "float32", "--json"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
+    command = ["serve", "embedded", "--model", str(checkpoint), "--dtype", "float32", "--json"]
+    with running_python(COMMAND, *command, stderr=subprocess.DEVNULL) as child:
         told = json.loads(child.stdout.readline())
         assert told["engine"] == "embedded" and httpx.get(f"{told['url']}/health").status_code == 200
         child.send_signal(number)
         assert child.wait(WAIT_S) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{told['url']}/health")
-    finally:
-        child.kill()
-        child.communicate(timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("option", [["--tp", "2"], ["--lora-rank", "8"], ["--plain-linears"], ["--host", "0.0.0.0"]])

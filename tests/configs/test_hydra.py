@@ -147,7 +147,8 @@ def test_one_import_is_enough():
     names = python(
         "import json, torchrl_ext.configs.hydra\n"
         "from hydra.core.config_store import ConfigStore\n"
-        "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))"
+        "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))",
+        fresh=True,
     )
     found = {name.removesuffix(".yaml") for name in json.loads(names)}
     assert {"multiprocess", "shared_mem"} | set(tx.transports()) <= found

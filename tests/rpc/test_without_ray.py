@@ -12,7 +12,8 @@ def test_the_engine_says_what_to_install():
         "except tx.errors.ConfigError as error:\n"
         "    assert 'torchrl_ext[ray]' in str(error), error\n"
         "else:\n"
-        "    raise AssertionError"
+        "    raise AssertionError",
+        fresh=True,
     )
 
 
@@ -26,9 +27,12 @@ def test_actor_classes_say_what_to_install():
         "    except tx.errors.ConfigError as error:\n"
         "        assert 'torchrl_ext[ray]' in str(error), error\n"
         "    else:\n"
-        "        raise AssertionError"
+        "        raise AssertionError",
+        fresh=True,
     )
 
 
 def test_the_other_engines_do_not_miss_it():
-    python(WITHOUT + "import torch; assert tx.make_engine('inprocess', engine={'w': torch.zeros(1)}).info()")
+    python(
+        WITHOUT + "import torch; assert tx.make_engine('inprocess', engine={'w': torch.zeros(1)}).info()", fresh=True
+    )

@@ -209,7 +209,8 @@ def test_from_backend_knows_the_names_whichever_package_was_imported_first(first
     python(
         f"import {first}, torchrl_ext, torchrl.weight_update as w\n"
         "assert w.WeightSyncScheme.from_backend('delta').transport == 'delta'\n"
-        "assert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)"
+        "assert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)",
+        fresh=True,
     )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
 
-from tests.processes import ROOT, WAIT_S
+from tests.processes import WAIT_S, running_python
 
 PRELUDE = """
 import datetime, sys, torch, torch.distributed as dist, torchrl_ext as tx
@@ -171,26 +170,12 @@ def outcomes(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + LOOP, str(rank), "2", str(port), str(folder)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with ExitStack() as ends:
+        ranks = [ends.enter_context(running_python(PRELUDE + LOOP, rank, "2", port, folder)) for rank in range(2)]
         for rank in ranks:
             rank.stdin.write(json.dumps(TWO_RANKS))
             rank.stdin.close()
         return [json.loads(rank.stdout.read().splitlines()[-1]) for rank in ranks if rank.wait(WAIT_S) == 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            rank.stdout.close()
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")

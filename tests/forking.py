@@ -1,0 +1,93 @@
+"""A process that has imported the packages once, and forks a child for each program that `tests.processes` asks for.
+
+An interpreter needs a second or more to import torch, its fork milliseconds. The child is a process like any other: it
+has its own pid, can be killed and frozen, and ends as an interpreter ends. Run as ``python -m tests.forking FD``, where
+FD is a SOCK_SEQPACKET socket; a request is the JSON of ``{"code", "args"}`` with four descriptors: standard input,
+output and error, and a pipe that is told the child's pid and, at its end, its exit status.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import types
+
+MODULES = (
+    "tensordict",
+    "torchrl_ext.codecs.stream",
+    "torchrl_ext.sync.sender",
+    "torchrl_ext.transports.collective",
+    "torchrl_ext.transports.delta",
+    "torchrl_ext.transports.disk",
+    "torchrl_ext.transports.ipc",
+    "torchrl_ext.weights.checkpoint",
+)
+_REQUEST_BYTES = 1 << 17
+
+
+def serve(requests: socket.socket) -> dict | None:
+    """Fork for each request, until nobody is left to ask; returns what to run in a child, None in the parent."""
+    running: dict[int, int] = {}
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    while True:
+        ready, _, _ = select.select([requests, ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            _tell_ended(running)
+        if requests not in ready:
+            continue
+        request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
+        if not request:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            return None
+        *streams, status = descriptors
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for target, stream in enumerate(streams):
+                os.dup2(stream, target)
+            for one in (ended, wake, status, *streams, *running.values()):
+                os.close(one)
+            requests.close()
+            return json.loads(request)
+        os.write(status, b"%d " % pid)
+        running[pid] = status
+        for stream in streams:
+            os.close(stream)
+
+
+def _tell_ended(running: dict[int, int]) -> None:
+    """Write the status of every child that ended since."""
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with open(running.pop(pid), "w") as pipe:
+            pipe.write(f"{os.waitstatus_to_exitcode(status)} ")
+
+
+def run(code: str, args: list[str]) -> None:
+    """What ``python -c code *args`` does."""
+    main = types.ModuleType("__main__")
+    main.__spec__ = None
+    sys.modules["__main__"] = main
+    sys.argv = ["-c", *args]
+    exec(compile(code, "<string>", "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    for name in MODULES:
+        importlib.import_module(name)
+    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    if asked is not None:
+        run(**asked)
