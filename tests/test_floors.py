@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,15 +60,20 @@ def modules():
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def home(path):
     """The package (or top-level module) of ours that a file belongs to."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
 def imports(path, *, anywhere):
     """Dotted names that a file imports; at module level only, or anywhere. Imports for type checkers do not count."""
-    tree = ast.parse(path.read_text())
-    pending, found = list(tree.body), set()
+    pending, found = list(tree_of(path).body), set()
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import):
@@ -90,15 +96,15 @@ def test_every_package_has_a_floor():
     assert {home(path) for path in modules()} - {"__init__"} <= set(FLOOR)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_strictly_down(path):
-    here = home(path)
-    if here == "__init__":
-        return
-    for other in ours(imports(path, anywhere=True)) & set(FLOOR) - {here}:
-        if (str(path.relative_to(ROOT)), other) in EXCEPTIONS:
-            continue
-        assert FLOOR[other] < FLOOR[here], f"{here} (floor {FLOOR[here]}) imports {other} (floor {FLOOR[other]})"
+def test_imports_point_strictly_down():
+    upwards = [
+        f"{path.relative_to(ROOT)} (floor {FLOOR[home(path)]}) imports {other} (floor {FLOOR[other]})"
+        for path in modules()
+        if home(path) != "__init__"
+        for other in ours(imports(path, anywhere=True)) & set(FLOOR) - {home(path)}
+        if FLOOR[other] >= FLOOR[home(path)] and (str(path.relative_to(ROOT)), other) not in EXCEPTIONS
+    ]
+    assert not upwards
 
 
 def test_no_exception_outlives_its_reason():
@@ -145,7 +151,7 @@ def test_importing_what_engines_need_brings_no_trainer_package():
 def test_nothing_writes_to_the_environment_of_the_process():
     writers = []
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else []
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "os.putenv", "os.unsetenv", "os.environ.update", "os.environ.setdefault", "os.environ.pop",
@@ -158,7 +164,7 @@ def test_nothing_writes_to_the_environment_of_the_process():
 
 def test_nobody_asks_with_hasattr_and_nothing_of_ours_is_pickled():
     for path in modules():
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
         names = {ast.unparse(call.func) for call in calls}
         assert "hasattr" not in names, path
         assert not {name for name in names if name.startswith(("pickle.", "cloudpickle."))}, path

@@ -38,23 +38,23 @@ def published(codec, model, own, device):
     return told(found), told(expected)
 
 
-@pytest.mark.parametrize("name", [*encodings.names(), "places"])
-def test_every_encoding_publishes_the_same_bytes(way, name):
+def test_every_encoding_publishes_the_same_bytes(way):
     own, device = way
-    codec = Flushes().scanner(make_codec("deltas")) if name == "places" else codec_of(name)
     model = [
         (f"{meta.name}.{row}", old, new) for row, (meta, old, new) in enumerate(pairs(torch.bfloat16, (0, 63, 4500)))
     ]
-    found, expected = published(codec, model, own, device)
-    assert found == expected
+    for name in (*encodings.names(), "places"):
+        codec = Flushes().scanner(make_codec("deltas")) if name == "places" else codec_of(name)
+        found, expected = published(codec, model, own, device)
+        assert found == expected, name
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_publishes_the_same_bytes(way, dtype):
+def test_every_dtype_publishes_the_same_bytes(way):
     own, device = way
-    model = [(f"{meta.name}.{row}", old, new) for row, (meta, old, new) in enumerate(pairs(dtype, (1, 2500)))]
-    found, expected = published(codec_of("ulp"), model, own, device)
-    assert found == expected
+    for dtype in DTYPES:
+        model = [(f"{meta.name}.{row}", old, new) for row, (meta, old, new) in enumerate(pairs(dtype, (1, 2500)))]
+        found, expected = published(codec_of("ulp"), model, own, device)
+        assert found == expected, dtype
 
 
 def test_auto_chooses_by_the_same_units_and_so_the_same(way):

@@ -1,5 +1,7 @@
 """What every implementation of the kernels has to do, held against numpy's words for it."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -39,36 +41,35 @@ def difference(after, before):
     return tuple((a - b) % 2**64 for a, b in zip(after, before, strict=True))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("size", SIZES)
-def test_what_differs_is_listed_in_order(way, size, width):
+def test_what_differs_is_listed_in_order(way):
     own, device = way
-    generator = torch.Generator().manual_seed(size)
-    for density in DENSITIES:
+    for size, width, density in itertools.product(SIZES, WIDTHS, DENSITIES):
+        generator = torch.Generator().manual_seed(size)
         old = bits(size, width, generator)
         new = changed(old, density, generator)
         where = np.flatnonzero(old.numpy() != new.numpy())
         listed = own.diff(old.to(device), new.to(device))
-        assert listed.places.dtype == torch.int32 and listed.places.cpu().tolist() == where.tolist()
-        assert torch.equal(listed.before.cpu(), old[where]) and torch.equal(listed.after.cpu(), new[where])
+        case = (size, width, density)
+        assert listed.places.dtype == torch.int32 and listed.places.cpu().tolist() == where.tolist(), case
+        assert torch.equal(listed.before.cpu(), old[where]) and torch.equal(listed.after.cpu(), new[where]), case
         words = own.change_words(listed.places, listed.before, listed.after, 1 << 40)
         assert words == difference(
             fingerprints(where + (1 << 40), new[where]), fingerprints(where + (1 << 40), old[where])
-        )
+        ), case
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_signs_of_zeros_and_payloads_of_nans_are_differences(way, dtype):
+def test_signs_of_zeros_and_payloads_of_nans_are_differences(way):
     own, device = way
-    old = torch.zeros(300, dtype=dtype)
-    raw = old.clone().view(torch.uint8).reshape(300, -1)
-    raw[7, -1] = 1 if dtype == torch.bool else 0x80  # -0.0, where there is one
-    raw[8] = 1 if dtype == torch.bool else 0xFF  # a NaN, where there is one
-    new = raw.reshape(-1).view(dtype)
-    listed = own.diff(flat_bits(old.to(device)), flat_bits(new.to(device)))
-    parts = layout_of(dtype).parts
-    assert sorted({place // parts for place in listed.places.tolist()}) == [7, 8]
-    assert not own.diff(flat_bits(new.to(device)), flat_bits(new.to(device))).places.numel()
+    for dtype in DTYPES:
+        old = torch.zeros(300, dtype=dtype)
+        raw = old.clone().view(torch.uint8).reshape(300, -1)
+        raw[7, -1] = 1 if dtype == torch.bool else 0x80  # -0.0, where there is one
+        raw[8] = 1 if dtype == torch.bool else 0xFF  # a NaN, where there is one
+        new = raw.reshape(-1).view(dtype)
+        listed = own.diff(flat_bits(old.to(device)), flat_bits(new.to(device)))
+        parts = layout_of(dtype).parts
+        assert sorted({place // parts for place in listed.places.tolist()}) == [7, 8], dtype
+        assert not own.diff(flat_bits(new.to(device)), flat_bits(new.to(device))).places.numel(), dtype
 
 
 PLACES = {
@@ -90,46 +91,47 @@ def place_of(name):
     return Place(shape=shape, offset=offset, strides=strides, to=to)
 
 
-@pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_words_of_a_view_are_those_of_its_positions(way, name, width):
+def test_words_of_a_view_are_those_of_its_positions(way):
     own, device = way
-    place, generator = place_of(name), torch.Generator().manual_seed(1)
-    memory = bits(place.reach + 10, width, generator)
-    view = memory.as_strided(place.shape, place.to).reshape(-1)
-    assert own.words(memory.to(device), place) == fingerprints(place.positions().reshape(-1).numpy(), view)
+    for name, width in itertools.product(PLACES, WIDTHS):
+        place, generator = place_of(name), torch.Generator().manual_seed(1)
+        memory = bits(place.reach + 10, width, generator)
+        view = memory.as_strided(place.shape, place.to).reshape(-1)
+        expected = fingerprints(place.positions().reshape(-1).numpy(), view)
+        assert own.words(memory.to(device), place) == expected, (name, width)
 
 
-@pytest.mark.parametrize("name", [name for name in PLACES if name != "none"])
 @pytest.mark.parametrize("ordered", (None, False, True), ids=("bits", "steps of integers", "steps of floats"))
-@pytest.mark.parametrize("width", WIDTHS)
-def test_changes_land_where_the_view_has_them(way, name, width, ordered):
+def test_changes_land_where_the_view_has_them(way, ordered):
     own, device = way
-    place, generator = place_of(name), torch.Generator().manual_seed(2)
-    memory = bits(place.reach + 10, width, generator)
-    positions = torch.arange(place.offset, place.end)
-    positions = positions[torch.rand(positions.shape, generator=generator) < 0.7].to(torch.int32)
-    payload = bits(positions.numel(), width, generator)
-    inside = dict(
-        zip(
-            place.positions().reshape(-1).tolist(),
-            torch.arange(memory.numel()).as_strided(place.shape, place.to).reshape(-1).tolist(),
-            strict=True,
+    for name, width in itertools.product(PLACES, WIDTHS):
+        if name == "none":
+            continue
+        place, generator = place_of(name), torch.Generator().manual_seed(2)
+        memory = bits(place.reach + 10, width, generator)
+        positions = torch.arange(place.offset, place.end)
+        positions = positions[torch.rand(positions.shape, generator=generator) < 0.7].to(torch.int32)
+        payload = bits(positions.numel(), width, generator)
+        inside = dict(
+            zip(
+                place.positions().reshape(-1).tolist(),
+                torch.arange(memory.numel()).as_strided(place.shape, place.to).reshape(-1).tolist(),
+                strict=True,
+            )
         )
-    )
-    chosen = [k for k, position in enumerate(positions.tolist()) if position in inside]
-    where = [inside[positions[k].item()] for k in chosen]
-    expected = memory.clone()
-    expected[where] = payload[chosen] if ordered is None else moved(memory[where], payload[chosen], ordered)
-    words = difference(
-        fingerprints(positions[chosen].numpy(), expected[where]), fingerprints(positions[chosen].numpy(), memory[where])
-    )
-    target = memory.to(device)
-    landed = own.land(target, place, positions, payload, ordered)
-    assert torch.equal(target.cpu(), memory) and landed.words == words
-    assert sorted(landed.offsets.tolist()) == sorted(where)
-    own.scatter(target, landed.offsets, landed.values)
-    assert torch.equal(target.cpu(), expected)
+        chosen = [k for k, position in enumerate(positions.tolist()) if position in inside]
+        where = [inside[positions[k].item()] for k in chosen]
+        expected = memory.clone()
+        expected[where] = payload[chosen] if ordered is None else moved(memory[where], payload[chosen], ordered)
+        listed = positions[chosen].numpy()
+        words = difference(fingerprints(listed, expected[where]), fingerprints(listed, memory[where]))
+        target = memory.to(device)
+        landed = own.land(target, place, positions, payload, ordered)
+        case = (name, width)
+        assert torch.equal(target.cpu(), memory) and landed.words == words, case
+        assert sorted(landed.offsets.tolist()) == sorted(where), case
+        own.scatter(target, landed.offsets, landed.values)
+        assert torch.equal(target.cpu(), expected), case
 
 
 def moved(before, steps, ordered):

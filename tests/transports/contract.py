@@ -123,19 +123,34 @@ class TransportContract(ABC):
         """A trainer end for one in-process engine worker."""
 
     @pytest.fixture
-    def ends(self, tmp_path):
-        ends = self.make_ends(tmp_path)
+    def make(self, tmp_path):
+        """Makes ends by a name of the test's choosing, each pair on ground of its own."""
+        made = []
+
+        def ends(name):
+            (tmp_path / name).mkdir()
+            made.append(self.make_ends(tmp_path / name))
+            return made[-1]
+
         yield ends
-        ends.worker.shutdown()
-        ends.trainer.shutdown()
+        for ends in made:
+            ends.worker.shutdown()
+            ends.trainer.shutdown()
+
+    @pytest.fixture
+    def ends(self, make):
+        return make("ends")
 
     def test_it_is_the_class_behind_its_registered_name(self, ends):
         assert type(ends.trainer) is transports.load(self.name)
         assert ends.trainer.name == self.name
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_every_bit_of_a_dtype_arrives(self, ends, dtype):
-        weights = {"plain": any_bits(dtype, 37, 11), "scalar": any_bits(dtype), "empty": any_bits(dtype, 0, 5)}
+    def test_every_bit_of_every_dtype_arrives(self, ends):
+        weights = {
+            f"{dtype}.{form}": any_bits(dtype, *shape)
+            for dtype in DTYPES
+            for form, shape in {"plain": (37, 11), "scalar": (), "empty": (0, 5)}.items()
+        }
         assert_arrived(ends.exchange("policy", weights), weights)
 
     def test_mixed_dtypes_and_odd_sizes_arrive_side_by_side(self, ends):
@@ -170,18 +185,18 @@ class TransportContract(ABC):
         weights = {f"layer.{i:04d}": torch.full((8,), float(i)) for i in range(2000)}
         assert_arrived(ends.exchange("policy", weights), weights)
 
-    @pytest.mark.parametrize("form", ["nested TensorDict", "TensorDictParams", "nested mapping", "module", "source"])
-    def test_weights_may_come_as(self, ends, form):
+    def test_weights_may_come_in_every_form(self, make):
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         nested = TensorDict.from_module(module).data.clone()
-        weights = {
+        forms = {
             "nested TensorDict": nested,
             "TensorDictParams": TensorDictParams(nested.clone()),
             "nested mapping": {"a": {"b": torch.randn(2)}, ("c", "d"): torch.randn(3), "e.f": torch.randn(1)},
             "module": module,
             "source": MappingSource({"x": torch.randn(5)}),
-        }[form]
-        assert_arrived(ends.exchange("policy", weights), weights)
+        }
+        for form, weights in forms.items():
+            assert_arrived(make(form).exchange("policy", weights), weights)
 
     def test_weights_may_be_sent_without_a_model_id(self, ends):
         weights = {"x": torch.randn(5)}
@@ -251,22 +266,18 @@ class TransportContract(ABC):
             assert_arrived(first.result(WAIT_S), weights)
 
     @pytest.mark.parametrize("into", ["weights", "model"])
-    @pytest.mark.parametrize(
-        ("held", "named"),
-        [
-            ({"a": torch.zeros(3)}, "b.c"),
-            ({"a": torch.zeros(3), "b.c": torch.zeros(2), "d": torch.zeros(1)}, "'d'"),
-            ({"a": torch.zeros(3), "b.c": torch.zeros(1, 2)}, "b.c"),
-            ({"a": torch.zeros(3, dtype=torch.bfloat16), "b.c": torch.zeros(2)}, "'a'"),
-        ],
-        ids=["unknown to the receiver", "missing from the update", "of another shape", "of another dtype"],
-    )
-    def test_a_parameter_that_cannot_land_is_named_and_changes_nothing(self, ends, held, named, into):
-        held = {name: tensor.clone() for name, tensor in held.items()}
-        target = held if into == "weights" else TensorDict(held, [])
-        with pytest.raises(ManifestError, match=named):
-            ends.exchange("policy", {"a": torch.ones(3), "b": {"c": torch.ones(2)}}, **{into: target})
-        assert all(not tensor.any() for tensor in held.values())
+    def test_a_parameter_that_cannot_land_is_named_and_changes_nothing(self, make, into):
+        cases = {
+            "unknown to the receiver": ({"a": torch.zeros(3)}, "b.c"),
+            "missing from the update": ({"a": torch.zeros(3), "b.c": torch.zeros(2), "d": torch.zeros(1)}, "'d'"),
+            "of another shape": ({"a": torch.zeros(3), "b.c": torch.zeros(1, 2)}, "b.c"),
+            "of another dtype": ({"a": torch.zeros(3, dtype=torch.bfloat16), "b.c": torch.zeros(2)}, "'a'"),
+        }
+        for case, (held, named) in cases.items():
+            target = held if into == "weights" else TensorDict(held, [])
+            with pytest.raises(ManifestError, match=named):
+                make(case).exchange("policy", {"a": torch.ones(3), "b": {"c": torch.ones(2)}}, **{into: target})
+            assert all(not tensor.any() for tensor in held.values()), case
 
     def test_a_connection_lives_from_its_start_to_its_shutdown(self, ends):
         assert not ends.trainer.check_connection()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -22,24 +23,23 @@ def random_params(seed, count=200):
     return tuple(ParamMeta(f"p{i}", choice.choice(DTYPES), choice.choice(shapes)) for i in range(count))
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("bucket_bytes", [0, 1, 16, BUCKET, 1 << 20])
-def test_every_parameter_is_in_one_piece_and_in_order(seed, bucket_bytes):
-    params = random_params(seed)
-    pieces = layout(params, bucket_bytes)
-    assert [index for piece in pieces for index in range(piece.first, piece.stop)] == list(range(len(params)))
+def test_every_parameter_is_in_one_piece_and_in_order():
+    for seed, bucket_bytes in itertools.product(range(5), [0, 1, 16, BUCKET, 1 << 20]):
+        params = random_params(seed)
+        found = [index for piece in layout(params, bucket_bytes) for index in range(piece.first, piece.stop)]
+        assert found == list(range(len(params))), (seed, bucket_bytes)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_buckets_keep_to_their_size_and_large_tensors_travel_alone(seed):
-    params = random_params(seed)
-    for piece in layout(params, BUCKET):
-        if piece.direct:
-            assert piece.stop == piece.first + 1
-            assert piece.nbytes == params[piece.first].nbytes >= FILLED
-        else:
-            assert piece.nbytes <= FILLED
-            assert all(meta.nbytes < FILLED for meta in params[piece.first : piece.stop])
+def test_buckets_keep_to_their_size_and_large_tensors_travel_alone():
+    for seed in range(5):
+        params = random_params(seed)
+        for piece in layout(params, BUCKET):
+            if piece.direct:
+                assert piece.stop == piece.first + 1, seed
+                assert piece.nbytes == params[piece.first].nbytes >= FILLED, seed
+            else:
+                assert piece.nbytes <= FILLED, seed
+                assert all(meta.nbytes < FILLED for meta in params[piece.first : piece.stop]), seed
 
 
 def test_small_tensors_share_a_bucket_until_it_is_full():
