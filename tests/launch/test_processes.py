@@ -18,7 +18,7 @@ from torchrl_ext.launch.processes import ServerProcess, free_port
 SERVER = textwrap.dedent(
     """
     import http.server, subprocess, sys
-    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"])
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_DFL); signal.pause()"])
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -30,10 +30,12 @@ SERVER = textwrap.dedent(
     http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
     """
 )
+STUBBORN = SERVER.replace("SIG_DFL", "SIG_IGN")
+"""Its child has to be killed, for which it is given some seconds."""
 
 
 def start(port, **settings):
-    command = [sys.executable, "-c", SERVER, str(port)]
+    command = [sys.executable, "-c", STUBBORN, str(port)]
     return ServerProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings)
 
 
@@ -111,8 +113,10 @@ def test_a_server_that_is_never_healthy_reaches_the_deadline_and_is_ended(tmp_pa
     assert text and gone(int(text[0]))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_server_ends_with_the_process_that_started_it(tmp_path, how):
+@pytest.mark.parametrize(
+    ("how", "server"), [(signal.SIGKILL, STUBBORN), (signal.SIGTERM, SERVER)], ids=["KILL", "TERM"]
+)
+def test_a_server_ends_with_the_process_that_started_it(tmp_path, how, server):
     script = textwrap.dedent(
         """
         import signal, sys
@@ -124,7 +128,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, how):
         """
     )
     port = free_port()
-    parent = subprocess.Popen([sys.executable, "-c", script, str(port), SERVER], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", script, str(port), server], stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
     child = int(httpx.get(f"http://127.0.0.1:{port}").text)
     os.kill(parent.pid, how)
