@@ -52,7 +52,7 @@ class RayLauncher(EngineLauncher):
         try:
             engine.url = engine.ask("launch", plan, tuple(encoders), timeout_s=self._timeout_s)
         except BaseException:
-            engine.stop()
+            engine.kill()  # an actor that has no node, or still launches, would not answer a request to stop
             raise
         self._ports[plan.name] = urlsplit(engine.url).port or 0
         return engine
@@ -104,6 +104,10 @@ class _Engine:
     def stop(self) -> None:
         with suppress(WeightSyncError):  # whoever cannot be asked ends with its actor
             self.ask("stop")
+        self.kill()
+
+    def kill(self) -> None:
+        """End the actor, and with it what it guards."""
         self._ray.kill(self._actor)
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
