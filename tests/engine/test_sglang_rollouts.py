@@ -13,6 +13,7 @@ from torchrl.modules.llm import TransformersWrapper
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
 from tests.processes import ROOT
+from tests.rollout.aborts import through_aborts
 from tests.rollout.inputs import TEMPLATE, leaves, prompts
 
 pytestmark = pytest.mark.engine
@@ -76,21 +77,15 @@ def test_text_tokens_and_completions_by_the_inference_client(sglang, client):
 def test_a_generation_that_is_aborted_goes_on_where_it_was(sglang, client):
     """The pause mode of SGLang that ends running requests; what each had so far is kept."""
 
-    async def interrupted():
-        running = asyncio.ensure_future(client.generate(batch))
-        aborts = 0
-        while aborts < 2 and not running.done():
-            await asyncio.sleep(0.2)
-            await client.pause(mode="abort")
-            aborts += not running.done()
-            await client.resume()
-        return aborts, await running
-
-    sampling = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    engine = tx.make_engine("sglang", url=sglang.url)
+    sampling = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
     batch = {"prompt_token_ids": [[*PROMPT, i] for i in range(4)], "sampling_params": sampling}
-    aborts, found = client.run(interrupted())
+
+    async def busy():
+        return any(row["running"] for row in await asyncio.to_thread(engine.loads))
+
+    found = client.run(through_aborts(client, lambda: client.generate(batch), busy))
     whole = client.run(client.generate(batch))
-    assert aborts
     assert found["response_ids"] == whole["response_ids"] and found["stop_reasons"] == ["length"] * 4
 
 

@@ -13,6 +13,7 @@ import torch
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model, tiny_tokenizer
+from tests.rollout.aborts import through_aborts
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.rollout.routing import Routing
@@ -67,26 +68,16 @@ def asked(count, length=8, **sampling):
     }
 
 
-async def started(client, running):
-    """Wait until some server generates; whether one did before ``running`` was over."""
+async def busy(client):
+    """Whether some server generates."""
     async with httpx.AsyncClient() as http:
-        while not running.done():
-            for url in client.server_urls:
-                told = (await http.get(f"{url}/metrics")).text
-                if any(float(count) for count in re.findall(r"^vllm:num_requests_running\S* (\S+)", told, re.M)):
-                    return True
-    return False
+        told = [(await http.get(f"{url}/metrics")).text for url in client.server_urls]
+    counts = [count for text in told for count in re.findall(r"^vllm:num_requests_running\S* (\S+)", text, re.M)]
+    return any(float(count) for count in counts)
 
 
-async def through_aborts(client, call, times=2):
-    running, aborts = asyncio.ensure_future(call), 0
-    while aborts < times and await started(client, running):
-        await client.pause(mode="abort")
-        aborts += not running.done()
-        await client.resume()
-    found = await running
-    assert aborts
-    return found
+def aborted(client, call, times=2):
+    return client.run(through_aborts(client, call, lambda: busy(client), times))
 
 
 def test_text_and_tokens_go_by_way_of_the_router(client):
@@ -114,7 +105,7 @@ def test_chats_and_completions_go_by_way_of_the_router(client):
 
 
 def test_generations_go_on_after_aborts_with_the_same_tokens(client):
-    found = client.run(through_aborts(client, client.generate(asked(6, length=150))))
+    found = aborted(client, lambda: client.generate(asked(6, length=150)))
     whole = client.run(client.generate(asked(6, length=150)))
     assert found["response_ids"] == whole["response_ids"]
     assert found["stop_reasons"] == ["length"] * 6 and found["weight_versions"] == [[0] * 150] * 6
@@ -127,8 +118,7 @@ async def every(calls):
 def test_completions_go_on_after_aborts_with_the_same_tokens(client):
     body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
     prompts = [[*PROMPT, i] for i in range(16)]
-    calls = [client.completion({"json": {**body, "prompt": prompt}}) for prompt in prompts]
-    answers = client.run(through_aborts(client, every(calls)))
+    answers = aborted(client, lambda: every(client.completion({"json": {**body, "prompt": one}}) for one in prompts))
     own = tiny_model(0)
     for prompt, answer in zip(prompts, answers, strict=True):
         (choice,) = answer["choices"]
@@ -139,8 +129,9 @@ def test_completions_go_on_after_aborts_with_the_same_tokens(client):
 def test_chats_go_on_after_aborts_within_their_budget(client):
     """Their text is read anew, so that tokens may come out differently; what counts is that none is lost."""
     body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 100, "ignore_eos": True}
-    calls = [client.chat_completion({"json": {**body, "seed": i}}) for i in range(16)]
-    for answer in client.run(through_aborts(client, every(calls), times=1)):
+    for answer in aborted(
+        client, lambda: every(client.chat_completion({"json": {**body, "seed": i}}) for i in range(16)), times=1
+    ):
         assert answer["usage"]["completion_tokens"] == 100 and answer["choices"][0]["finish_reason"] == "length"
         assert answer["choices"][0]["message"]["content"]
 
