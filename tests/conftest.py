@@ -1,10 +1,12 @@
-"""Servers of other makers that several folders need."""
+"""The tiers of the tests, and servers of other makers that several folders need."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,32 +16,42 @@ from torchrl_ext.launch.processes import free_port
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--exhaustive", action="store_true", help="also what is marked exhaustive: further engine settings"
+    group = parser.getgroup("tiers")
+    group.addoption(
+        "--engines",
+        action="store_true",
+        help="what runs on real vLLM, SGLang and routers, and nothing else; they are installed once per machine",
     )
+    group.addoption("--exhaustive", action="store_true", help="also further settings of what the other tests show")
+
+
+def pytest_configure(config):
+    if not config.getoption("--engines"):
+        # no environment can be made, by this process or by a child: a test that needs one belongs to the other tier
+        os.environ["TORCHRL_EXT_CACHE"] = str(Path(__file__) / "tests-without-engines-install-none")
+        # and no name server is asked (resolv.conf(5); glibc reads this at the first look-up of a process): `TCPStore`
+        # wants the name of every address, and waits five seconds for a name server that lost the question
+        os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked exhaustive, unless it is asked for."""
-    if not config.getoption("--exhaustive"):
-        left = [item for item in items if item.get_closest_marker("exhaustive")]
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    """Keep one tier: the tests on real engines, or all others."""
+    engines, exhaustive = config.getoption("--engines"), config.getoption("--exhaustive")
+    kept, left = [], []
+    for item in items:
+        fits = bool(item.get_closest_marker("engine")) == engines
+        fits = fits and (exhaustive or not item.get_closest_marker("exhaustive"))
+        (kept if fits else left).append(item)
+    items[:] = kept
+    if left:
         config.hook.pytest_deselected(items=left)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """With ``--dist loadfile``: real engines run one after the other, in one process, with their servers."""
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneProcessForEngines(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            scope = super()._split_scope(nodeid)
-            return "engine" if scope.startswith("tests/engine/") else scope
-
-    return OneProcessForEngines(config, log)
+def pytest_report_collectionfinish(config):
+    """Which tier this is, for whoever wonders where a test is."""
+    tier = "real engines alone" if config.getoption("--engines") else "no real engines, for which there is --engines"
+    further = "" if config.getoption("--exhaustive") else "; further settings need --exhaustive"
+    return f"tier: {tier}{further}"
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.rpc.router import RouterClient
 
 
+@pytest.mark.engine
 def test_external_engines_are_registered_with_the_router_of_the_options(tmp_path):
     with EmbeddedServer(tiny_checkpoint(tmp_path), threads=1) as engine, RouterProcess() as router:
         ip, _, port = router.url.removeprefix("http://").partition(":")

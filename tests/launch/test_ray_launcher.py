@@ -46,6 +46,7 @@ def listeners(url):
     return [c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
 
 
+@pytest.mark.engine  # a router is in front of them
 def test_engines_follow_one_is_lost_and_started_again_at_its_address(cluster, job_of, tmp_path):
     with job_of() as job:
         urls = [kept.url for kept in job.engines]

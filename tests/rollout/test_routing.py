@@ -12,6 +12,7 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.processes import python
+from tests.rollout.aborts import started, through_aborts
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
 from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.processes import free_port
@@ -20,6 +21,8 @@ from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rollout.routing import Routing
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.types import EngineRow, SyncReport
+
+pytestmark = pytest.mark.engine
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}
 
@@ -110,7 +113,7 @@ def test_a_session_stays_on_one_engine_and_sessions_use_both(client):
 def test_it_can_be_sent_to_another_process_while_it_is_used(client, tmp_path):
     async def beside_a_generation():
         running = asyncio.ensure_future(client.generate(batch(4, length=100)))
-        assert await started(client, running)
+        assert await started(running, lambda: busy(client))
         (tmp_path / "client").write_bytes(pickle.dumps(client))
         return await running
 
@@ -151,7 +154,7 @@ def test_control_calls_reach_every_engine(client, urls):
 def test_a_pause_with_keep_freezes_what_runs_and_it_goes_on(client):
     async def through_a_pause():
         running = asyncio.ensure_future(client.generate(batch(4, length=100)))
-        assert await started(client, running)
+        assert await started(running, lambda: busy(client))
         await client.pause(mode="keep")
         assert not running.done()
         await client.resume()
@@ -172,31 +175,21 @@ def test_engines_sleep_and_wake_up_together(client, urls):
 
 
 def test_what_an_abort_ends_is_continued_with_the_same_tokens_in_all(client):
-    async def through_aborts():
-        running, aborts = asyncio.ensure_future(client.generate(batch(4, length=120))), 0
-        while aborts < 3 and await started(client, running):
-            await client.pause(mode="abort")
-            aborts += not running.done()
-            await client.resume()
-        assert aborts
-        return await running
+    def generation():
+        return client.generate(batch(4, length=120))
 
-    found, whole = client.run(through_aborts()), client.run(client.generate(batch(4, length=120)))
+    found = client.run(through_aborts(client, generation, lambda: busy(client), times=3))
+    whole = client.run(generation())
     assert found["response_ids"] == whole["response_ids"]
     assert found["stop_reasons"] == ["length"] * 4
     for one, other in zip(found["response_logprobs"], whole["response_logprobs"], strict=True):
         assert one == pytest.approx(other, abs=1e-4)
 
 
-async def started(client, running):
-    """Wait until some engine generates; whether one did before ``running`` was over."""
+async def busy(client):
+    """Whether some engine generates."""
     async with httpx.AsyncClient() as http:
-        while not running.done():
-            loads = [(await http.get(f"{url}/load")).json()["server_load"] for url in client.server_urls]
-            if any(loads):
-                return True
-            await asyncio.sleep(0.005)
-    return False
+        return any([(await http.get(f"{url}/load")).json()["server_load"] for url in client.server_urls])
 
 
 def test_a_control_call_that_one_engine_refuses_has_a_row_for_each(client, urls):
@@ -288,7 +281,7 @@ def test_requests_of_an_engine_that_is_taken_out_go_on_at_another(routing, clien
     async def through_a_loss():
         whole = batch(8, length=100)
         running = asyncio.ensure_future(client.generate({**whole, "session_ids": [f"s{i}" for i in range(8)]}))
-        assert await started(client, running)
+        assert await started(running, lambda: busy(client))
         async with httpx.AsyncClient() as http:
             await http.post(f"{urls[0]}/pause", params={"mode": "keep"})
         await asyncio.to_thread(routing.follow, report((urls[0], "paused", 0), (urls[1], "serving", 1)))

@@ -21,6 +21,8 @@ from torchrl_ext.launch.launchers import LocalLauncher
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rollout.serving import ExternalEngines, OwnedEngines
 
+pytestmark = pytest.mark.engine
+
 YAML = """
 embedded:
   - name: actor

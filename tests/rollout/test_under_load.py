@@ -16,6 +16,8 @@ from tests.processes import WAIT_S
 from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.rollout.routing import Routing
 
+pytestmark = pytest.mark.engine
+
 REQUESTS, SYNCS, SESSIONS = 512, 20, 64
 
 
