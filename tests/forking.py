@@ -2,12 +2,13 @@
 
 An interpreter needs a second or more to import torch, its fork milliseconds. The child is a process like any other: it
 has its own pid, can be killed and frozen, and ends as an interpreter ends. Run as ``python -m tests.forking FD``, where
-FD is a SOCK_SEQPACKET socket; a request is the JSON of ``{"code", "args"}`` with four descriptors: standard input,
-output and error, and a pipe that is told the child's pid and, at its end, its exit status.
+FD is a SOCK_SEQPACKET socket; a request is the JSON of ``{"code", "args", "environ"}`` with four descriptors: standard
+input, output and error, and a pipe that is told the child's pid and, at its end, its exit status.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -19,13 +20,21 @@ import types
 
 MODULES = (
     "tensordict",
+    "torchrl.collectors.llm",
+    "torchrl_ext.cli.demo",
+    "torchrl_ext.cli.training",
     "torchrl_ext.codecs.stream",
+    "torchrl_ext.plugins.embedded.engine",
+    "torchrl_ext.plugins.embedded.server",
+    "torchrl_ext.rollout.client",
     "torchrl_ext.sync.sender",
     "torchrl_ext.transports.collective",
     "torchrl_ext.transports.delta",
     "torchrl_ext.transports.disk",
     "torchrl_ext.transports.ipc",
     "torchrl_ext.weights.checkpoint",
+    "transformers.models.qwen3.modeling_qwen3",
+    "uvicorn",
 )
 _REQUEST_BYTES = 1 << 17
 
@@ -76,8 +85,10 @@ def _tell_ended(running: dict[int, int]) -> None:
             pipe.write(f"{os.waitstatus_to_exitcode(status)} ")
 
 
-def run(code: str, args: list[str]) -> None:
-    """What ``python -c code *args`` does."""
+def run(code: str, args: list[str], environ: dict[str, str]) -> None:
+    """What ``python -c code *args`` does, with these variables."""
+    os.environ.clear()
+    os.environ.update(environ)
     main = types.ModuleType("__main__")
     main.__spec__ = None
     sys.modules["__main__"] = main
@@ -86,8 +97,13 @@ def run(code: str, args: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["triton"] = (
+        None  # torch imports it where it is; it prints a page at the end of each fork, and none has a GPU
+    )
     for name in MODULES:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no child walks, and so copies, what all of them share
     asked = serve(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:
         run(**asked)

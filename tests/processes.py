@@ -75,7 +75,8 @@ class Forked:
     def __init__(self, code, args, *, stdin, stdout, stderr):
         self.returncode = None
         self._told = b""
-        request = json.dumps({"code": code, "args": [str(arg) for arg in args]}).encode()
+        asked = {"code": code, "args": [str(arg) for arg in args], "environ": dict(os.environ)}
+        request = json.dumps(asked).encode()
         with ExitStack() as given:
             self.stdin, first = _ends(given, stdin, 0)
             self.stdout, second = _ends(given, stdout, 1)
@@ -144,7 +145,12 @@ def _server():
     command = [sys.executable, "-m", "tests.forking", str(other.fileno())]
     with other:
         server = subprocess.Popen(
-            command, cwd=ROOT, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            command,
+            cwd=ROOT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
         )
 
     def end():

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.processes import COMMAND, WAIT_S, finished, python, running_python
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.tiny import make_tiny_lm
 
 

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
+from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.processes import ROOT
 from tests.rpc.servers import CONFIG, running
 from tests.rpc.test_discovery import scripted, told
 from torchrl_ext.cli.main import main
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.rpc.http import HTTPSession
 
 SOURCES = ("doctor", "findings", "shared_findings")

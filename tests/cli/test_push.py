@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.embedded import EmbeddedServer
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from tests.rpc.servers import running
 from torchrl_ext.cli.main import main
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.weights.digest import tensor_digest

@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from torchrl_ext.configs.serving import make_serving
 from torchrl_ext.configs.update import WeightUpdateConfig
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.rpc.router import RouterClient
 

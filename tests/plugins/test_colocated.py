@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import files_of, maps_of, python
 from torchrl_ext.cli.bench import track_peak
 from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.rollout.client import InferenceClient
 
 BUCKET_BYTES = 1 << 20

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digest import tensor_digest

@@ -5,9 +5,9 @@ import threading
 import httpx
 import pytest
 
+from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rollout.client import Generation, InferenceClient, VersionSpan
 

@@ -12,8 +12,8 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from torchrl.trainers.algorithms import GRPOTrainer
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from torchrl_ext.cli.training import Trainer
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.tiny import make_tiny_lm
 
 GROUP, BATCHES = 2, 3

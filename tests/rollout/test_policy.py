@@ -10,11 +10,11 @@ from tensordict import NonTensorData, TensorDict, set_list_to_stack
 from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.processes import WAIT_S
 from tests.rollout.inputs import PROMPTS, TEMPLATE, leaves, prompts
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.processes import free_port
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

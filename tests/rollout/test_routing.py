@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.processes import python
 from tests.rollout.aborts import started, through_aborts
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.rollout.remote import RemoteInferenceClient

@@ -7,10 +7,10 @@ import psutil
 import pytest
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineUnreachableError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.processes import free_port
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.rollout.routing import Routing
 
 pytestmark = pytest.mark.engine

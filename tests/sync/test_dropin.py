@@ -11,10 +11,10 @@ import torchrl.weight_update.llm as theirs
 from torch import nn
 
 import torchrl_ext.sync.dropin as ours
+from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
 from tests.sync.collecting import followers, make_policy, same, train
 from torchrl_ext.errors import ConfigError, ManifestError, NotConnectedError, UpdateError
-from torchrl_ext.launch.embedded import EmbeddedServer
 
 SCHEMES = ["SGLangWeightSyncScheme", "VLLMDoubleBufferSyncScheme", "VLLMWeightSyncScheme"]
 ENDS = [

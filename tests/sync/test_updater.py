@@ -16,10 +16,10 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.trainers.trainers import UpdateWeights
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.sync.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.registry import transports
 
 AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import UpdateError
-from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.rollout.client import InferenceClient
 
 

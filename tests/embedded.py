@@ -1,0 +1,54 @@
+"""Embedded engines that tests start by the dozen."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+
+import httpx
+
+from tests.processes import WAIT_S, running_python
+from torchrl_ext.launch.processes import free_port
+from torchrl_ext.launch.stock import as_flags
+
+_ENGINE = "import sys; from torchrl_ext.plugins.embedded.__main__ import main; sys.exit(main(sys.argv[1:]))"
+
+
+class EmbeddedServer:
+    """As `torchrl_ext.launch.embedded.EmbeddedServer`, forked: it is up in a moment. Killed at the end of its block."""
+
+    def __init__(self, model_dir, *, port=0, dtype="auto", threads=1):
+        port = port or free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        flags = as_flags({"model": model_dir, "port": port, "dtype": dtype, "threads": threads})
+        with ExitStack() as ends:
+            log = ends.enter_context(tempfile.TemporaryFile("w+"))
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._process = ends.enter_context(running_python(_ENGINE, *flags, **streams))
+            self.pid = self._process.pid
+            until = time.monotonic() + WAIT_S
+            while not self._healthy():
+                if not self.alive() or time.monotonic() > until:
+                    log.seek(0)
+                    raise AssertionError(f"the engine did not start: {log.read()}")
+                time.sleep(0.02)
+            self._ends = ends.pop_all()
+
+    def alive(self):
+        return self._process.poll() is None
+
+    def stop(self):
+        self._ends.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def _healthy(self):
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
+        return False
