@@ -13,6 +13,7 @@ from torchrl.trainers.algorithms import GRPOTrainer
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
+from tests.models import greedy
 from torchrl_ext.cli.training import Trainer
 from torchrl_ext.launch.tiny import make_tiny_lm
 
@@ -77,6 +78,6 @@ def test_engines_hold_the_policy_that_it_ends_with(name, server, checkpoint, tmp
     assert sender.version == before + BATCHES and collector.policy_version == start + BATCHES
     assert any(not torch.equal(first[key], tensor) for key, tensor in parts.model.state_dict().items())
     (said,) = tx.InferenceClient(server.url).generate([PROMPT], max_tokens=12, temperature=0, ignore_eos=True)
-    assert said.token_ids == parts.greedy(PROMPT, 12)[: len(said.token_ids)]
+    assert list(said.token_ids) == greedy(parts.model, PROMPT, 12)
     assert set(said.token_versions()) == {sender.version}
     sender.shutdown()
