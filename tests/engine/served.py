@@ -1,8 +1,10 @@
 """Running servers of either make, looked at in the same words."""
 
+import time
 from abc import ABC, abstractmethod
 
 from tests.models import PROMPT, doubtful, greedy
+from tests.processes import WAIT_S
 from torchrl_ext.errors import DeadlineError
 from torchrl_ext.launch.sglang import SGLangServer
 from torchrl_ext.launch.vllm import VLLMServer
@@ -97,6 +99,13 @@ class ServedSGLang(Served):
         except DeadlineError:
             return True
         return False
+
+
+def until_met(attempt):
+    """Call ``attempt`` until it is true: how far an engine is with a request when an update comes is luck."""
+    until = time.monotonic() + WAIT_S
+    while not attempt():
+        assert time.monotonic() < until, "no request was met in the middle"
 
 
 def assert_spans(choice, count, versions):

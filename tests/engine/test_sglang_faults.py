@@ -7,6 +7,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.engine.following import Recovers
+from tests.engine.served import until_met
 from tests.engine.test_sglang_sync import running
 from tests.models import tiny_model
 from torchrl_ext.launch.processes import free_port
@@ -103,15 +104,20 @@ def test_a_400_can_mean_that_the_weights_did_change(serving, tmp_path):
     engine, folder = tx.make_engine("sglang", url=serving.url, pause_mode="in_place"), tmp_path / "other"
     tiny_model(56).save_pretrained(folder)
     before = engine.checksum()
+    asked = {"load_format": "auto", "weight_version": "half", "flush_cache": True, "abort_all_requests": False}
     with ThreadPoolExecutor(1) as pool:
-        (future,) = running(serving, pool, 1)
-        engine.pause()
-        message = load_from_disk(
-            serving, folder, 400, load_format="auto", weight_version="half", flush_cache=True, abort_all_requests=False
-        )
-        assert "not flushed" in message and engine.checksum() != before
-        engine.resume()
-        future.result()
+
+        def loaded_beside_a_request():
+            (future,) = running(serving, pool, 1)
+            engine.pause()
+            met = any(row["running"] for row in engine.loads())
+            if met:
+                assert "not flushed" in load_from_disk(serving, folder, 400, **asked) and engine.checksum() != before
+            engine.resume()
+            future.result()
+            return met
+
+        until_met(loaded_beside_a_request)
     assert_recovers(serving, tmp_path)
 
 

@@ -1,5 +1,6 @@
 """A stock SGLang server follows a trainer: the suite, what SGLang alone has, and engines of both makes together."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 import torchrl_ext as tx
 from tests.engine.following import Follows, FollowsInBfloat16, sending
-from tests.engine.served import assert_spans
+from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
+from tests.processes import WAIT_S
 
 pytestmark = pytest.mark.engine
 
@@ -44,25 +46,30 @@ def test_each_pause_mode_serves_the_new_weights(sglang, tmp_path, pause_mode):
 
 def running(served, pool, count, tokens=220):
     """``count`` requests that the server is at work on."""
-    futures = [pool.submit(served.generate, tokens, temperature=1.0) for _ in range(count)]
-    engine = tx.make_engine("sglang", url=served.url)
-    while sum(row["running"] for row in engine.loads()) < count:
-        assert not all(future.done() for future in futures)
-    return futures
+    engine, until = tx.make_engine("sglang", url=served.url), time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        futures = [pool.submit(served.generate, tokens, temperature=1.0) for _ in range(count)]
+        while not all(future.done() for future in futures):
+            if sum(row["running"] for row in engine.loads()) >= count:
+                return futures
+    raise AssertionError(f"never were {count} requests running at the same time")
 
 
 def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(sglang, tmp_path):
     old, new = tiny_model(31), tiny_model(32)
     with sending("collective", tmp_path, sglang) as sender, ThreadPoolExecutor(4) as pool:
-        first = sender.update_weights(old).version
-        futures = running(sglang, pool, 4)
-        second = sender.update_weights(new).version
-        choices = [future.result() for future in futures]
+
+        def crossed():
+            first = sender.update_weights(old).version
+            futures = running(sglang, pool, 4)
+            second = sender.update_weights(new).version
+            choices = [future.result() for future in futures]
+            for choice in choices:
+                assert_spans(choice, 220, [first, second])
+            return 1 in [choice["retractions"] for choice in choices if len(choice["weight_versions"]) == 2]
+
+        until_met(crossed)
         assert sglang.says(new)
-    for choice in choices:
-        assert_spans(choice, 220, [first, second])
-    crossing = [choice["retractions"] for choice in choices if len(choice["weight_versions"]) == 2]
-    assert 1 in crossing  # else nothing was in flight
 
 
 def test_a_request_that_was_retracted_goes_on_as_the_new_weights_would(sglang, tmp_path):
@@ -85,10 +92,14 @@ def test_a_request_that_was_retracted_goes_on_as_the_new_weights_would(sglang, t
 
 def test_abort_ends_running_requests_and_says_so(sglang, tmp_path):
     with sending("disk", tmp_path, sglang, pause_mode="abort") as sender, ThreadPoolExecutor(2) as pool:
-        sender.update_weights(tiny_model(35))
-        futures = running(sglang, pool, 2)
-        sender.update_weights(tiny_model(36))
-        assert "abort" in {future.result()["finish_reason"] for future in futures}
+
+        def aborted():
+            sender.update_weights(tiny_model(35))
+            futures = running(sglang, pool, 2)
+            sender.update_weights(tiny_model(36))
+            return "abort" in {future.result()["finish_reason"] for future in futures}
+
+        until_met(aborted)
     assert sglang.says(tiny_model(36))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
-from tests.engine.served import assert_spans
+from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
 
 pytestmark = pytest.mark.engine
@@ -48,30 +48,39 @@ def test_two_servers_follow_one_sender(vllm, second_vllm, tmp_path, transport):
 def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(vllm, tmp_path):
     old, new = tiny_model(31), tiny_model(32)
     with sending("collective", tmp_path, vllm, pause_mode="keep") as sender, ThreadPoolExecutor(8) as pool:
-        first = sender.update_weights(old).version
-        running = [pool.submit(vllm.generate, 200, seed=i, temperature=1.0) for i in range(8)]
-        second = sender.update_weights(new).version
-        choices = [future.result() for future in running]
+
+        def crossed():
+            first = sender.update_weights(old).version
+            running = [pool.submit(vllm.generate, 200, seed=i, temperature=1.0) for i in range(8)]
+            second = sender.update_weights(new).version
+            choices = [future.result() for future in running]
+            for choice in choices:
+                assert_spans(choice, 200, [first, second])
+            return any(len(choice["weight_versions"]) == 2 for choice in choices)
+
+        until_met(crossed)
         assert vllm.says(new)
-    for choice in choices:
-        assert_spans(choice, 200, [first, second])
-    assert any(len(choice["weight_versions"]) == 2 for choice in choices)  # else nothing was in flight
 
 
 def test_a_request_that_was_frozen_goes_on_as_the_new_weights_would(vllm, tmp_path):
     """Its tokens so far stay; their keys and values are computed anew."""
     old, new = tiny_model(33), tiny_model(34)
     with sending("disk", tmp_path, vllm, pause_mode="keep") as sender, ThreadPoolExecutor(1) as pool:
-        sender.update_weights(old)
-        running = pool.submit(vllm.generate, 200)
-        sender.update_weights(new)
-        choice = running.result()
-    spans, tokens = choice["weight_versions"], choice["token_ids"]
-    if len(spans) == 1:
-        pytest.skip("the request was over before the pause")
-    cut = spans[0]["end"]
-    assert tokens[:cut] == greedy(old, count=200)[:cut]
-    assert tokens[cut : cut + 16] == greedy(new, PROMPT + tokens[:cut], count=16)
+
+        def frozen():
+            sender.update_weights(old)
+            running = pool.submit(vllm.generate, 200)
+            sender.update_weights(new)
+            choice = running.result()
+            spans, tokens = choice["weight_versions"], choice["token_ids"]
+            if len(spans) == 1:
+                return False
+            cut = spans[0]["end"]
+            assert tokens[:cut] == greedy(old, count=200)[:cut]
+            assert tokens[cut : cut + 16] == greedy(new, PROMPT + tokens[:cut], count=16)[: 200 - cut]
+            return True
+
+        until_met(frozen)
 
 
 def test_a_world_without_room_for_the_engine_is_refused(vllm):
