@@ -97,9 +97,8 @@ def run(code: str, args: list[str], environ: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["triton"] = (
-        None  # torch imports it where it is; it prints a page at the end of each fork, and none has a GPU
-    )
+    # torch imports triton where it is, which then prints a page at the end of each fork; none of them has a GPU
+    sys.modules["triton"] = None
     for name in MODULES:
         importlib.import_module(name)
     gc.collect()

@@ -1,9 +1,9 @@
 """Whether the tests notice: one line of the package is changed at a time, and the tests that run this line are run.
 
 ``python -m tests.mutants --count 50 --seed 0`` changes copies of the tree, never the tree itself. It prints each change
-that no test noticed, and as its last line how many were noticed. The changes depend on the package and the seed alone,
-so that two states of the tests can be compared. A line that is compiled or that only child processes run has no tests
-of its own in the record of coverage: all tests of its folder stand for them.
+that they did not notice, and as its last line how many were noticed. The changes depend on the package and the seed
+alone, so that two states of the tests can be compared. A line that is compiled or that only child processes run has no
+tests of its own in the record of coverage: all tests of its folder stand for them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ def _statements_and_values(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _changes(node: ast.AST, lines: list[str]) -> Iterator[tuple]:
     """``(from, to, text)``: ends are a line (from 1) and a byte in it."""
-    begin = lambda part: (part.lineno, part.col_offset)  # noqa: E731
-    end = lambda part: (part.end_lineno, part.end_col_offset)  # noqa: E731
     gap = None
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         gap = (node.left, node.ops[0], node.comparators[0])
@@ -95,17 +93,25 @@ def _changes(node: ast.AST, lines: list[str]) -> Iterator[tuple]:
         if type(operator) in _SWAPS and left.end_lineno == right.lineno:
             old, new = _SWAPS[type(operator)]
             between = lines[right.lineno - 1].encode()[left.end_col_offset : right.col_offset].decode()
-            yield end(left), begin(right), between.replace(old, new, 1)
+            yield _end(left), _begin(right), between.replace(old, new, 1)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield begin(node), end(node), str(not node.value)
+        yield _begin(node), _end(node), str(not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int):
-        yield begin(node), end(node), str(node.value + 1)
+        yield _begin(node), _end(node), str(node.value + 1)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield begin(node), begin(node.operand), ""
+        yield _begin(node), _begin(node.operand), ""
     elif isinstance(node, ast.Return) and node.value is not None:
-        yield begin(node.value), end(node.value), "None"
+        yield _begin(node.value), _end(node.value), "None"
     elif isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-        yield begin(node), end(node), "pass"
+        yield _begin(node), _end(node), "pass"
+
+
+def _begin(node: ast.AST) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.AST) -> tuple[int, int]:
+    return node.end_lineno, node.end_col_offset
 
 
 def chosen(count: int, seed: int) -> list[Mutant]:
@@ -115,7 +121,7 @@ def chosen(count: int, seed: int) -> list[Mutant]:
 
 
 def tests_of(mutant: Mutant, record: Path) -> list[str]:
-    """Names of the tests that run the line, else the folder of tests for the line's own folder."""
+    """Names of tests that run the line, at most `MOST_TESTS`; else the folder of tests for the line's own folder."""
     from coverage import CoverageData
 
     data = CoverageData(str(record))

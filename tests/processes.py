@@ -22,7 +22,6 @@ import psutil
 ROOT = Path(__file__).parents[1]
 WAIT_S = 120
 
-
 COMMAND = "import sys; from torchrl_ext.cli.main import main; sys.exit(main())"
 """The command line, as code: its arguments follow."""
 
