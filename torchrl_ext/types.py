@@ -17,6 +17,7 @@ __all__ = [
     "BACKEND",
     "CHANNEL",
     "OPEN_UPDATE",
+    "PROOFS",
     "STILL_STAGING",
     "EngineInfo",
     "EngineRow",
@@ -202,6 +203,7 @@ class EngineRow:
         version: version in service, or the last one known to be.
         pause_s: seconds from the pause's acknowledgement to the resume's.
         error: what went wrong, or None.
+        proof: what it proves of the version that it serves; see `SyncReport`.
     """
 
     engine: str
@@ -210,6 +212,11 @@ class EngineRow:
     version: int | None = None
     pause_s: float = 0.0
     error: str | None = None
+    proof: str = "sent"
+
+
+PROOFS = ("sent", "in place", "rehearsed", "outputs")
+"""What an update can prove, the least first; `SyncReport` says what each stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +232,12 @@ class SyncReport:
         density: changed elements / all elements; 1.0 for a full update.
         spans: seconds by phase: ``encode``, ``publish``, ``prefetch``, ``pause``, ``load``, ``commit``, ``total``.
         engines: one row per engine.
-        verified: every engine compared the digest of each tensor it holds with the trainer's.
+        verified: every engine compared digests with the trainer's, and `proof` is ``"in place"`` or more.
+        proof: the least that an engine proves. ``"sent"``: it confirms the bytes that it was handed. ``"in place"``:
+            they were read back from what it computes with; where a version came as changes, a part of them, and all
+            within `torchrl_ext.weights.landing.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they were handed over on
+            a road that was shown, on this engine, to bring all that it computes with to where a cold start brings it.
+            ``"outputs"``: its log-probabilities are the trainer's.
     """
 
     version: int
@@ -237,6 +249,7 @@ class SyncReport:
     spans: Mapping[str, float] = field(default_factory=dict)
     engines: tuple[EngineRow, ...] = ()
     verified: bool = False
+    proof: str = "sent"
 
     def to_json(self) -> Info:
         """A JSON-safe dictionary of every field."""
@@ -248,6 +261,9 @@ class Receiver(Protocol):
 
     def connect(self, info: Info) -> None:
         """Join the transport that ``info`` names."""
+
+    def rehearse(self, question: Info) -> Info:
+        """See `torchrl_ext.sync.receiver.WeightReceiver.rehearse`."""
 
     def prefetch(self, version: int) -> None:
         """Do for ``version`` whatever can be done while the engine serves."""

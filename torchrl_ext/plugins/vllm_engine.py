@@ -75,7 +75,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return UpdateInfo(dict(update_dict))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join a transport, prefetch a version from it, look at an adapter, forget what the model holds, or answer."""
+        """Join a transport, prefetch a version from it, rehearse, look at an adapter, forget what the model holds, or
+        answer."""
         info = init_info.info
         if "doubt" in info:  # somebody loaded past us
             self._settle()
@@ -84,7 +85,11 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif "adapter" in info:
             self._together(lambda: check_adapter(self.model, self.vllm_config, info["adapter"]))
         elif "inspect" in info:
-            self._together(lambda: self._tell(info["inspect"]), expected=ANSWERS)
+            self._together(lambda: self._tell(inspect(info["inspect"])), expected=ANSWERS)
+        elif "rehearse" in info:
+            found: Info = {}
+            if self._together(lambda: found.update(self._rehearse(info["rehearse"]))):
+                self._together(lambda: self._tell(found), expected=ANSWERS)
         elif "prefetch" in info or "prefetched" in info:
             if self._together(lambda: self._stage(info), expected=STILL_STAGING):
                 self._together(self._receiver.confirm)
@@ -120,9 +125,15 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._settle()
         self._receiver.close()
 
-    def _tell(self, question: Info) -> None:
+    def _tell(self, answer: Info) -> None:
         """Answer in the only way that vLLM's route has. An open update stays as it is."""
-        raise EngineError(ANSWERS + json.dumps({"worker": self._first + self._rank, **inspect(question)}))
+        raise EngineError(ANSWERS + json.dumps({"worker": self._first + self._rank, **answer}))
+
+    def _rehearse(self, question: Info) -> Info:
+        """Try the road of an update; every worker for itself, on its own part of the model."""
+        self._settle()
+        with set_current_vllm_config(self.vllm_config):
+            return self._receiver.rehearse(question)
 
     def _join(self, info: Info) -> None:
         self._receiver.abort()  # whatever an earlier trainer's staging waits for

@@ -7,7 +7,7 @@ complete. That works for tensor parallelism and for linears that oneDNN packed o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,9 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from torchrl_ext.errors import NotConnectedError
+from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.plugins.refusals import (
+    UNCHANGED,
     incomplete,
     missing,
     refuse_other_shapes,
@@ -34,22 +35,27 @@ from torchrl_ext.plugins.refusals import (
     unknown,
     unreadable,
 )
-from torchrl_ext.plugins.vllm_patches import VLLMPatches, pack_tied
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.plugins.vllm_patches import VLLMPatches
+from torchrl_ext.plugins.vllm_runtime import REPAIRS, also_packed, kernel_of, readings
+from torchrl_ext.sync.engine_loader import EngineLoader
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.loader import Staging, WeightLoader
-from torchrl_ext.weights.placement import Placement, record
+from torchrl_ext.weights.landing import Piece, holds, read
+from torchrl_ext.weights.loader import Staging
+from torchrl_ext.weights.placement import Landing, Placement, keeps_values, record
 from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.runtime import Reading
 
 __all__ = ["VLLMLoader"]
 
 
-class VLLMLoader(WeightLoader):
+class VLLMLoader(EngineLoader):
     """Loads into one worker's model.
 
-    `digests` vouches for the tensors as they were handed to the model's loader: the runtime form of a vLLM model
-    (packed, fused, sharded) cannot in general be read back in checkpoint coordinates.
+    `digests` reads those tensors back from the live model that this worker alone holds whole, as they came. It vouches
+    for the others as they were handed to the model's loader: a packed or quantised form cannot be read in checkpoint
+    coordinates, so what becomes of them is the rehearsal's to show (`EngineLoader`).
 
     Args:
         model: the worker's model.
@@ -57,13 +63,17 @@ class VLLMLoader(WeightLoader):
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        super().__init__()
         self._model, self._config = model, vllm_config
+        self._alone = vllm_config.parallel_config.world_size == 1
         self._shapes = shapes_of(vllm_config.model_config.model)
         self._placement: Placement | None = None
         self._patches: VLLMPatches | None = None
+        self._pieces: dict[str, list[Piece]] = {}
+        self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
         self._digests: dict[str, str] = {}
-        self._loading = False
-        self._loaded = False  # whether anything came after the checkpoint that the engine was started with
+        self._repaired: dict[str, str] = {}
+        self._loading = self._rehearsing = False
 
     @property
     def placement(self) -> Placement | None:
@@ -77,6 +87,13 @@ class VLLMLoader(WeightLoader):
             ManifestError: names the first parameter that is unknown, missing, or of another shape or dtype.
         """
         params = tuple(params)
+        if self._config.parallel_config.enable_eplb:
+            raise ConfigError(
+                "this engine moves experts between its workers while it serves (EPLB)",
+                expected="an engine started without --enable-eplb",
+                state=UNCHANGED,
+                hint="where an expert's weights lie changes from step to step, so that no update could be proved",
+            )
         if self._placement is not None and self._placement.params == params:
             return
         refuse_other_shapes(params, self._shapes)
@@ -87,7 +104,8 @@ class VLLMLoader(WeightLoader):
         self._refuse_gaps(placement, needed)
         refuse_rounding(placement)
         self._placement = placement
-        self._patches = VLLMPatches(self._model, self._config, placement, targets)
+        self._pieces = self._writable(placement, targets)
+        self._patches = VLLMPatches(self._model, self._config, placement, self._pieces, self._repair)
 
     def patchable(self, name: str) -> bool:
         return self._checked().patchable(name)
@@ -99,8 +117,8 @@ class VLLMLoader(WeightLoader):
         Raises:
             ConfigError: it can tell neither.
         """
-        held = self._checked().held() if self._config.parallel_config.world_size == 1 else {}
-        if not held and self._loaded:
+        held = self._checked().held() if self._alone else {}
+        if not held and self.touched:
             raise unreadable()
         return held or {
             name: position_digest(tensor).hex() for name, tensor in CheckpointSource(self._config.model_config.model)
@@ -119,9 +137,9 @@ class VLLMLoader(WeightLoader):
 
     def commit(self) -> None:
         self.roll_back()
-        self._digests = {}
+        self._digests, self._repaired = {}, {}
+        self.touched = self.touched or not self._rehearsing
         self._checked().commit()
-        self._loaded = True
 
     def _checked(self) -> VLLMPatches:
         if self._patches is None:
@@ -132,9 +150,9 @@ class VLLMLoader(WeightLoader):
 
     def start(self) -> None:
         self.roll_back()
-        self._digests = {}
+        self._digests, self._repaired = {}, {}
         initialize_layerwise_reload(self._model)
-        self._loading = self._loaded = True
+        self._loading, self.touched = True, self.touched or not self._rehearsing
         if self._patches is not None:
             self._patches.forget()
 
@@ -142,7 +160,7 @@ class VLLMLoader(WeightLoader):
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         def passing() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in pairs:
-                self._digests[name] = tensor_digest(tensor)
+                self._digests[name] = "" if self._readable(name) else tensor_digest(tensor)
                 yield name, tensor
 
         self._model.load_weights(passing())
@@ -157,22 +175,112 @@ class VLLMLoader(WeightLoader):
             return
         refuse_unfinished(self.missing())
         finalize_layerwise_reload(self._model, self._config.model_config)
-        pack_tied(self._model)
+        self._repair(list(self._model.modules()))
         self._loading = False
 
     def reloaded(self) -> None:
         """vLLM itself has reloaded the model (`reload_weights`), past this loader."""
-        self._loaded, self._digests = True, {}
+        self.touched, self._digests = True, {}
         if self._patches is not None:
             self._patches.forget()
-        pack_tied(self._model)
+        self._repair(list(self._model.modules()))
 
     def digests(self) -> dict[str, str]:
-        return dict(self._digests)
+        found = dict(self._digests)
+        for meta in self._placement.params if self._placement is not None else ():
+            if meta.name in found and self._readable(meta.name):
+                found[meta.name] = tensor_digest(read(meta, self._pieces[meta.name]))
+        return found
+
+    # what a rehearsal asks
+
+    def known_repairs(self) -> tuple[str, ...]:
+        return tuple(REPAIRS)
+
+    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        if self._config.load_config.load_format == "dummy" or not self._shapes:
+            return None
+        return self._as_announced()
+
+    def runtime(self) -> Iterator[Reading]:
+        return readings(self._model, self._config.model_config.dtype)
+
+    def landings(self, name: str) -> Iterable[Landing]:
+        return self._placement.landings.get(name, ()) if self._placement is not None else ()
+
+    def kernel(self, layer: str) -> str:
+        return kernel_of(self._model.get_submodule(layer))
+
+    def land_whole(self) -> None:
+        self._pieces = {}
+        self._checked().land_whole()
+
+    def repaired(self) -> dict[str, str]:
+        return dict(self._repaired)
+
+    @torch.no_grad()
+    def rehearse(self) -> Info:
+        self._rehearsing = True
+        try:
+            return super().rehearse()
+        finally:
+            self._rehearsing = False
+
+    def _as_announced(self) -> Iterator[tuple[str, Tensor]]:
+        """The start checkpoint, in the dtypes of the update where that loses nothing."""
+        own = self._config.model_config.dtype
+        announced = {meta.name: meta.dtype for meta in self._placement.params} if self._placement is not None else {}
+        for name, tensor in CheckpointSource(self._config.model_config.model):
+            if name in announced:
+                exact = announced[name] == own or keeps_values(tensor.dtype, announced[name])
+                yield name, tensor.to(announced[name]) if exact else tensor
+
+    def _repair(self, layers: Collection[nn.Module]) -> None:
+        names = {id(layer): name for name, layer in self._model.named_modules()}
+        for step in REPAIRS:
+            if step in self.repairs:
+                for layer in REPAIRS[step](self._model, layers):
+                    self._repaired[names[id(layer)]] = step
+
+    def _readable(self, name: str) -> bool:
+        """Whether this worker holds the tensor whole, as it came."""
+        return self._alone and bool(self._pieces.get(name))
+
+    def _writable(self, placement: Placement, forms: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+        """The copies of each tensor that the live model holds as it was loaded, shown by its bytes.
+
+        A parameter of the same shape may be shuffled, so shape says nothing. The bytes are compared with those of the
+        start checkpoint, while the model still holds it; what was found then holds for later lists of parameters.
+        """
+        live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        aside = {tensor.data_ptr() for tensor in also_packed(self._model)}
+        found = {}
+        for meta in placement.params:
+            landings = placement.landings[meta.name]
+            plain = all(
+                landing.exact
+                and landing.dtype == meta.dtype
+                and landing.param in live
+                and _form(live[landing.param]) == _form(forms[landing.param])
+                and live[landing.param].data_ptr() not in aside
+                for landing in landings
+            )
+            if plain and landings and not meta.dtype.is_complex and not self._is_absorbed(landings):
+                found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
+        if not self.touched and self._shapes and self._config.load_config.load_format != "dummy":
+            for name, tensor in CheckpointSource(self._config.model_config.model):
+                if name in found and holds(found[name], tensor):
+                    self._agreed[name] = placement.landings[name]
+        kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
+        return kept | {name: [] for name in placement.nowhere()}
+
+    def _is_absorbed(self, landings: Iterable[Landing]) -> bool:
+        """Whether attention computes with a product of this weight (MLA): it has to be derived anew."""
+        return any("kv_b_proj" in landing.param for landing in landings)
 
     def missing(self) -> list[str]:
         """Parameters of an unfinished reload that did not come yet."""
-        if not self._loading or self._placement is None:
+        if not self._loading or self._placement is None or self._rehearsing:
             return []
         return [meta.name for meta in self._placement.params if meta.name not in self._digests]
 
@@ -265,3 +373,7 @@ def _stand_ins(layer: nn.Module, recorded: dict[str, Tensor], live: dict[str, An
             if loader is not getattr(found[name], "weight_loader", loader):
                 found[name].weight_loader = loader
     return found
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -1,21 +1,20 @@
-"""Changes landing in a vLLM model: element by element where a parameter is stored as it was loaded, else by its layer.
+"""Changes landing in a vLLM model: element by element where the live bytes are the checkpoint's, else by their layer.
 
-Parameters whose runtime form differs from the loaded one (packed by oneDNN, quantised) cannot be written to. Their
+Parameters whose runtime form differs from the loaded one (packed, shuffled, quantised) cannot be written to. Their
 checkpoint tensors are kept on the host by the transport, patched there, and loaded again: the layers that hold them,
 and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
@@ -26,7 +25,7 @@ from torchrl_ext.weights.loader import Staging
 from torchrl_ext.weights.placement import Placement
 from torchrl_ext.weights.position_digest import PositionDigest, position_digest
 
-__all__ = ["VLLMPatches", "pack_tied"]
+__all__ = ["VLLMPatches"]
 
 
 class VLLMPatches:
@@ -36,12 +35,21 @@ class VLLMPatches:
         model: the worker's model.
         vllm_config: the worker's configuration.
         placement: where checkpoint tensors land on this worker.
-        forms: runtime parameters as they were loaded, on the meta device, by name.
+        pieces: for each checkpoint tensor that can be written in place the copies that the loader makes of it.
+        repair: finishes what the engine's own reload leaves out, given the layers that were loaded.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, placement: Placement, forms: Mapping[str, Tensor]) -> None:
-        self._model, self._config, self._placement = model, vllm_config, placement
-        self._patcher = Patcher(self._pieces(forms))
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: Any,
+        placement: Placement,
+        pieces: Mapping[str, Sequence[Piece]],
+        repair: Callable[[Collection[nn.Module]], None],
+    ) -> None:
+        self._model, self._config, self._placement, self._repair = model, vllm_config, placement, repair
+        self._patcher = Patcher(pieces)
+        self._whole_model = False
         self._whole: list[tuple[str, Tensor]] = []
         self._found: dict[str, Coverage] = {}
         self._expected: Mapping[str, str] = {}
@@ -49,6 +57,10 @@ class VLLMPatches:
     def patchable(self, name: str) -> bool:
         """Whether changes of this checkpoint tensor can be written element by element."""
         return name in self._patcher.pieces
+
+    def land_whole(self) -> None:
+        """Write nothing in place: whatever changes, the whole model is loaded."""
+        self._patcher, self._whole_model = Patcher({}), True
 
     def forget(self) -> None:
         """The model was loaded in another way."""
@@ -84,30 +96,10 @@ class VLLMPatches:
         self._patcher.commit()
         whole, self._whole = self._whole, []
         if whole:
-            self._begin(frozenset(self._layers(name for name, _ in whole)))
+            layers = self._begin(frozenset(self._layers(name for name, _ in whole)))
             self._model.load_weights(iter(whole))
             finalize_layerwise_reload(self._model, self._config.model_config)
-            pack_tied(self._model)
-
-    def _pieces(self, forms: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-        if self._config.quant_config is not None or any(isinstance(m, MLAAttention) for m in self._model.modules()):
-            return {}  # what is derived from these parameters would not follow
-        live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        copied = {tensor.data_ptr() for tensor in _also_packed(self._model)}
-        found = {}
-        for meta in self._placement.params:
-            landings = self._placement.landings[meta.name]
-            plain = all(
-                landing.exact
-                and landing.dtype == meta.dtype
-                and landing.param in live
-                and _form(live[landing.param]) == _form(forms[landing.param])
-                and live[landing.param].data_ptr() not in copied
-                for landing in landings
-            )
-            if plain and not meta.dtype.is_complex:
-                found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
-        return found
+            self._repair(layers)
 
     def _layers(self, names: Iterable[str]) -> set[str]:
         """Modules whose parameters these checkpoint tensors land in."""
@@ -117,6 +109,8 @@ class VLLMPatches:
 
     def _with_neighbours(self, names: set[str]) -> set[str]:
         """These names, and those that share a layer with them: a layer is loaded as a whole."""
+        if self._whole_model:
+            return {meta.name for meta in self._placement.params}
         layers = self._layers(names)
         return {
             meta.name
@@ -124,48 +118,23 @@ class VLLMPatches:
             if not self.patchable(meta.name) and self._layers([meta.name]) & layers
         }
 
-    def _begin(self, layers: frozenset[str]) -> None:
-        """`initialize_layerwise_reload`, of some layers."""
+    def _begin(self, layers: frozenset[str]) -> list[nn.Module]:
+        """`initialize_layerwise_reload`, of some layers, and of those that derive something from them."""
+        if self._whole_model:
+            initialize_layerwise_reload(self._model)
+            return list(self._model.modules())
+        begun = []
         for name, layer in self._model.named_modules():
-            if name in layers:
+            absorbs = isinstance(layer, MLAAttention) and f"{name.rpartition('.')[0]}.kv_b_proj" in layers
+            if name in layers or absorbs:
                 info = get_layerwise_info(layer)
                 info.kernel_tensors = get_layer_params_buffers(layer)
                 info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
                 restore_layer_on_meta(layer, info)
                 initialize_online_processing(layer)
+                begun.append(layer)
+        return begun
 
     def _together(self, own: Mapping[str, Coverage]) -> dict[str, PositionDigest]:
         """Digests of the tensors that the workers hold together; those that overlap in part are left out."""
         return combine(own, self._patcher.pieces, self._placement.params, get_tp_group().cpu_group)
-
-
-def pack_tied(model: nn.Module) -> None:
-    """Let output embeddings that share the input embedding's weight follow it.
-
-    A layerwise reload processes the layer that was loaded, and the other one's packed copy (CPU) would stay as it was.
-    """
-    heads = [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)]
-    inputs = [layer for layer in model.modules() if type(layer) is VocabParallelEmbedding]
-    for head in heads:
-        if any(_same_weight(head, layer) for layer in inputs):
-            head.quant_method.process_weights_after_loading(head)
-
-
-def _same_weight(one: nn.Module, other: nn.Module) -> bool:
-    return one.weight.numel() > 0 and one.weight.data_ptr() == other.weight.data_ptr()
-
-
-def _also_packed(model: nn.Module) -> Iterator[Tensor]:
-    """Weights of layers that compute with a packed copy of them, which a write to the weight would not reach.
-
-    vLLM on a CPU (`dispatch_cpu_unquantized_gemm`) keeps the weight of an output embedding beside the copy. What it
-    calls holds the copy in its closure; where nothing was packed, it holds nothing.
-    """
-    for layer in model.modules():
-        looked_up = type(layer) is VocabParallelEmbedding  # it never multiplies
-        if not looked_up and getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
-            yield from (parameter for parameter in layer.parameters(recurse=False) if parameter.numel())
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -67,6 +67,12 @@ class AdapterClient(HTTPEngine):
         with self._step(f"make ready for adapter {self.name!r}", state=self._goes_on()):
             self._check(info)
 
+    def rehearse(self, how: str = "once") -> None:
+        """An adapter is loaded beside the weights, into a place of its own, and what becomes of it is not read back."""
+
+    def _ask_rehearsal(self, question: Info) -> list[Info]:
+        return []
+
     def prefetch(self, version: int) -> None:
         return None
 

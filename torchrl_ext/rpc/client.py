@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import EngineInfo, EngineRow, Info
+from torchrl_ext.types import PROOFS, EngineInfo, EngineRow, Info
 
-__all__ = ["EngineClient", "NullEngine"]
+__all__ = ["EngineClient", "NullEngine", "least"]
 
 
 def _nothing() -> None:
@@ -54,6 +54,11 @@ class EngineClient(ABC):
         """Whether the engine that is connected can compare what it holds with the trainer's digests."""
         return True
 
+    @property
+    def proof(self) -> str:
+        """What an update proves that this engine confirms (`torchrl_ext.types.PROOFS`); the least of a fleet."""
+        return "sent"
+
     @abstractmethod
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         """Make every worker join the transport of ``info``; returns when they have.
@@ -61,6 +66,19 @@ class EngineClient(ABC):
         Args:
             info: from `Transport.open`; the client adds ``rank_offset`` (1 for a single engine).
             on_failure: called as soon as one engine fails, to release others that wait for it.
+        """
+
+    def rehearse(self, how: str = "once") -> None:  # noqa: B027 - what no loader of ours serves has nothing to show
+        """Let the engine show, before the first update, that the road of an update leads to where a cold start does.
+
+        It is paused for it, unless it has nothing to show or has done so, and serves the same weights afterwards.
+
+        Args:
+            how: ``"once"`` per start of the engine, ``"never"``, or ``"always"``.
+
+        Raises:
+            EngineRefusedError: it does not; names the layers. The engine serves what it served, or stays paused where
+                it could not be brought back.
         """
 
     @abstractmethod
@@ -143,6 +161,11 @@ class EngineClient(ABC):
         self.begin(version)
         yield
         self.commit(version)
+
+
+def least(proofs: Iterable[str]) -> str:
+    """The least of several proofs; of none, ``"sent"``."""
+    return min(proofs, key=PROOFS.index, default=PROOFS[0])
 
 
 class Stopwatch:

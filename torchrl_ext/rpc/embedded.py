@@ -40,6 +40,13 @@ class EmbeddedEngine(EngineClient):
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._client.connect(info, on_failure)
 
+    @property
+    def proof(self) -> str:
+        return self._client.proof
+
+    def rehearse(self, how: str = "once") -> None:
+        self._client.rehearse(how)
+
     def prefetch(self, version: int) -> None:
         self._client.rouse()
         self._http.post("/prefetch_weights", {"version": version})

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import ClassVar
 
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.client import EngineClient, _nothing, least
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["Fleet"]
@@ -103,6 +103,13 @@ class Fleet(EngineClient):
     @property
     def verifies(self) -> bool:
         return all(engine.verifies for engine in self._active())
+
+    @property
+    def proof(self) -> str:
+        return least(engine.proof for engine in self._active())
+
+    def rehearse(self, how: str = "once") -> None:
+        self._everywhere(lambda engine: engine.rehearse(how))
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         offset, offsets = info.get("rank_offset", 1), {}

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.rpc.client import least
+from torchrl_ext.rpc.inspection import answers_in
 from torchrl_ext.types import BACKEND, STILL_STAGING, EngineInfo, Info, Receiver
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import WeightSource, as_source
@@ -127,6 +129,9 @@ class _EmbeddedReceiver:
 
     def connect(self, info: Info) -> None:
         self._engine.connect(info)
+
+    def rehearse(self, question: Info) -> Info:
+        return self._engine.rehearse(question)
 
     def prefetch(self, version: int) -> None:
         self._engine.prefetch(version)
@@ -283,6 +288,18 @@ class _Workers:
 
     def connect(self, info: Info) -> None:
         self._host.workers("init_weight_transfer_engine", init_info={"rank_offset": 1, **info})
+
+    def rehearse(self, question: Info) -> Info:
+        try:
+            self._host.workers("init_weight_transfer_engine", init_info={"rehearse": question})
+        except EngineRefusedError as error:
+            answers = [answer for answer in answers_in(error.what) if "proof" in answer]
+            if not answers:
+                raise
+            needed, restored = any(a.get("needed") for a in answers), all(a.get("restored", True) for a in answers)
+            proof = least(str(answer["proof"]) for answer in answers)
+            return {**answers[0], "needed": needed, "restored": restored, "proof": proof}
+        return {"needed": False, "proof": "sent"}
 
     def prefetch(self, version: int) -> None:
         request, until = {"prefetch": version}, time.monotonic() + self._host.timeout_s

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
+from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.types import EngineInfo, EngineRow, Info
@@ -51,6 +52,8 @@ class InProcessEngine(EngineClient):
         self._watch = Stopwatch()
         self._paused = threading.Event()
         self._version: int | None = None
+        self._proof = "sent"
+        self.rehearsed: tuple[Info, ...] = ()
 
     @property
     def url(self) -> str:
@@ -73,6 +76,27 @@ class InProcessEngine(EngineClient):
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._receiver.connect(info)
+
+    @property
+    def proof(self) -> str:
+        return self._proof
+
+    def rehearse(self, how: str = "once") -> None:
+        """See `EngineClient.rehearse`."""
+        told = self._receiver.rehearse({"how": how, "ask": True})
+        if told.get("needed"):
+            paused = self._paused.is_set()
+            self.pause()
+            try:
+                told = self._receiver.rehearse({"how": how})
+            except WeightSyncError:
+                if not paused and self._receiver.rehearse({"ask": True}).get("restored", True):
+                    self.resume()
+                raise
+            if not paused:
+                self.resume()
+        self.rehearsed = (told,)
+        self._proof = str(told["proof"])
 
     def prefetch(self, version: int) -> None:
         self._receiver.prefetch(version)
@@ -107,6 +131,7 @@ class InProcessEngine(EngineClient):
                 state="paused" if self._paused.is_set() else "serving",
                 version=self._version,
                 pause_s=self._watch.seconds,
+                proof=self._proof,
             ),
         )
 

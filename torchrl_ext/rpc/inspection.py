@@ -10,7 +10,7 @@ from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.types import ANSWERS, CHANNEL, Info
 
-__all__ = ["ask_workers", "has_route"]
+__all__ = ["answers_in", "ask_workers", "has_route"]
 
 
 def ask_workers(session: HTTPSession, kind: str, question: Info, *, timeout_s: float = 30.0) -> list[Info]:
@@ -35,10 +35,7 @@ def ask_workers(session: HTTPSession, kind: str, question: Info, *, timeout_s: f
         content = told.json()
     except ValueError:
         content = {}
-    answers = [found for text in _strings(content) for found in _objects(text)]
-    if isinstance(content, dict) and isinstance(content.get("answer"), dict):
-        answers.append(content["answer"])
-    answers = [found for found in answers if "torchrl_ext" in found and "host" in found]
+    answers = [found for found in answers_in(content) if "torchrl_ext" in found and "host" in found]
     if not answers:
         raise EngineRefusedError(
             f"POST {session.url}{route} answered {told.status}: {told.message() or 'nothing'}",
@@ -46,6 +43,14 @@ def ask_workers(session: HTTPSession, kind: str, question: Info, *, timeout_s: f
             hint="install this version of torchrl_ext in the engine's environment",
             status=told.status,
         )
+    return answers
+
+
+def answers_in(content: Any) -> list[Info]:
+    """The answers of workers in what a route said, in JSON or in an error's words."""
+    answers = [found for text in _strings(content) for found in _objects(text)]
+    if isinstance(content, dict) and isinstance(content.get("answer"), dict):
+        answers.append(content["answer"])
     return answers
 
 

@@ -98,6 +98,11 @@ class EngineActor:
         self._client.connect(info)
         return self._client.verifies
 
+    def rehearse(self, how: str) -> str:
+        """As `EngineClient.rehearse`; returns `EngineClient.proof`."""
+        self._client.rehearse(how)
+        return self._client.proof
+
     def prefetch(self, version: int) -> None:
         """As `EngineClient.prefetch`."""
         self._client.prefetch(version)
@@ -203,6 +208,13 @@ class RayEngine(EngineClient):
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._verifies = self._ask("connect", info, timeout_s=self._load_timeout_s)
+
+    @property
+    def proof(self) -> str:
+        return self._row.proof
+
+    def rehearse(self, how: str = "once") -> None:
+        self._row = replace(self._row, proof=self._ask("rehearse", how, timeout_s=self._load_timeout_s))
 
     def prefetch(self, version: int) -> None:
         self._ask("prefetch", version, timeout_s=self._load_timeout_s)

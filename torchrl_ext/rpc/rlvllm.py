@@ -58,6 +58,9 @@ class RLvLLMClient(EngineClient):
             self._call("form its group", self._engine.init_weight_update_group)
             self._grouped = True
 
+    def rehearse(self, how: str = "once") -> None:
+        self._inner.rehearse(how)
+
     def prefetch(self, version: int) -> None:
         self._inner.prefetch(version)
 

@@ -14,9 +14,9 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
-from torchrl_ext.rpc.client import EngineClient, Stopwatch
+from torchrl_ext.rpc.client import EngineClient, Stopwatch, least
 from torchrl_ext.rpc.direct import DirectSession
-from torchrl_ext.types import EngineRow
+from torchrl_ext.types import EngineRow, Info
 
 __all__ = ["HTTPEngine", "restated"]
 
@@ -29,6 +29,9 @@ class HTTPEngine(EngineClient):
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         api_key: sent as a bearer token.
+
+    Attributes:
+        rehearsed: what each worker told of its rehearsal (`torchrl_ext.sync.rehearsal.Rehearsal.to_json`).
     """
 
     def __init__(
@@ -41,10 +44,38 @@ class HTTPEngine(EngineClient):
         self._state = "serving"
         self._version: int | None = None
         self._error: str | None = None
+        self._proof = "sent"
+        self.rehearsed: tuple[Info, ...] = ()
 
     @property
     def url(self) -> str:
         return self._http.url
+
+    @property
+    def proof(self) -> str:
+        return self._proof
+
+    def rehearse(self, how: str = "once") -> None:
+        """See `EngineClient.rehearse`. An engine whose plugin knows no rehearsals proves what it was handed."""
+        told = self._ask_rehearsal({"how": how, "ask": True})
+        if any(answer.get("needed") for answer in told):
+            served = self._state == "serving"
+            with self._step("rehearse an update", state=None):
+                self.pause()
+                try:
+                    told = self._ask_rehearsal({"how": how})
+                except EngineError:
+                    if served and all(answer.get("restored", True) for answer in self._ask_rehearsal({"ask": True})):
+                        self.resume()
+                    raise
+                if served:
+                    self.resume()
+        self.rehearsed = tuple(told)
+        self._proof = least(str(answer.get("proof", "sent")) for answer in told)
+
+    @abstractmethod
+    def _ask_rehearsal(self, question: Info) -> list[Info]:
+        """Ask every worker, which takes as long as loading the weights a few times where it is no mere question."""
 
     def pause(self) -> None:
         self._hold()
@@ -73,6 +104,7 @@ class HTTPEngine(EngineClient):
                 version=self._version,
                 pause_s=self._watch.seconds,
                 error=self._error,
+                proof=self._proof,
             ),
         )
 

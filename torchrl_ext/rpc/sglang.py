@@ -143,6 +143,14 @@ class SGLangEngine(HTTPEngine):
                 )
             self._stores = stores_keys(self._told())
 
+    def rehearse(self, how: str = "once") -> None:
+        """See `EngineClient.rehearse`. A server without our plugin proves nothing."""
+        if not self._native:
+            super().rehearse(how)
+
+    def _ask_rehearsal(self, question: Info) -> list[Info]:
+        return [self._channel.tell({"rehearse": question}, self._load_timeout_s)]
+
     def prefetch(self, version: int) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if not self._native:

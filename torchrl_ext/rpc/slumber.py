@@ -71,6 +71,11 @@ class Slumber:
         self._asleep = set() if awake else set(TAGS - wanted)
         return awake
 
+    @property
+    def hollow(self) -> bool:
+        """Whether it has no weights: it slept at level 2, and no update came since."""
+        return self._hollow
+
     def rouse(self) -> None:
         """Before weights are touched: wake them, and nothing else."""
         if "weights" in self._asleep:

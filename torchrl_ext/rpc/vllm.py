@@ -6,7 +6,8 @@ in the bodies is ours:
 ========================================  ====================================================================
 ``POST /init_weight_transfer_engine``     ``{"init_info": info}``: join the transport of `Transport.open`'s info
                                           plus ``rank_offset``; or ``{"init_info": {"prefetch": version}}``, and
-                                          ``{"prefetched": version}`` until workers no longer say `STILL_STAGING`
+                                          ``{"prefetched": version}`` until workers no longer say `STILL_STAGING`;
+                                          or ``{"rehearse": question}``
 ``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up: `commit` clears
 ``POST /start_weight_update``
 ``POST /update_weights``                  ``{"update_info": info}``: a handoff's info, ``{"verify": digests}``, or
@@ -34,12 +35,13 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.client import _nothing
+from torchrl_ext.rpc.inspection import answers_in
 from torchrl_ext.rpc.served import HTTPEngine, restated
 from torchrl_ext.rpc.server_info import parse_server_info, sees
 from torchrl_ext.rpc.slumber import Slumber
 from torchrl_ext.rpc.vllm_adapter import VLLMAdapter
 from torchrl_ext.rpc.worker_words import unwrapped
-from torchrl_ext.types import BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, Info
+from torchrl_ext.types import ANSWERS, BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, Info
 
 __all__ = ["VLLMEngine"]
 
@@ -119,6 +121,22 @@ class VLLMEngine(HTTPEngine):
                 self._abandon()
                 self._post("/init_weight_transfer_engine", request, timeout_s=self._load_timeout_s)
             self._sees = sees(self._told())
+
+    def rehearse(self, how: str = "once") -> None:
+        """See `EngineClient.rehearse`. vLLM's route has no way to answer but an error, so that is what answers."""
+        if not self._slumber.hollow:
+            self.rouse()
+            super().rehearse(how)
+
+    def _ask_rehearsal(self, question: Info) -> list[Info]:
+        body = {"init_info": {"rehearse": question}}
+        try:
+            told: Any = self._post("/init_weight_transfer_engine", body, timeout_s=self._load_timeout_s)
+        except EngineRefusedError as error:
+            if ANSWERS not in error.what:
+                raise
+            told = error.what
+        return [answer for answer in answers_in(told) if "proof" in answer]
 
     def prefetch(self, version: int) -> None:
         """See `EngineClient.prefetch`. Workers stage beside their generating; vLLM's route has no way to answer "not

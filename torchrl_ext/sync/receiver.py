@@ -51,12 +51,34 @@ class WeightReceiver:
         """
         loader = self._require_loader()
         loader.check(tuple(ParamMeta.from_json(row) for row in info["params"]))
+        if not info.get("unproved"):
+            loader.refuse_unsound()
         if self._transport is not None:
             self._transport.shutdown()
         self._transport = transports.load(info["transport"]).from_info(info)
         self._transport.join({**info, "rank": info.get("rank_offset", 1) + self._rank})
         self._transport.retain(lambda name: not loader.patchable(name))
         self._staged = None
+
+    def rehearse(self, question: Info) -> Info:
+        """Show whether the road of an update leads to where a cold start does (`torchrl_ext.sync.rehearsal`).
+
+        Args:
+            question: ``how``: ``"once"`` per start of the engine, ``"never"`` or ``"always"``; with ``ask`` nothing is
+                done, and the engine need not be paused.
+
+        Returns:
+            ``needed`` (to an ``ask``: it would be done), ``proof`` (`WeightLoader.proof`) and what it showed.
+
+        Raises:
+            EngineRefusedError, IntegrityError: the road does not lead there.
+        """
+        loader, how = self._require_loader(), question.get("how", "once")
+        needed = how != "never" and loader.unrehearsed(again=how == "always")
+        if needed and not question.get("ask"):
+            loader.rehearse()
+            needed = False
+        return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
     def prefetch(self, version: int) -> None:
         """Do for ``version`` whatever can be done while the engine serves: fetch, check, decode, translate.

@@ -7,16 +7,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, UpdateError, WeightSyncError
-from torchrl_ext.rpc.client import EngineClient, NullEngine
+from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, UpdateError, WeightSyncError
+from torchrl_ext.rpc.client import EngineClient, NullEngine, least
 from torchrl_ext.sync.background import in_background
 from torchrl_ext.sync.sources import Outgoing, inner_model
 from torchrl_ext.transports.base import Transport
-from torchrl_ext.types import ParamMeta, SyncReport
+from torchrl_ext.types import PROOFS, ParamMeta, SyncReport
 from torchrl_ext.weights.source import WeightSource, as_source
 
 __all__ = ["WeightSender"]
@@ -34,6 +35,10 @@ class WeightSender:
         dtype: cast floating-point tensors to this dtype on the way out.
         verify: every engine compares a digest of each tensor with the trainer's before a version is in service; engines
             that cannot (`EngineClient.verifies`) are not asked, and the report says so.
+        rehearse: when an engine that processes its weights shows that an update leads to where a cold start does
+            (`torchrl_ext.sync.rehearsal`): ``"once"`` per start of the engine, before its first update; ``"never"``,
+            and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every connection before
+            which nothing was loaded.
         rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
             `update_weights` too and replay the same gathers.
     """
@@ -46,12 +51,15 @@ class WeightSender:
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
         verify: bool = True,
+        rehearse: str = "once",
         rank: int = 0,
     ) -> None:
+        if rehearse not in ("once", "never", "always"):
+            raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
         self._transport = transport
         self._engine = NullEngine(on_load=transport.announce) if engine is None else engine
         self._mapper, self._dtype, self._rank = mapper, dtype, rank
-        self._verify = verify and engine is not None
+        self._verify, self._rehearse = verify and engine is not None, rehearse
         self._model: Callable[[], Any] = lambda: None
         self._collectors: list[weakref.ref[Any]] = []
         self._metadata: tuple[ParamMeta, ...] | None = None
@@ -237,11 +245,17 @@ class WeightSender:
         with self._span("connect"):
             handoff = self._transport.open(workers, params)
             info = {**handoff.info, "params": [meta.to_json() for meta in params], "world_size": 1 + workers}
+            info["unproved"] = self._rehearse == "never"
             with in_background(self._engine.connect, info, self._transport.abort):
                 handoff.transfer()
+        with self._span("rehearse"):
+            self._engine.rehearse(self._rehearse)
 
     def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
         total, stats = sum(meta.nbytes for meta in source.params()), self._transport.stats
+        compared = self._verify and self._engine.verifies and not failed
+        rows = tuple(row if compared else replace(row, proof=PROOFS[0]) for row in self._engine.rows())
+        proof = least(row.proof for row in rows)
         return SyncReport(
             version=version,
             transport=self._transport.name,
@@ -250,8 +264,9 @@ class WeightSender:
             model_bytes=total,
             density=stats.density,
             spans={**self._spans, **stats.spans, "total": time.perf_counter() - started},
-            engines=self._engine.rows(),
-            verified=self._verify and self._engine.verifies and not failed,
+            engines=rows,
+            verified=proof != PROOFS[0],
+            proof=proof,
         )
 
     @contextmanager

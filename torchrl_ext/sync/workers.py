@@ -38,7 +38,7 @@ class WorkerEngine(EngineClient):
         self.link, self._timeout_s = link, timeout_s + _GRACE_S
         self._numbers = itertools.count(1)
         self._watch = Stopwatch()
-        self._state, self._version = "serving", 0
+        self._state, self._version, self._proof = "serving", 0, "sent"
 
     @property
     def url(self) -> str:
@@ -49,6 +49,14 @@ class WorkerEngine(EngineClient):
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self.ask("connect", info)
+
+    @property
+    def proof(self) -> str:
+        return self._proof
+
+    def rehearse(self, how: str = "once") -> None:
+        """What a worker computes with is what weights land in, so this only asks what it proves."""
+        self._proof = str(self.ask("rehearse", {"how": how})["proof"])
 
     def prefetch(self, version: int) -> None:
         self.ask("prefetch", version)
@@ -75,15 +83,22 @@ class WorkerEngine(EngineClient):
     def rows(self) -> tuple[EngineRow, ...]:
         state = self._state if self.link.alive() else "unreachable"
         return (
-            EngineRow(engine=self.url, kind=self.kind, state=state, version=self._version, pause_s=self._watch.seconds),
+            EngineRow(
+                engine=self.url,
+                kind=self.kind,
+                state=state,
+                version=self._version,
+                pause_s=self._watch.seconds,
+                proof=self._proof,
+            ),
         )
 
     def close(self) -> None:
         if self.link.alive():
             self.ask("leave", None)
 
-    def ask(self, what: str, argument: Any) -> None:
-        """Let the worker do one thing, and wait until it has.
+    def ask(self, what: str, argument: Any) -> Any:
+        """Let the worker do one thing, and wait until it has; returns what it tells.
 
         Raises:
             EngineUnreachableError: the worker is gone.
@@ -110,6 +125,7 @@ class WorkerEngine(EngineClient):
                 state=error["state"],
                 hint=error["hint"],
             )
+        return answer.get("told")
 
 
 class Station:
@@ -183,16 +199,18 @@ class Station:
     def _answer(self, asked: Info) -> Exception | None:
         number, what, argument = asked["number"], asked["ask"], asked["argument"]
         try:
-            self._do(what, argument)
+            told = self._do(what, argument)
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
             self._link.put({"number": number, "error": _described(error)})
             return error
-        self._link.put({"number": number})
+        self._link.put({"number": number, "told": told})
         return None
 
-    def _do(self, what: str, argument: Any) -> None:
+    def _do(self, what: str, argument: Any) -> Any:
         if what == "connect":
             self._receiver.connect(argument)
+        elif what == "rehearse":
+            return self._receiver.rehearse(argument)
         elif what == "prefetch":
             self._receiver.prefetch(argument)
         elif what == "start":
@@ -212,6 +230,7 @@ class Station:
             raise errors.TransportError(
                 f"a worker knows no {what!r}", hint="use one release of torchrl_ext on both ends"
             )
+        return None
 
 
 def _described(error: Exception) -> Info:

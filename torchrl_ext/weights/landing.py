@@ -7,7 +7,8 @@ update costs what changed, and not what the model weighs, whatever the sharding 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,26 @@ from torchrl_ext.weights.position_digest import PositionDigest
 from torchrl_ext.weights.scatter import Copy, Scatter, as_bits, commit, flat
 
 if TYPE_CHECKING:
+    from torchrl_ext.types import ParamMeta
     from torchrl_ext.weights.loader import Staging
     from torchrl_ext.weights.placement import Landing
 
-__all__ = ["Coverage", "Patcher", "Piece", "Staged", "as_bits", "compare", "identity", "piece_digest"]
+__all__ = [
+    "READ_BACK_VERSIONS",
+    "Coverage",
+    "Patcher",
+    "Piece",
+    "Staged",
+    "as_bits",
+    "compare",
+    "holds",
+    "identity",
+    "piece_digest",
+    "read",
+]
+
+READ_BACK_VERSIONS = 16
+"""Within so many versions that come as changes every tensor is read back from the live bytes once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +165,32 @@ def _write(kernels: Kernels, piece: Piece, target: Tensor, landed: Landed) -> Sc
     return Scatter(kernels=kernels, target=target, offsets=landed.offsets, values=landed.values)
 
 
+def holds(pieces: Sequence[Piece], tensor: Tensor) -> bool:
+    """Whether the live bytes, read where ``pieces`` say that a checkpoint tensor lands, are its own.
+
+    Args:
+        pieces: the copies that the loader makes of the tensor on this rank.
+        tensor: the checkpoint tensor; cast to the dtype of the parameter where that is another one.
+    """
+    for piece in pieces:
+        live = piece.destination
+        source = tensor.detach().to(live.dtype).contiguous().reshape(-1)
+        block = source.as_strided(tuple(live.shape), piece.strides, piece.offset)
+        if not torch.equal(as_bits(live), as_bits(block.to(live.device))):
+            return False
+    return True
+
+
+def read(meta: ParamMeta, pieces: Iterable[Piece]) -> Tensor:
+    """One checkpoint tensor, put together on the host from where it lies; the pieces have to cover it."""
+    found = torch.empty(meta.shape, dtype=meta.dtype)
+    flat_bits = as_bits(found).reshape(-1)
+    for piece in pieces:
+        part = as_bits(piece.destination)
+        flat_bits.as_strided(tuple(part.shape), piece.strides, piece.offset).copy_(part)
+    return found
+
+
 Coverage = tuple[PositionDigest, int]
 """Digest of the units of a tensor that a rank holds, and how many these are."""
 
@@ -164,6 +207,8 @@ class Patcher:
         self.pieces, self._kernels = pieces, kernels
         self._held: dict[str, Coverage] = {}
         self._staged: Staged | None = None
+        self._turns = _turns(pieces)
+        self._turn = 0
 
     def forget(self) -> None:
         """The parameters were written by somebody else: their digests are taken anew when they are needed."""
@@ -201,10 +246,11 @@ class Patcher:
         self._staged = None
 
     def commit(self) -> None:
-        """Write what was staged.
+        """Write what was staged, and read a part of the tensors back: all of them in `READ_BACK_VERSIONS` turns.
 
         Raises:
             NotConnectedError: nothing is staged.
+            IntegrityError: the parameters hold something else than was written into them; names the tensor.
         """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
@@ -212,6 +258,25 @@ class Patcher:
         digests = {name: (digest, self._coverage(name)[1]) for name, digest in staged.digests.items()}
         staged.commit()
         self._held.update(digests)
+        self.read_back(self._turns[self._turn])
+        self._turn = (self._turn + 1) % len(self._turns)
+
+    def read_back(self, names: Iterable[str]) -> None:
+        """Take digests of these tensors from the live bytes, and hold them against what they should be.
+
+        Raises:
+            IntegrityError: names the tensor.
+        """
+        for name in names:
+            expected = self._held.pop(name, None)
+            found = self._coverage(name)
+            if expected is not None and found != expected:
+                raise IntegrityError(
+                    f"tensor {name!r} of the engine is not what was written into it",
+                    expected=f"digest {expected[0].hex()}, found {found[0].hex()}",
+                    state="the engine holds a damaged update and stays paused",
+                    hint="send the weights again: the next version comes whole",
+                )
 
     def _coverage(self, name: str) -> Coverage:
         if name not in self._held:
@@ -221,6 +286,18 @@ class Patcher:
                 count += piece.destination.numel()
             self._held[name] = (digest, count)
         return self._held[name]
+
+
+def _turns(pieces: Mapping[str, Sequence[Piece]]) -> list[list[str]]:
+    """The tensors in `READ_BACK_VERSIONS` parts of about the same size; none is empty where there are that many."""
+    sizes = {name: sum(piece.destination.nbytes for piece in own) for name, own in pieces.items()}
+    turns: list[list[str]] = [[] for _ in range(READ_BACK_VERSIONS)]
+    filled = [(0, turn) for turn in range(READ_BACK_VERSIONS)]
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        held, turn = heapq.heappop(filled)
+        turns[turn].append(name)
+        heapq.heappush(filled, (held + sizes[name], turn))
+    return turns
 
 
 def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.source import (
     MappingSource,
@@ -100,6 +100,37 @@ class WeightLoader(ABC):
         """What the model holds now, in checkpoint coordinates, as far as it can be read back."""
         return iter(())
 
+    def proof(self) -> str:
+        """What it says of an update that `digests` agree.
+
+        ``"sent"``: the model's loader was handed the trainer's bytes; ``"in place"``: they were read from what the
+        model computes with; ``"rehearsed"``: `torchrl_ext.sync.rehearsal`.
+        """
+        return "sent"
+
+    def unrehearsed(self, *, again: bool = False) -> bool:
+        """Whether a rehearsal can show something: the model holds what it was started with, and there was none yet.
+
+        Args:
+            again: also where there was one.
+        """
+        return False
+
+    def rehearsal(self) -> Info:
+        """What the rehearsal showed, JSON-safe; ``why`` says why there was none."""
+        return {"why": "the model computes with the tensors that are read back: there is nothing to rehearse"}
+
+    def rehearse(self) -> Info:
+        """Try the road of an update with weights that are known; returns `rehearsal`. The model is idle.
+
+        Raises:
+            EngineRefusedError, IntegrityError: the road does not lead where a cold start does.
+        """
+        return self.rehearsal()
+
+    def refuse_unsound(self) -> None:  # noqa: B027 - only a rehearsal can show it
+        """Raises EngineRefusedError where a rehearsal showed that an update would go wrong."""
+
     def digests(self) -> dict[str, str]:
         """`tensor_digest` of every parameter of the update, in checkpoint coordinates.
 
@@ -169,6 +200,9 @@ class TensorsLoader(WeightLoader):
 
     def patchable(self, name: str) -> bool:
         return True
+
+    def proof(self) -> str:
+        return "in place"
 
     def position_digests(self) -> dict[str, str]:
         return {name: digest.hex() for name, (digest, _) in self._patches().held().items()}

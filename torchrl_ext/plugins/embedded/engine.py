@@ -163,6 +163,11 @@ class Engine:
             self._updating = False
             self._receiver.connect(info)
 
+    def rehearse(self, question: Info) -> Info:
+        """See `WeightReceiver.rehearse`: the model computes with the tensors that are read back."""
+        with self._control:
+            return self._receiver.rehearse(question)
+
     def prefetch(self, version: int) -> None:
         """Fetch, check and stage ``version`` while generation goes on."""
         with self._control:

@@ -145,6 +145,8 @@ class _Routes:
         info = await _field(request, "init_info", dict)
         if "inspect" in info:
             return JSONResponse({"answer": await asyncio.to_thread(inspect, info["inspect"])})
+        if "rehearse" in info:
+            return JSONResponse({"answer": await asyncio.to_thread(self._engine.rehearse, info["rehearse"])})
         await asyncio.to_thread(self._engine.connect, info)
         return JSONResponse({"message": "Weight transfer initialized"})
 

@@ -1,0 +1,110 @@
+"""A rehearsal shows, before the first update, whether a second load leads to where a cold start does."""
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.sync.processed import PROBE, ProcessedLoader, Sabotage, checkpoint, outputs
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.rpc.inprocess import InProcessEngine
+from torchrl_ext.sync.receiver import WeightReceiver
+
+
+def sending(loader, transport=None, **settings):
+    engine = InProcessEngine(WeightReceiver(loader))
+    return tx.WeightSender(transport or tx.make_transport("memory"), engine, **settings), engine
+
+
+def holds(loader, seed):
+    return torch.equal(loader.model(PROBE), outputs(checkpoint(seed)))
+
+
+def verdicts(engine):
+    (told,) = engine.rehearsed
+    return {row["kernel"]: row["verdict"] for row in told["layers"]}
+
+
+def test_layers_that_come_back_are_told_from_layers_that_are_written_in_place():
+    loader = ProcessedLoader(checkpoint(0))
+    sender, engine = sending(loader)
+    for seed in (1, 2):
+        report = sender.update_weights(checkpoint(seed))
+        assert report.verified and report.proof == report.engines[0].proof == "rehearsed" and holds(loader, seed)
+    assert verdicts(engine) == {
+        "Fused": "in place",
+        "Shuffled": "by reload",
+        "Packed": "by reload",
+        "Absorbed": "by reload",
+        "Model": "in place",
+    }
+    assert engine.rehearsed[0]["loads"] == 3 and report.spans.get("rehearse", 0) < report.spans["total"]
+
+
+@pytest.mark.parametrize("kind", ["Shuffled", "Packed", "Absorbed"])
+def test_what_an_engines_reload_leaves_out_is_refused_by_name_before_a_weight_travels(kind):
+    loader = ProcessedLoader(checkpoint(0), lacks=[kind])
+    sender, engine = sending(loader)
+    with pytest.raises(WeightSyncError, match=f"blocks.0.{kind}") as told:
+        sender.update_weights(checkpoint(1))
+    assert not told.value.report.verified and told.value.report.proof == "sent"
+    comes_back = kind == "Absorbed"  # the others' own reload leads nowhere, not even back
+    assert engine.rows()[0].state == ("serving" if comes_back else "paused")
+    assert holds(loader, 0) or not comes_back
+
+
+@pytest.mark.parametrize("kind", ["Shuffled", "Packed", "Absorbed"])
+def test_a_repair_that_is_known_mends_it_and_is_named(kind):
+    loader = ProcessedLoader(checkpoint(0), lacks=[kind], knows=[kind])
+    sender, engine = sending(loader)
+    for seed in (1, 2):
+        assert sender.update_weights(checkpoint(seed)).proof == "rehearsed" and holds(loader, seed)
+    assert verdicts(engine)[kind] == "repaired" and engine.rehearsed[0]["repairs"] == [f"{kind}.process"]
+
+
+def test_changes_land_where_the_bytes_are_the_checkpoints_and_never_by_shape(tmp_path):
+    loader = ProcessedLoader(checkpoint(0))
+    sender, _ = sending(loader, tx.make_transport("delta", root=tmp_path))
+    for seed in (1, 2, 3):
+        assert sender.update_weights(checkpoint(seed)).verified and holds(loader, seed)
+    assert loader.patchable("blocks.0.Fused.q") and not loader.patchable("blocks.0.Shuffled.experts.0")
+
+
+def test_never_proves_what_was_sent_and_no_more():
+    loader = ProcessedLoader(checkpoint(0), lacks=["Absorbed"])
+    sender, _ = sending(loader, rehearse="never")
+    report = sender.update_weights(checkpoint(1))
+    assert (report.verified, report.proof) == (False, "sent") and not holds(loader, 1)
+
+
+def test_a_second_connection_need_not_rehearse_and_may():
+    loader = ProcessedLoader(checkpoint(0))
+    engine = InProcessEngine(WeightReceiver(loader))
+    engine_calls = []
+    rehearse = loader.rehearse
+    loader.rehearse = lambda: engine_calls.append(1) or rehearse()
+    for how, calls in (("once", 1), ("once", 1), ("always", 2)):
+        sender = tx.WeightSender(tx.make_transport("memory"), engine, rehearse=how)
+        sender.init_all_workers_group({name: (t.dtype, t.shape) for name, t in checkpoint(0).items()})
+        assert len(engine_calls) == calls
+    assert sender.update_weights(checkpoint(1)).verified and holds(loader, 1)
+
+
+def test_no_saboteur_ends_verified(tmp_path):
+    """200 loaders, each wrong about one tensor in one way."""
+    caught = {way: 0 for way in Sabotage.WAYS}
+    for seed in range(200):
+        sabotage = Sabotage(seed)
+        loader = ProcessedLoader(checkpoint(0), sabotage)
+        by_delta = sabotage.way == "misplace" or seed % 5 == 0
+        transport = tx.make_transport("delta", root=tmp_path / str(seed)) if by_delta else None
+        sender, engine = sending(loader, transport)
+        for version in (1, 2):
+            try:
+                report = sender.update_weights(checkpoint(version))
+            except WeightSyncError:
+                caught[sabotage.way] += 1
+                break
+            assert holds(loader, version) or not report.verified, (seed, sabotage.way, sabotage.name)
+            caught[sabotage.way] += engine.rehearsed[0]["changes"] == "by reload"  # and lands as a whole from there on
+        sender.shutdown()
+    assert sum(min(1, count) for count in caught.values()) == len(Sabotage.WAYS), caught

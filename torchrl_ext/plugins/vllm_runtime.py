@@ -1,0 +1,106 @@
+"""What a vLLM model computes with, and the steps that its own reload leaves out.
+
+Nothing of vLLM is patched: each repair calls a public step of the layer itself, as vLLM does when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from torchrl_ext.weights.runtime import Reading, reachable
+
+__all__ = ["REPAIRS", "also_packed", "kernel_of", "readings"]
+
+_ROWS = 4
+
+
+def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
+    """Every tensor that can be reached, and what layers whose weights cannot be read answer a fixed input.
+
+    oneDNN keeps packed weights in memory of its own (vLLM on a CPU), behind a handle; the layer's parameter is empty.
+
+    Args:
+        model: a worker's model.
+        dtype: in which the engine computes.
+    """
+    yield from reachable(model)
+    for path, layer in model.named_modules():
+        if isinstance(layer, (LinearBase, ParallelLMHead)) and _multiplies_packed(layer):
+            loaded = get_layerwise_info(layer).restore_metadata[0]["weight"]  # outputs, inputs
+            fixed = torch.randn(_ROWS, loaded.shape[-1], generator=torch.Generator().manual_seed(0)).to(dtype)
+            answer = layer.quant_method.apply(layer, fixed, None)
+            yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
+
+
+def _multiplies_packed(layer: nn.Module) -> bool:
+    """Whether it computes with a packed copy (`dispatch_cpu_unquantized_gemm`).
+
+    What it calls holds the copy in its closure; where nothing was packed, it holds nothing.
+    """
+    return bool(getattr(getattr(layer, "cpu_linear", None), "__closure__", None))
+
+
+def kernel_of(layer: nn.Module) -> str:
+    """The class of a layer, and what multiplies in it."""
+    method = getattr(layer, "quant_method", None)
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    parts = [part for part in (layer, method, experts) if part is not None]
+    return ", ".join(type(part).__name__ for part in parts)
+
+
+def _pack_experts(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Bring experts that were loaded into the form of their kernel.
+
+    `UnquantizedFusedMoEMethod` (0.32) does so on the first processing only: a reload copies rows as they came over what
+    the kernel had packed (CPU) or rearranged.
+    """
+    packed = []
+    for layer in layers:
+        method = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+            packed.append(layer)
+    return packed
+
+
+def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Let output embeddings that share the input embedding's weight follow it.
+
+    A layerwise reload processes the layer that was loaded, and the other one's packed copy (CPU) would stay as it was.
+    """
+    inputs = [layer for layer in model.modules() if type(layer) is VocabParallelEmbedding]
+    packed = []
+    for head in (layer for layer in model.modules() if isinstance(layer, ParallelLMHead)):
+        if any(_same_weight(head, layer) for layer in inputs):
+            head.quant_method.process_weights_after_loading(head)
+            packed.append(head)
+    return packed
+
+
+REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]] = {
+    "experts.process_weights_after_loading": _pack_experts,
+    "tied lm_head.process_weights_after_loading": _pack_tied,
+}
+"""Name -> step; takes the model and the layers that were loaded, returns the layers that it finished."""
+
+
+def _same_weight(one: nn.Module, other: nn.Module) -> bool:
+    return one.weight.numel() > 0 and one.weight.data_ptr() == other.weight.data_ptr()
+
+
+def also_packed(model: nn.Module) -> Iterator[Tensor]:
+    """Weights of layers that compute with a packed copy of them, which a write to the weight would not reach.
+
+    vLLM on a CPU keeps the weight of an output embedding beside the copy.
+    """
+    for layer in model.modules():
+        looked_up = type(layer) is VocabParallelEmbedding  # it never multiplies
+        if not looked_up and _multiplies_packed(layer):
+            yield from (parameter for parameter in layer.parameters(recurse=False) if parameter.numel())

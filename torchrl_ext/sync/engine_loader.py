@@ -1,0 +1,125 @@
+"""What loaders of engines that process their weights share: was the road of an update rehearsed, and what came out."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from torchrl_ext.errors import EngineRefusedError, IntegrityError
+from torchrl_ext.sync.rehearsal import IN_PLACE, Rehearsal, rehearse
+from torchrl_ext.types import Info
+from torchrl_ext.weights.loader import WeightLoader
+from torchrl_ext.weights.placement import Landing
+from torchrl_ext.weights.runtime import Reading
+
+__all__ = ["EngineLoader"]
+
+_NAMED = 5  # layers that an error lists
+
+
+class EngineLoader(WeightLoader):
+    """A loader into a model that an engine has processed, whose road can be rehearsed.
+
+    Attributes:
+        touched: something was loaded after the weights that the engine was started with.
+        repairs: steps that `finish` and `commit` take after the engine's own processing, by name.
+    """
+
+    def __init__(self) -> None:
+        self.touched = False
+        self.repairs: frozenset[str] = frozenset(self.known_repairs())
+        self._rehearsed: Rehearsal | None = None
+
+    # what an engine's loader says of its model
+
+    def known_repairs(self) -> Sequence[str]:
+        """Steps of the engine's own that its reload leaves out, as far as anybody knows."""
+        return ()
+
+    @abstractmethod
+    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        """The checkpoint that the engine was started with, as an update would name it, each time from the beginning;
+        None where there is none."""
+
+    @abstractmethod
+    def runtime(self) -> Iterator[Reading]:
+        """Everything that this worker computes with."""
+
+    @abstractmethod
+    def landings(self, name: str) -> Iterable[Landing]:
+        """The copies of a checkpoint tensor into runtime parameters (`Reading.key`) of this worker."""
+
+    @abstractmethod
+    def kernel(self, layer: str) -> str:
+        """What computes in the module at ``layer``, in words."""
+
+    @abstractmethod
+    def land_whole(self) -> None:
+        """From now on changes are landed by loading the whole model."""
+
+    def repaired(self) -> Mapping[str, str]:
+        """Layer -> the repair that the last load needed there."""
+        return {}
+
+    # what the receiver asks
+
+    def proof(self) -> str:
+        """``"in place"`` or ``"rehearsed"`` once that was shown; ``"sent"`` before."""
+        if self._rehearsed is None or self._rehearsed.refused:
+            return "sent"
+        return "rehearsed" if any(layer.verdict != IN_PLACE for layer in self._rehearsed.layers) else "in place"
+
+    def unrehearsed(self, *, again: bool = False) -> bool:
+        return (self._rehearsed is None or again) and not self.touched and self.start_weights() is not None
+
+    def rehearsal(self) -> Info:
+        if self._rehearsed is not None:
+            return self._rehearsed.to_json()
+        if self.touched:
+            return {"why": "the engine no longer holds the weights that it was started with: start it again"}
+        return {"why": "the engine was started without a checkpoint" if self.start_weights() is None else ""}
+
+    def rehearse(self) -> Info:
+        """Rehearse; the model is idle, and holds what it was started with.
+
+        Raises:
+            EngineRefusedError: a layer does not come back to what a cold start makes of it; nothing of the trainer's
+                was loaded, and the engine serves what it served.
+            IntegrityError: the same, and the engine could not be brought back: it has to be started again.
+        """
+        if self.touched or self.start_weights() is None:
+            return self.rehearsal()
+        found = rehearse(self)
+        self._rehearsed = found
+        self.touched = not found.restored
+        self.refuse_unsound()
+        return found.to_json()
+
+    def refuse_unsound(self) -> None:
+        """Take no update that was shown to go wrong.
+
+        Raises:
+            EngineRefusedError, IntegrityError: see `rehearse`.
+        """
+        found = self._rehearsed
+        if found is None or not found.refused:
+            return
+        named = "; ".join(f"{layer.name} ({layer.kernel}): {layer.why}" for layer in found.refused[:_NAMED])
+        what = f"an update would leave {len(found.refused)} layer(s) of this engine wrong: {named}"
+        expected = "every tensor that the engine computes with as a cold start from the same weights makes it"
+        if not found.restored:
+            raise IntegrityError(
+                what,
+                expected=expected,
+                state="the engine stays paused: it holds something else than it was started with",
+                hint="start the engine again, with another kernel backend if it has one for this layer",
+            )
+        raise EngineRefusedError(
+            what,
+            expected=expected,
+            state="no weight of the trainer was loaded; the engine serves what it served",
+            hint="start it with another kernel backend for this layer, or report the layer and the engine's version; "
+            "rehearse='never' sends all the same, and then no update is called verified",
+        )

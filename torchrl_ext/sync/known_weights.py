@@ -1,0 +1,77 @@
+"""Weights that are known: a checkpoint with something changed in each tensor, and the way back as a delta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_ext.codecs.layout import layout_of, units
+from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.position_digest import position_digest
+
+__all__ = ["TakenBack", "changed", "places"]
+
+_PERIOD, _EVERY, _SMALL = 257, 32, 1 << 14
+
+
+def places(name: str, tensor: Tensor) -> Tensor:
+    """Which elements of a checkpoint tensor a rehearsal changes: int64, shape (k,), increasing.
+
+    All of a small one; of a large one about one in 32, with a prime period that no layout of a kernel shares, so that a
+    delta's staging stays small. None of an integer tensor that holds indices or sizes: a loader may use those.
+    """
+    count = tensor.numel()
+    if not tensor.is_floating_point() and (count < _EVERY or tensor.dtype is torch.bool or name.endswith("g_idx")):
+        return torch.empty(0, dtype=torch.int64)
+    if count <= _SMALL:
+        return torch.arange(count)
+    pattern = torch.arange(0, _PERIOD, _EVERY)
+    whole = torch.arange(0, count, _PERIOD).unsqueeze(1) + pattern
+    return whole.reshape(-1)[: int((whole.reshape(-1) < count).sum())]
+
+
+def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A checkpoint tensor with `places` changed: floats come nearer to zero by a factor that differs from place to
+    place (no value overflows, no scale turns negative), zeros become small; integers lose or gain their lowest bit."""
+    where = places(name, tensor)
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    if where.numel() and tensor.is_floating_point():
+        factor = 0.5 + 0.25 * ((where * 7919) % _PERIOD) / _PERIOD
+        old = flat[where].to(torch.float64)
+        flat[where] = torch.where(old == 0, 0.01 * factor, old * factor).to(tensor.dtype)
+    elif where.numel():
+        flat[where] = flat[where] ^ 1
+    return name, flat.reshape(tensor.shape)
+
+
+class TakenBack:
+    """What leads from the changed checkpoint back to the start checkpoint (`torchrl_ext.weights.loader.Staging`).
+
+    Args:
+        start: makes a pass over the start checkpoint.
+    """
+
+    def __init__(self, start: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        self._start = start
+        self.digests = {name: position_digest(tensor).hex() for name, tensor in start()}
+
+    def patches(self) -> Iterator[Patch]:
+        """One per tensor that was changed, with the bits of the start checkpoint."""
+        for name, tensor in self._start():
+            meta = ParamMeta.of(name, tensor)
+            where = places(name, tensor).numpy()
+            parts = layout_of(meta.dtype).parts
+            if parts > 1:
+                where = (where[:, None] * parts + np.arange(parts)).reshape(-1)
+            if where.size:
+                indices = where.astype(index_dtype(layout_of(meta.dtype).count(meta)))
+                yield SparsePatch(meta, indices, units(tensor)[where])
+
+    def whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the start checkpoint."""
+        wanted: Collection[str] = frozenset(names)
+        return ((name, tensor) for name, tensor in self._start() if name in wanted)

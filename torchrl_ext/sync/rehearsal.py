@@ -1,0 +1,368 @@
+"""Rehearsal: does a second load bring everything that an engine computes with to where its start brought it?
+
+An engine loads once when it starts, and its kernels make of the weights what they like. What a later load leaves
+behind nobody promises: a packed copy stays as it was, a shuffled one is overwritten with rows as they came. So before
+the first update, while the engine is paused and holds the weights that it was started with, the very road of an update
+is tried with weights that are known:
+
+1. a digest of every tensor that can be reached (`torchrl_ext.weights.runtime`) is noted: the cold start;
+2. the start checkpoint is loaded with something changed in each tensor: every place where one lands must differ;
+3. the changes are taken back as a delta would take them: all must be as in the cold start, bit for bit;
+4. the start checkpoint itself is loaded whole: the same again.
+
+A loader that fails in 2 or 4 is tried again without the repairs that it knows; where that does not help either, the
+engine is refused, with the layers' names. One that fails in 3 only lands changes as whole loads from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import IntegrityError
+from torchrl_ext.kernels.base import Place, Words, flat_bits
+from torchrl_ext.kernels.select import kernels_on
+from torchrl_ext.sync.known_weights import TakenBack, changed, places
+from torchrl_ext.types import Info
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.placement import Landing
+from torchrl_ext.weights.runtime import Reading
+
+if TYPE_CHECKING:
+    from torchrl_ext.sync.engine_loader import EngineLoader
+
+__all__ = ["IN_PLACE", "Layer", "Rehearsal", "rehearse"]
+
+log = logging.getLogger("torchrl_ext")
+
+IN_PLACE, BY_RELOAD, REPAIRED, REFUSED = "in place", "by reload", "repaired", "refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer's verdict.
+
+    Attributes:
+        name: path of the module.
+        kernel: what computes in it.
+        verdict: ``"in place"`` (every element is written where the placement says), ``"by reload"`` (the engine's own
+            processing restores it), ``"repaired"`` (that, and a further step) or ``"refused"``.
+        why: the step, or what is wrong.
+    """
+
+    name: str
+    kernel: str
+    verdict: str
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What came out.
+
+    Attributes:
+        layers: one verdict per layer in which a checkpoint tensor lands.
+        repairs: steps that are taken after each load from now on.
+        changes: ``"in place"`` where changes may be written element by element, ``"by reload"`` where not.
+        restored: the engine holds what it was started with.
+        seconds: what it took.
+        loads: loads of the whole model.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    repairs: tuple[str, ...] = ()
+    changes: str = IN_PLACE
+    restored: bool = True
+    seconds: float = 0.0
+    loads: int = 0
+
+    @property
+    def refused(self) -> tuple[Layer, ...]:
+        """Layers that the road of an update does not bring to where a cold start brings them."""
+        return tuple(layer for layer in self.layers if layer.verdict == REFUSED)
+
+    def to_json(self, most: int = 10) -> Info:
+        """A JSON-safe summary: verdicts by kernel, each with a count and one layer; refused layers by name."""
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for layer in self.layers:
+            groups.setdefault((layer.verdict, layer.kernel, layer.why[:100]), []).append(layer.name)
+        rows = [
+            {"verdict": verdict, "kernel": kernel, "why": why, "layers": len(names), "first": names[0]}
+            for (verdict, kernel, why), names in groups.items()
+        ]
+        rest = asdict(self) | {"layers": rows[:most]}
+        return {**rest, "repairs": list(self.repairs), "seconds": round(self.seconds, 3)}
+
+
+def rehearse(loader: EngineLoader) -> Rehearsal:
+    """Try the road of an update on a paused engine; see this module's text.
+
+    Args:
+        loader: of a model that holds the weights that it was started with.
+    """
+    began = time.perf_counter()
+    arriving = _arriving(loader)
+    cold = _Snapshot(loader, arriving)
+    known = tuple(loader.known_repairs())
+    loads, attempt = 0, _Attempt()
+    for repairs in dict.fromkeys((known, ())):
+        loader.repairs = frozenset(repairs)
+        attempt = _attempt(loader, arriving, cold)
+        loads += attempt.loads
+        if not attempt.wrong:
+            break
+    else:
+        loader.repairs = frozenset(known)
+    return Rehearsal(
+        layers=tuple(_verdicts(loader, attempt)),
+        repairs=tuple(sorted(attempt.taken)),
+        changes=attempt.changes,
+        restored=attempt.restored,
+        seconds=time.perf_counter() - began,
+        loads=loads,
+    )
+
+
+@dataclass
+class _Attempt:
+    wrong: dict[str, str] = field(default_factory=dict)
+    """Layer -> what is wrong with it."""
+    taken: Mapping[str, str] = field(default_factory=dict)
+    """Repair -> kind of layer that it was taken on."""
+    repaired: Mapping[str, str] = field(default_factory=dict)
+    changes: str = IN_PLACE
+    restored: bool = True
+    loads: int = 0
+
+
+def _attempt(loader: EngineLoader, arriving: Mapping[str, _Arriving], cold: _Snapshot) -> _Attempt:
+    found = _Attempt()
+    try:
+        _load(loader, (changed(name, tensor) for name, tensor in _start(loader)))
+        found.loads += 1
+        found.wrong.update(_unreached(loader, arriving, cold, _Snapshot(loader, arriving)))
+        if not _take_back(loader, cold):
+            found.loads += 2
+            found.changes = BY_RELOAD
+            loader.land_whole()
+            _load(loader, (changed(name, tensor) for name, tensor in _start(loader)))
+            _take_back(loader, cold)
+        found.loads += 1
+    except Exception as error:  # a loader says no in any way that its author liked
+        log.warning("a rehearsal failed", exc_info=error)
+        found.wrong[""] = f"{type(error).__name__}: {error}"
+    try:
+        _load(loader, _start(loader))
+        found.loads += 1
+    except Exception as error:
+        log.warning("the weights that the engine was started with could not be loaded again", exc_info=error)
+        found.wrong.setdefault("", f"{type(error).__name__}: {error}")
+    found.repaired = dict(loader.repaired())
+    found.taken = {step: "" for step in found.repaired.values()}
+    left = cold.differing(_Snapshot(loader))
+    for layer, names in left.items():
+        found.wrong[layer] = f"{', '.join(sorted(names))} not as after a cold start"
+    found.restored = not left
+    return found
+
+
+def _take_back(loader: EngineLoader, cold: _Snapshot) -> bool:
+    """Undo what was changed, as a delta lands; whether all is as in the cold start."""
+    try:
+        loader.stage(TakenBack(lambda: _start(loader)))
+        loader.commit()
+    except IntegrityError as error:
+        log.warning("changes cannot be written in place: %s", error)
+        return False
+    return not cold.differing(_Snapshot(loader))
+
+
+def _load(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> None:
+    loader.start()
+    loader.load(pairs)
+    loader.finish()
+
+
+def _start(loader: EngineLoader) -> Iterable[tuple[str, Tensor]]:
+    weights = loader.start_weights()
+    assert weights is not None, "rehearse() is called with a checkpoint only"
+    return weights
+
+
+class _Snapshot:
+    """Digests of everything that can be reached now; of parameters also of their content, in whatever order."""
+
+    def __init__(self, loader: EngineLoader, contents: Collection[str] = ()) -> None:
+        self.readings: dict[str, tuple[str, str]] = {}
+        self.tensors: dict[str, Reading] = {}
+        self.contents: dict[str, Words] = {}
+        self.answers: dict[str, Tensor] = {}
+        for reading in loader.runtime():
+            key = reading.key
+            self.readings[key], self.tensors[key] = (reading.layer, tensor_digest(reading.tensor)), reading
+            if key in contents:
+                self.contents[key] = content(reading.tensor)
+            if reading.of:
+                self.answers[f"{reading.layer}.{reading.of}"] = reading.tensor.float()
+
+    def differing(self, other: _Snapshot) -> dict[str, list[str]]:
+        """Layer -> names of what is not the same in ``other``, or is there on one side only."""
+        found: dict[str, list[str]] = {}
+        for key in self.readings.keys() | other.readings.keys():
+            if self.readings.get(key) != other.readings.get(key):
+                layer = (self.readings.get(key) or other.readings[key])[0]
+                found.setdefault(layer, []).append(key.removeprefix(f"{layer}."))
+        return found
+
+
+def content(tensor: Tensor) -> Words:
+    """A sum over the bits of all elements, each mixed: the same for the same elements in another order."""
+    bits = flat_bits(tensor)
+    place = Place(shape=(bits.numel(),), offset=0, strides=(0,), to=(1,))
+    return kernels_on(bits.device).words(bits, place) if bits.numel() else (0, 0)
+
+
+def _minus(one: Words, other: Words) -> Words:
+    return (one[0] - other[0]) % 2**64, (one[1] - other[1]) % 2**64
+
+
+def _plus(one: Words, other: Words) -> Words:
+    return (one[0] + other[0]) % 2**64, (one[1] + other[1]) % 2**64
+
+
+@dataclass
+class _Arriving:
+    """What the checkpoint brings to one runtime parameter."""
+
+    names: list[str] = field(default_factory=list)
+    exact: bool = True
+    before: Words = (0, 0)
+    after: Words = (0, 0)
+    blocks: list[tuple[str, Landing]] = field(default_factory=list)
+
+    def add(self, name: str, landing: Landing, before: Tensor, after: Tensor) -> None:
+        """One copy that the loader makes, of the start checkpoint's tensor and of the changed one."""
+        self.names.append(name)
+        self.blocks.append((name, landing))
+        self.exact = self.exact and landing.exact
+        if self.exact:
+            self.before = _plus(self.before, content(_block(before, landing)))
+            self.after = _plus(self.after, content(_block(after, landing)))
+
+
+def _block(tensor: Tensor, landing: Landing) -> Tensor:
+    flat = tensor.detach().to(landing.dtype).contiguous().reshape(-1)
+    return flat.as_strided(landing.shape, landing.source_strides, landing.source_offset)
+
+
+def _arriving(loader: EngineLoader) -> dict[str, _Arriving]:
+    found: dict[str, _Arriving] = {}
+    for name, tensor in _start(loader):
+        if places(name, tensor).numel():
+            _, after = changed(name, tensor)
+            for landing in loader.landings(name):
+                found.setdefault(landing.param, _Arriving()).add(name, landing, tensor, after)
+    return found
+
+
+def _unreached(
+    loader: EngineLoader, arriving: Mapping[str, _Arriving], cold: _Snapshot, moved: _Snapshot
+) -> dict[str, str]:
+    """Layers of which something stayed what it was although every tensor of the checkpoint changed."""
+    off = cold.differing(moved)
+    found: dict[str, str] = {}
+    for key, what in arriving.items():
+        layer, _, own = key.rpartition(".")
+        known = key in cold.readings and key in moved.readings
+        if own not in off.get(layer, ()) if known else not off.get(layer):
+            found[layer] = f"{what.names[0]} does not reach it when it is loaded again"
+        elif known and what.exact and _minus(cold.contents[key], what.before) in _paddings(cold.tensors[key], what):
+            if _minus(cold.contents[key], what.before) != _minus(moved.contents[key], what.after):
+                found[layer] = f"not all of {', '.join(dict.fromkeys(what.names))} reaches it when it is loaded again"
+        elif key in cold.answers and key in moved.answers:
+            for name, landing in what.blocks:
+                if not _answers_differ(cold.answers[key], moved.answers[key], landing):
+                    found[layer] = f"{name} does not reach all of it when it is loaded again"
+    still = {
+        key: reading
+        for key, reading in moved.tensors.items()
+        if key not in arriving and cold.readings.get(key) == moved.readings[key] and _varied(reading.tensor)
+    }
+    for key, reading in still.items():
+        if reading.derived and reading.tensor.dim() > 1 and not any(word in key.lower() for word in _TABLES):
+            found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
+    near = [reading for reading in still.values() if reading.layer not in found]
+    for name, tensor in _start(loader) if near else ():
+        parents = {_parent(landing.param.rpartition(".")[0]) for landing in loader.landings(name)}
+        for reading in near:
+            if parents & {_parent(reading.layer), reading.layer} and _is_copy(reading.tensor, tensor):
+                found[reading.layer] = f"{reading.name} is a copy of {name}, and no load changes it"
+    return found
+
+
+def _paddings(reading: Reading, what: _Arriving) -> tuple[Words, ...]:
+    """What the content of a parameter may have beyond what arrives: nothing, or zeros up to its size."""
+    arrived = sum(landing.numel for _, landing in what.blocks)
+    missing = reading.tensor.numel() - arrived
+    if missing < 0 or any(landing.dtype != reading.tensor.dtype for _, landing in what.blocks):
+        return ()
+    return ((0, 0), content(torch.zeros(missing, dtype=reading.tensor.dtype)))
+
+
+def _answers_differ(before: Tensor, after: Tensor, landing: Landing) -> bool:
+    """Whether nearly all outputs that a block of a weight's rows makes are others (a tie of a few is chance)."""
+    width = landing.strides[0] if len(landing.strides) > 1 else 1
+    first = landing.offset // max(1, width)
+    rows = slice(first, first + landing.shape[0]) if len(landing.shape) > 1 else slice(None)
+    differ = (before[:, rows] != after[:, rows]).any(0)
+    return bool(differ.float().mean() > 0.9) if differ.numel() else True
+
+
+_TABLES = ("cos", "sin", "rope", "rotary", "freq", "alibi", "mask", "workspace", "buffer")
+"""Words in names of tensors that kernels compute for themselves, from nothing that is loaded."""
+
+_SAMPLE, _DISTINCT = 512, 16
+
+
+def _varied(tensor: Tensor) -> bool:
+    """Whether it could be made of weights: floating-point, and not one value all over."""
+    return tensor.is_floating_point() and tensor.numel() >= _DISTINCT and _sample(tensor).numel() >= _DISTINCT
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)].float().unique()
+
+
+def _is_copy(tensor: Tensor, of: Tensor) -> bool:
+    """Whether the values of ``tensor``, in whatever order, are values of another one."""
+    sample = _sample(tensor)
+    every = of.detach().to(tensor.device, tensor.dtype).float().reshape(-1)
+    return bool(torch.isin(sample, every).float().mean() > 0.95)
+
+
+def _parent(layer: str) -> str:
+    return layer.rpartition(".")[0]
+
+
+def _verdicts(loader: EngineLoader, attempt: _Attempt) -> Iterator[Layer]:
+    lands: dict[str, bool] = {}
+    for name, _ in _start(loader):
+        for landing in loader.landings(name):
+            layer = landing.param.rpartition(".")[0]
+            lands[layer] = lands.get(layer, True) and loader.patchable(name)
+    for layer in dict.fromkeys((*lands, *attempt.wrong)):
+        verdict, why = BY_RELOAD, ""
+        if layer in attempt.wrong:
+            verdict, why = REFUSED, attempt.wrong[layer]
+        elif layer in attempt.repaired:
+            verdict, why = REPAIRED, attempt.repaired[layer]
+        elif lands[layer] and attempt.changes == IN_PLACE:
+            verdict = IN_PLACE
+        yield Layer(name=layer or "the model", kernel=loader.kernel(layer), verdict=verdict, why=why)
