@@ -14,6 +14,7 @@ import torch
 from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.background import in_background
+from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.sources import Outgoing, inner_model
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import ParamMeta, SyncReport
@@ -33,9 +34,21 @@ class WeightSender:
         mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
         dtype: cast floating-point tensors to this dtype on the way out.
         verify: every engine compares a digest of each tensor with the trainer's before a version is in service; engines
-            that cannot (`EngineClient.verifies`) are not asked, and the report says so.
+            that cannot (`EngineClient.verifies`) are not asked, and the report says so. ``"outputs"``: besides that,
+            every engine that serves the version computes log-probabilities of a probe, which are compared with the
+            trainer's; one that is further off than ``max_gap`` is paused, and the update fails. For some requests in
+            between it served what it should not.
         rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
             `update_weights` too and replay the same gathers.
+        max_gap: of ``verify="outputs"``: the largest accepted difference of a log-probability, in nats; ``"dtype"``
+            takes `torchrl_ext.sync.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
+            and refuses nothing.
+        probe: of ``verify="outputs"``: a function of token ids that returns the trainer's own log-probabilities, on
+            every trainer rank, or a `torchrl_ext.sync.outputs.Probe`; None runs the registered model, a causal LM of
+            `transformers`, on random tokens.
+
+    Raises:
+        ConfigError: settings about outputs that cannot work.
     """
 
     def __init__(
@@ -45,13 +58,16 @@ class WeightSender:
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
-        verify: bool = True,
+        verify: bool | str = True,
         rank: int = 0,
+        max_gap: float | str | None = "dtype",
+        probe: Compute | Probe | None = None,
     ) -> None:
         self._transport = transport
         self._engine = NullEngine(on_load=transport.announce) if engine is None else engine
         self._mapper, self._dtype, self._rank = mapper, dtype, rank
-        self._verify = verify and engine is not None
+        self._verify = bool(verify) and engine is not None
+        self._outputs = Outputs(verify, max_gap, probe)
         self._model: Callable[[], Any] = lambda: None
         self._collectors: list[weakref.ref[Any]] = []
         self._metadata: tuple[ParamMeta, ...] | None = None
@@ -111,12 +127,16 @@ class WeightSender:
         self._spans = {}
         source = self._outgoing(weights)
         if self._rank != 0:
+            self._outputs.replay(weights, self._model())
             source.replay()
             self.version += 1
             return SyncReport(version=self.version, transport=self._transport.name)
         source.version = self._next_version()
         try:
-            with self._transport.exclusive("update_weights"):
+            with (
+                self._transport.exclusive("update_weights"),
+                self._outputs.compared(self._engine, source, weights, self._model()),
+            ):
                 self._deliver(source)
         except ConcurrentUpdateError:
             raise
@@ -249,8 +269,8 @@ class WeightSender:
             bytes=source.bytes if stats.bytes is None else stats.bytes,
             model_bytes=total,
             density=stats.density,
-            spans={**self._spans, **stats.spans, "total": time.perf_counter() - started},
-            engines=self._engine.rows(),
+            spans={**self._spans, **self._outputs.spans, **stats.spans, "total": time.perf_counter() - started},
+            engines=self._outputs.rows(self._engine.rows()),
             verified=self._verify and self._engine.verifies and not failed,
         )
 
