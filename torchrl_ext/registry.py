@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrl_ext.errors import ConfigError
 
-__all__ = ["Entry", "Registry", "engines", "launchers", "receivers", "switches", "transports"]
+__all__ = ["Entry", "Registry", "engines", "launchers", "receivers", "scorers", "switches", "transports"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,9 @@ receivers.register("default", "torchrl_ext.sync.receiver:WeightReceiver", "lands
 
 switches = Registry("switch")
 switches.register("default", "torchrl_ext.sync.switching:Switch", "other weights for an engine of this process")
+
+scorers = Registry("scorer")
+scorers.register("vllm", "torchrl_ext.plugins.vllm_scorer:VLLMScorer", "log-probabilities of tokens by a vLLM object")
 
 launchers = Registry("engine to start")
 launchers.register("embedded", "torchrl_ext.launch.embedded:EmbeddedServer", "the embedded transformers engine")

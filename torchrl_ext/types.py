@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -204,6 +205,9 @@ class EngineRow:
         pause_s: seconds from the pause's acknowledgement to the resume's.
         error: what went wrong, or None.
         proof: what it proves of the version that it serves; see `SyncReport`.
+        max_gap, mean_gap: the largest and the mean absolute difference between the engine's log-probabilities of the
+            probe and the trainer's, in nats (`torchrl_ext.sync.outputs`); infinite where one is no number, and None
+            where nobody compared them.
     """
 
     engine: str
@@ -213,6 +217,8 @@ class EngineRow:
     pause_s: float = 0.0
     error: str | None = None
     proof: str = "sent"
+    max_gap: float | None = None
+    mean_gap: float | None = None
 
 
 PROOFS = ("sent", "in place", "rehearsed", "outputs")
@@ -252,8 +258,12 @@ class SyncReport:
     proof: str = "sent"
 
     def to_json(self) -> Info:
-        """A JSON-safe dictionary of every field."""
-        return dataclasses.asdict(self) | {"spans": dict(self.spans)}
+        """A JSON-safe dictionary of every field; a gap without bounds is ``"inf"``, for which JSON has no number."""
+        return dataclasses.asdict(self, dict_factory=_finite) | {"spans": dict(self.spans)}
+
+
+def _finite(fields: Iterable[tuple[str, Any]]) -> Info:
+    return {name: str(value) if value in (math.inf, -math.inf) else value for name, value in fields}
 
 
 class Receiver(Protocol):

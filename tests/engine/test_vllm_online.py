@@ -53,7 +53,7 @@ def main():
     rows["start"] = says() == greedy(load(start))
     for transport in ("disk", "delta", "ipc"):
         settings = {} if transport == "ipc" else {"root": root + transport}
-        sender = tx.WeightSender(tx.make_transport(transport, **settings), engine)
+        sender = tx.WeightSender(tx.make_transport(transport, **settings), engine, verify="outputs", max_gap=1e-4)
         for source in (other, start):
             model = load(source)
             rows[f"{transport} {source == start}"] = sender.update_weights(model).verified and says() == greedy(model)
@@ -74,6 +74,8 @@ async def main():
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     import torchrl_ext as tx
+    from torchrl_ext.sync.outputs import gaps
+    from torchrl_ext.weights.scoring import score
 
     start, other, wide = sys.argv[1:]
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=start, **SETTINGS))
@@ -101,6 +103,8 @@ async def main():
     rows["by path"] = await tokens() == greedy(new)
     await engine.update_model_weights_from_state_dict(old.state_dict())
     rows["by state dict"] = await tokens() == greedy(old)
+    prompts = ((3, 17, 42, 7), (5, 400, 31))
+    rows["log-probabilities"] = gaps(score(old, prompts), await asyncio.to_thread(engine.logprobs, prompts))[0] < 1e-4
     layer = {name: tensor for name, tensor in new.state_dict().items() if ".layers.1." in name}
     await engine.update_model_weights_from_state_dict(layer)
     mixed = load(start)
@@ -163,4 +167,4 @@ def test_an_llm_follows_a_sender_by_disk_delta_and_ipc_and_takes_a_path(tmp_path
 def test_an_async_llm_switches_between_and_within_requests_or_keeps_what_it_has(tmp_path, checkpoints):
     wide = tiny_checkpoint(tmp_path / "wide", 2, hidden_size=64)
     rows = rows_of(ONLINE, tmp_path, *checkpoints, wide)
-    assert len(rows) == 12 and all(found is True for found in rows.values()), rows
+    assert len(rows) == 13 and all(found is True for found in rows.values()), rows

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
+from tests.models import tiny_model
 from tests.rpc.ray_cluster import two_nodes
 from torchrl_ext.errors import (
     ConfigError,
@@ -218,3 +219,13 @@ def free_port():
     from torchrl_ext.launch.processes import free_port as pick
 
     return pick()
+
+
+def test_outputs_of_an_engine_in_an_actor_are_compared(actors, settings):
+    engine = tx.make_engine("ray", engine=actors(EngineActor, tiny_model))
+    sender = tx.WeightSender(tx.make_transport("ipc", **settings("ipc")), engine, verify="outputs")
+    try:
+        (row,) = sender.update_weights(tiny_model(1)).engines
+        assert row.state == "serving" and 0 <= row.max_gap < 1e-4
+    finally:
+        sender.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -48,6 +48,10 @@ class EngineClient(ABC):
     def members(self) -> tuple[str, ...]:
         """Addresses that take part in the next update; a fleet goes on without those that do not answer."""
         return (self.url,)
+
+    def each(self) -> tuple[EngineClient, ...]:
+        """The engines that it drives, one by one: itself, or the members of a fleet that take part now."""
+        return (self,)
 
     @property
     def verifies(self) -> bool:
@@ -100,6 +104,29 @@ class EngineClient(ABC):
     def oldest(self, version: int) -> int:
         """The oldest version that the engine may still read, now that ``version`` is in service."""
         return version
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """What the engine's own forward pass says of ``prompts``, with the weights that it holds; no cache answers.
+
+        The engine serves (see `resume`): a paused one may keep the question waiting, up to its deadline. One that is
+        busy answers when it has room for another request. A fleet is not asked as one: see `each`.
+
+        Args:
+            prompts: token ids, at least one per prompt. Without any prompt no engine is asked, and only the errors that
+                need no answer are raised.
+
+        Returns:
+            Per prompt the natural-log probability of each of its tokens after the first, given those before it; NaN
+            where the engine has no number.
+
+        Raises:
+            ConfigError: this kind of engine computes none.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: it gives no answer, or one without them.
+        """
+        raise ConfigError(
+            f"{self.url}: this kind of engine ({self.kind}) computes no log-probabilities",
+            hint="leave verify='outputs' away; of a fleet ask the engines one by one: fleet.each()",
+        )
 
     def adapter(self, name: str) -> EngineClient:
         """A client that keeps this engine at the newest version of the LoRA adapter called ``name``; the weights of the
@@ -204,6 +231,9 @@ class NullEngine(EngineClient):
 
     def info(self) -> EngineInfo:
         return EngineInfo(url="none", kind=self.kind, world_size=0)
+
+    def each(self) -> tuple[EngineClient, ...]:
+        return ()
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         return None

@@ -1,13 +1,14 @@
-"""The embedded engine over HTTP: its routes are vLLM's, and one more, which stages a version while it serves."""
+"""The embedded engine over HTTP: its routes are vLLM's, and two of its own: to stage a version, to score tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.direct import DirectSession
+from torchrl_ext.rpc.told import logprobs_of_embedded
 from torchrl_ext.rpc.vllm import VLLMEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
@@ -59,6 +60,13 @@ class EmbeddedEngine(EngineClient):
 
     def commit(self, version: int) -> None:
         self._client.commit(version)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`. A paused engine answers too, unless what it holds cannot be served."""
+        if not prompts:
+            return []
+        told = self._http.post("/prompt_logprobs", {"prompts": [list(prompt) for prompt in prompts]})
+        return logprobs_of_embedded(self.url, prompts, told)
 
     def pause(self) -> None:
         self._client.pause()

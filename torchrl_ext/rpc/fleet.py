@@ -140,6 +140,9 @@ class Fleet(EngineClient):
         if self._failed or self._lost.keys() - self._told:
             self._raise(f"{missed} of {len(self.engines)} engines did not take version {version}")
 
+    def each(self) -> tuple[EngineClient, ...]:
+        return tuple(self._active())
+
     def oldest(self, version: int) -> int:
         return min(engine.oldest(version) for engine in self._active())
 

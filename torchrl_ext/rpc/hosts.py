@@ -7,13 +7,16 @@ import inspect
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.registry import scorers
 from torchrl_ext.rpc.client import least
 from torchrl_ext.rpc.inspection import answers_in
 from torchrl_ext.types import BACKEND, STILL_STAGING, EngineInfo, Info, Receiver
 from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source
 
 __all__ = ["EmbeddedHost", "Host", "ModuleHost", "VLLMHost", "host_of"]
@@ -54,6 +57,10 @@ class Host(ABC):
     @abstractmethod
     def start_weights(self) -> WeightSource:
         """The weights that it holds before the first update, to fall back on."""
+
+    @abstractmethod
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`."""
 
 
 def host_of(engine: Any, *, pause_mode: str, loop: asyncio.AbstractEventLoop | None, timeout_s: float) -> Host:
@@ -96,6 +103,9 @@ class ModuleHost(Host):
     def start_weights(self) -> WeightSource:
         return as_source({name: tensor.clone() for name, tensor in as_source(self._target)})
 
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return score(self._target, prompts)
+
 
 class EmbeddedHost(Host):
     """The embedded engine's object (`torchrl_ext.plugins.embedded.engine.Engine`)."""
@@ -121,6 +131,9 @@ class EmbeddedHost(Host):
 
     def start_weights(self) -> WeightSource:
         return CheckpointSource(self._engine.model_dir)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._engine.logprobs(prompts)
 
 
 class _EmbeddedReceiver:
@@ -205,6 +218,12 @@ class VLLMHost(Host):
 
     def start_weights(self) -> WeightSource:
         return CheckpointSource(self._config.model_config.model)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`. vLLM's own words for a request can only be had from vLLM, hence the detour."""
+        if not prompts:
+            return []
+        return self._done(scorers.make("vllm", llm=self._llm, asynchronous=self._asynchronous).ask(prompts))
 
     def workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker.

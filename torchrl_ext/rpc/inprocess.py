@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -112,6 +112,14 @@ class InProcessEngine(EngineClient):
         self._receiver.finish(version)
         self._version = version
         self.resume()
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`. A module, and the embedded engine's object, answer while paused too.
+
+        Raises:
+            ConfigError: what takes the weights is no causal LM, or its `WeightReceiver` hides it behind a loader.
+        """
+        return self._host.logprobs(prompts)
 
     def pause(self) -> None:
         self._host.pause()

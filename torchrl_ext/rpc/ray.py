@@ -119,6 +119,10 @@ class EngineActor:
         """As `EngineClient.commit`."""
         self._client.commit(version)
 
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """As `EngineClient.logprobs`."""
+        return self._client.logprobs(prompts)
+
     def pause(self) -> None:
         """As `EngineClient.pause`."""
         self._client.pause()
@@ -229,6 +233,9 @@ class RayEngine(EngineClient):
     def commit(self, version: int) -> None:
         self._ask("commit", version, timeout_s=self._load_timeout_s)
         self._row = replace(self._ask("row"), engine=self._url, kind=self.kind)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._ask("logprobs", prompts, timeout_s=self._load_timeout_s)
 
     def pause(self) -> None:
         self._ask("pause", timeout_s=self._load_timeout_s)

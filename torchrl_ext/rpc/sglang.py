@@ -14,6 +14,7 @@ Where the server has our plugin, messages of ours travel as the ``action`` of ``
 ``POST /update_weights_from_disk``   without the plugin: a checkpoint directory, ``load_format``, ``weight_version``
 ``POST /update_weight_version``      ``{"new_version": "7", "abort_all_requests": false}``
 ``POST /continue_generation``
+``POST /generate``                   ``logprob_start_len: 0``: what the weights in service say of given tokens
 ===================================  =========================================================================
 
 The order is pause, flush, transfer, resume: after the flush nothing of the old weights is cached, and while the server
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
@@ -34,6 +35,7 @@ from torchrl_ext.rpc.served import HTTPEngine, restated
 from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
 from torchrl_ext.rpc.sglang_adapter import SGLangAdapter
 from torchrl_ext.rpc.sglang_channel import LONGEST_S, PLUGIN, SHORTEST_S, SGLangChannel
+from torchrl_ext.rpc.told import logprobs_of_sglang
 from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["SGLangEngine"]
@@ -199,6 +201,17 @@ class SGLangEngine(HTTPEngine):
                 raise EngineRefusedError(f"{self.url} calls its weights {told!r}", expected=repr(label))
             self._version = version
             self.resume()
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`. Where the start is 0, SGLang reads no keys and values of a prefix; of several
+        data-parallel replicas one answers."""
+        with self._step("compute log-probabilities"):
+            return [self._logprobs(list(prompt)) for prompt in prompts]
+
+    def _logprobs(self, prompt: list[int]) -> list[float]:
+        sampling = {"max_new_tokens": 1, "temperature": 1.0}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        return logprobs_of_sglang(self.url, prompt, self._http.post("/generate", body, timeout_s=self._load_timeout_s))
 
     def adapter(self, name: str) -> SGLangAdapter:
         """See `EngineClient.adapter`. The server needs ``--enable-lora`` and our plugin."""

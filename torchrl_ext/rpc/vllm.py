@@ -19,6 +19,7 @@ in the bodies is ours:
 ``POST /reset_encoder_cache``             of models that see: embeddings of images come from the old weights too
 ``POST /resume``
 ``POST /sleep``, ``/wake_up``             see `torchrl_ext.rpc.slumber`
+``POST /inference/v1/generate``           with ``prompt_logprobs``: what the weights in service say of given tokens
 ========================================  ====================================================================
 
 Everything that can fail happens up to ``seal``; ``finish_weight_update`` only gives the version its label.
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -39,6 +40,7 @@ from torchrl_ext.rpc.inspection import answers_in
 from torchrl_ext.rpc.served import HTTPEngine, restated
 from torchrl_ext.rpc.server_info import parse_server_info, sees
 from torchrl_ext.rpc.slumber import Slumber
+from torchrl_ext.rpc.told import logprobs_of_vllm
 from torchrl_ext.rpc.vllm_adapter import VLLMAdapter
 from torchrl_ext.rpc.worker_words import unwrapped
 from torchrl_ext.types import ANSWERS, BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, Info
@@ -49,6 +51,9 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
 _COPYING_S, _PAUSE_S = 10.0, 0.02
+
+_PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
+"""0 stands for the prompt's own tokens, whatever their rank; what is sampled after them is of no interest."""
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: vLLM has these routes only then"
 _FLAGS = (
@@ -177,6 +182,17 @@ class VLLMEngine(HTTPEngine):
             self._version = version
             self._slumber.filled()
             self.resume()
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`. The server's ``--logprobs-mode`` must be one of log-probabilities, as it is
+        unless told otherwise; of several data-parallel replicas one answers."""
+        with self._step("compute log-probabilities"):
+            return [self._logprobs(list(prompt)) for prompt in prompts]
+
+    def _logprobs(self, prompt: list[int]) -> list[float]:
+        body = {"token_ids": prompt, "sampling_params": _PROBE}
+        told = self._http.post("/inference/v1/generate", body, timeout_s=self._load_timeout_s)
+        return logprobs_of_vllm(self.url, prompt, told)
 
     def _drop_cached(self) -> None:
         """Drop what was computed with the old weights. A connector that still copies keys and values away says no."""

@@ -15,9 +15,10 @@ import torch
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine, least
 from torchrl_ext.sync.background import in_background
+from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.sources import Outgoing, inner_model
 from torchrl_ext.transports.base import Transport
-from torchrl_ext.types import PROOFS, ParamMeta, SyncReport
+from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, SyncReport
 from torchrl_ext.weights.source import WeightSource, as_source
 
 __all__ = ["WeightSender"]
@@ -34,13 +35,25 @@ class WeightSender:
         mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
         dtype: cast floating-point tensors to this dtype on the way out.
         verify: every engine compares a digest of each tensor with the trainer's before a version is in service; engines
-            that cannot (`EngineClient.verifies`) are not asked, and the report says so.
+            that cannot (`EngineClient.verifies`) are not asked, and the report says so. ``"outputs"``: besides that,
+            every engine that serves the version computes log-probabilities of a probe, which are compared with the
+            trainer's; one that is further off than ``max_gap`` is paused, and the update fails. For some requests in
+            between it served what it should not.
         rehearse: when an engine that processes its weights shows that an update leads to where a cold start does
             (`torchrl_ext.sync.rehearsal`): ``"once"`` per start of the engine, before its first update; ``"never"``,
             and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every connection before
             which nothing was loaded.
         rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
             `update_weights` too and replay the same gathers.
+        max_gap: of ``verify="outputs"``: the largest accepted difference of a log-probability, in nats; ``"dtype"``
+            takes `torchrl_ext.sync.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
+            and refuses nothing.
+        probe: of ``verify="outputs"``: a function of token ids that returns the trainer's own log-probabilities, on
+            every trainer rank, or a `torchrl_ext.sync.outputs.Probe`; None runs the registered model, a causal LM of
+            `transformers`, on random tokens.
+
+    Raises:
+        ConfigError: settings about outputs that cannot work.
     """
 
     def __init__(
@@ -50,16 +63,19 @@ class WeightSender:
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
-        verify: bool = True,
+        verify: bool | str = True,
         rehearse: str = "once",
         rank: int = 0,
+        max_gap: float | str | None = "dtype",
+        probe: Compute | Probe | None = None,
     ) -> None:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
         self._transport = transport
         self._engine = NullEngine(on_load=transport.announce) if engine is None else engine
         self._mapper, self._dtype, self._rank = mapper, dtype, rank
-        self._verify, self._rehearse = verify and engine is not None, rehearse
+        self._verify, self._rehearse = bool(verify) and engine is not None, rehearse
+        self._outputs = Outputs(verify, max_gap, probe)
         self._model: Callable[[], Any] = lambda: None
         self._collectors: list[weakref.ref[Any]] = []
         self._metadata: tuple[ParamMeta, ...] | None = None
@@ -119,12 +135,16 @@ class WeightSender:
         self._spans = {}
         source = self._outgoing(weights)
         if self._rank != 0:
+            self._outputs.replay(weights, self._model())
             source.replay()
             self.version += 1
             return SyncReport(version=self.version, transport=self._transport.name)
         source.version = self._next_version()
         try:
-            with self._transport.exclusive("update_weights"):
+            with (
+                self._transport.exclusive("update_weights"),
+                self._outputs.compared(self._engine, source, weights, self._model()),
+            ):
                 self._deliver(source)
         except ConcurrentUpdateError:
             raise
@@ -253,9 +273,8 @@ class WeightSender:
 
     def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
         total, stats = sum(meta.nbytes for meta in source.params()), self._transport.stats
-        compared = self._verify and self._engine.verifies and not failed
-        rows = tuple(row if compared else replace(row, proof=PROOFS[0]) for row in self._engine.rows())
-        proof = least(row.proof for row in rows)
+        rows = tuple(self._proved(row, version) for row in self._outputs.rows(self._engine.rows()))
+        proof = PROOFS[0] if failed else least(row.proof for row in rows)
         return SyncReport(
             version=version,
             transport=self._transport.name,
@@ -263,11 +282,17 @@ class WeightSender:
             bytes=source.bytes if stats.bytes is None else stats.bytes,
             model_bytes=total,
             density=stats.density,
-            spans={**self._spans, **stats.spans, "total": time.perf_counter() - started},
+            spans={**self._spans, **self._outputs.spans, **stats.spans, "total": time.perf_counter() - started},
             engines=rows,
             verified=proof != PROOFS[0],
             proof=proof,
         )
+
+    def _proved(self, row: EngineRow, version: int) -> EngineRow:
+        compared = self._verify and self._engine.verifies and (row.state, row.version) == ("serving", version)
+        if row.engine in self._outputs.agreed:
+            return replace(row, proof="outputs")
+        return row if compared else replace(row, proof=PROOFS[0])
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:

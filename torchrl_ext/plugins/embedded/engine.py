@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.weights.dormant import Dormant
 from torchrl_ext.weights.loader import TensorsLoader
+from torchrl_ext.weights.scoring import score
 
 __all__ = ["Engine"]
 
@@ -41,10 +42,12 @@ class Engine:
         self.model_dir, self.dtype = model_dir, dtype
         model = _load(model_dir, dtype).to(device).eval().requires_grad_(False)
         self.context = context or model.config.max_position_embeddings
+        self._model = model
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self.scheduler = Scheduler(
             model,
             end_ids=_end_ids(model),
-            vocabulary=model.get_input_embeddings().weight.shape[0],
+            vocabulary=self._vocabulary,
             context=self.context,
         )
         self._loader = TensorsLoader(model)
@@ -221,6 +224,22 @@ class Engine:
             if self._hollow:
                 self._refuse_torn()
             return self._loader.digests()
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Natural-log probability of each token after the first, between two tokens of what runs; paused or not.
+
+        Raises:
+            ConfigError: a prompt is empty or too long, or has a token that the model does not know.
+            EngineRefusedError: the weights are half an update, or given up.
+        """
+        for prompt in prompts:
+            if not 1 <= len(prompt) <= self.context:
+                raise ConfigError(f"a prompt has {len(prompt)} tokens", expected=f"1 to {self.context}")
+            if not all(0 <= token < self._vocabulary for token in prompt):
+                raise ConfigError("a prompt has a token that the model does not know", expected=f"< {self._vocabulary}")
+        with self._control, self.scheduler.weights():
+            self._refuse_torn()
+            return score(self._model, prompts)
 
     def close(self) -> None:
         """End generation and leave the transport."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -44,6 +45,7 @@ def make_app(engine: Engine) -> Starlette:
         ("GET", "/get_world_size"): routes.world_size,
         ("GET", "/weight_info"): routes.weight_info,
         ("GET", "/weights_digest"): routes.weights_digest,
+        ("POST", "/prompt_logprobs"): routes.prompt_logprobs,
         ("GET", "/is_paused"): routes.is_paused,
         ("POST", "/pause"): routes.pause,
         ("POST", "/resume"): routes.resume,
@@ -109,6 +111,13 @@ class _Routes:
     async def weights_digest(self, request: Request) -> Response:
         digests = await asyncio.to_thread(self._engine.digests)
         return JSONResponse({"weight_version": self._engine.scheduler.version, "digests": digests})
+
+    async def prompt_logprobs(self, request: Request) -> Response:
+        prompts = await _field(request, "prompts", list)
+        if not all(isinstance(row, list) and all(isinstance(token, int) for token in row) for row in prompts):
+            raise ConfigError("prompts are not token ids", expected="a list of lists of token ids")
+        found = await asyncio.to_thread(self._engine.logprobs, prompts)
+        return JSONResponse({"logprobs": [[value if math.isfinite(value) else None for value in row] for row in found]})
 
     async def is_paused(self, request: Request) -> Response:
         return JSONResponse({"is_paused": self._engine.scheduler.paused})

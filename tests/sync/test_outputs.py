@@ -1,0 +1,344 @@
+"""Outputs as proof: engines whose log-probabilities are not the trainer's do not serve, and reports say how far off."""
+
+import json
+import math
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
+from tests.models import VOCAB, tiny_checkpoint, tiny_model
+from torchrl_ext.errors import ConfigError, UpdateError
+from torchrl_ext.sync.outputs import Probe, bound_of, gaps, random_prompts
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.scoring import score
+
+
+@contextmanager
+def sending(*engines, transport="memory", **settings):
+    """A sender to engines of this process or another one."""
+    engine = engines[0] if len(engines) == 1 else tx.Fleet(engines)
+    sender = tx.WeightSender(tx.make_transport(transport), engine, **{"verify": "outputs", **settings})
+    try:
+        yield sender
+    finally:
+        sender.shutdown()
+
+
+class Lying:
+    """A module that holds the right weights and computes other outputs, as long as it is told to."""
+
+    def __init__(self, url="liar", by=0.3, seed=90):
+        self.model = tiny_model(seed)
+        self.engine, self.by = tx.InProcessEngine(self.model, url=url), by
+        self.lying = True
+        self.model.lm_head.register_forward_hook(self._change)
+
+    def _change(self, module, inputs, logits):
+        if not self.lying:
+            return None
+        changed = logits.clone()
+        changed[..., 0::2] += self.by
+        return changed
+
+
+def hand_made(model, prompts):
+    """Log-probabilities the long way round: one position after the other, from the logits of what is before it."""
+    found = []
+    for prompt in prompts:
+        row = []
+        for end in range(1, len(prompt)):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt[:end]])).logits[0, -1].double()
+            row.append((logits[prompt[end]] - logits.logsumexp(0)).item())
+        found.append(row)
+    return found
+
+
+class TestScore:
+    def test_it_is_what_the_model_says_of_each_token_after_those_before_it(self):
+        model, prompts = tiny_model(5), random_prompts(VOCAB, sequences=3, tokens=9)
+        largest, mean = gaps(hand_made(model, prompts), score(model, prompts))
+        assert 0 <= mean <= largest < 1e-4
+        probable = [row for row in score(model, prompts)[0] if row > math.log(0.5)]
+        assert not probable  # random tokens: none of them is the best one
+
+    def test_it_runs_in_evaluation_mode_and_leaves_every_mode_as_it_was(self):
+        model = tiny_model(5, attention_dropout=0.5).train()
+        model.model.layers[0].eval()
+        prompts = random_prompts(VOCAB)
+        assert score(model, prompts) == score(model, prompts)
+        assert model.training and model.model.layers[1].training and not model.model.layers[0].training
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    def test_what_is_no_causal_model_is_refused_by_name(self):
+        with pytest.raises(ConfigError, match=r"Linear computes no log-probabilities.*probe="):
+            score(nn.Linear(2, 2), [[1, 2]])
+
+
+class TestGaps:
+    def test_they_are_the_largest_and_the_mean_difference(self):
+        largest, mean = gaps([[-1.0, -2.0], [-3.0]], [[-1.5, -2.0], [-2.75]])
+        assert (largest, mean) == (0.5, 0.25)
+
+    @pytest.mark.parametrize("strange", [math.nan, -math.inf])
+    def test_what_is_no_number_is_infinitely_far_off(self, strange):
+        assert gaps([[-1.0, -2.0]], [[strange, -2.0]]) == (math.inf, math.inf)
+        assert gaps([[strange, -2.0]], [[strange, -2.0]]) == (math.inf, math.inf)
+
+    def test_answers_about_other_tokens_are_refused(self):
+        with pytest.raises(ConfigError, match=r"\[1\].*Expected: \[2\]"):
+            gaps([[-1.0, -2.0]], [[-1.0]])
+
+    def test_the_bound_goes_by_the_coarsest_dtype_that_travels(self):
+        def bound(*dtypes):
+            return bound_of([ParamMeta("w", dtype, (1,)) for dtype in dtypes])
+
+        assert bound(torch.float32) == bound(torch.float32, torch.int64) == 1e-3
+        assert bound(torch.float32, torch.bfloat16) == 1.0
+        assert bound(torch.float16) == 0.1
+        assert bound(torch.float8_e4m3fn, torch.bfloat16) == 2.0
+
+
+class TestProbe:
+    def test_its_tokens_are_the_models_and_the_same_each_time(self):
+        prompts = random_prompts(VOCAB)
+        assert prompts == random_prompts(VOCAB) != random_prompts(VOCAB, seed=1)
+        assert [len(prompt) for prompt in prompts] == [16, 16]
+        assert all(0 <= token < VOCAB for prompt in prompts for token in prompt)
+
+    def test_a_function_stands_for_the_trainer(self):
+        asked = []
+
+        def compute(prompts):
+            asked.append(prompts)
+            return [torch.tensor(row) for row in score(model, prompts)]
+
+        model, prompts = tiny_model(3), ((1, 2, 3), (4, 5))
+        with sending(tx.InProcessEngine(tiny_model(0)), probe=Probe(prompts=prompts, compute=compute)) as sender:
+            report = sender.update_weights(dict(model.state_dict()))
+        assert asked == [prompts]
+        assert report.engines[0].max_gap < 1e-5
+
+    def test_a_function_that_returns_something_else_ends_the_update_before_any_engine_hears_of_it(self):
+        engine = tx.InProcessEngine(tiny_model(0))
+        with sending(engine, probe=lambda prompts: [[-1.0]]) as sender:
+            with pytest.raises(UpdateError, match=r"\[1\] log-probabilities.*\[15, 15\]"):
+                sender.update_weights(tiny_model(1))
+            assert engine.serving.is_set() and engine.rows()[0].version is None
+
+    def test_the_registered_model_is_the_trainers_side_of_an_update_from_tensors(self):
+        policy = tiny_model(4)
+        with sending(tx.InProcessEngine(tiny_model(0))) as sender:
+            with pytest.raises(UpdateError, match=r"does not say how many tokens.*Probe\("):
+                sender.update_weights(dict(policy.state_dict()))
+            sender.register_model(policy)
+            assert sender.update_weights(dict(policy.state_dict())).engines[0].max_gap < 1e-5
+
+    def test_prompts_without_a_second_token_are_refused(self):
+        with pytest.raises(ConfigError, match="at least two"):
+            Probe(prompts=((1,),))
+
+    def test_ranks_that_do_not_drive_run_the_trainers_side_too(self):
+        asked = []
+        probe = Probe(prompts=((1, 2),), compute=lambda prompts: asked.append(prompts) or [[-1.0]])
+        sender = tx.WeightSender(tx.make_transport("memory"), rank=1, verify="outputs", probe=probe)
+        sender.update_weights(nn.Linear(2, 2))
+        assert asked == [((1, 2),)]
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"verify": "digests"}, "'digests'.*'outputs'"),
+            ({"verify": True, "max_gap": 0.1}, "verify='outputs'"),
+            ({"verify": False, "probe": list}, "verify='outputs'"),
+            ({"verify": "outputs", "max_gap": -1.0}, "at least 0"),
+            ({"verify": "outputs", "max_gap": math.nan}, "at least 0"),
+            ({"verify": "outputs", "max_gap": "none"}, "'dtype'"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_at_once(self, settings, said):
+        with pytest.raises(ConfigError, match=said):
+            tx.WeightSender(tx.make_transport("memory"), tx.InProcessEngine(tiny_model(0)), **settings)
+
+    def test_without_it_nobody_is_asked_and_rows_have_no_gap(self):
+        with sending(tx.InProcessEngine(nn.Linear(2, 2)), verify=True) as sender:
+            report = sender.update_weights(nn.Linear(2, 2))
+        assert (report.engines[0].max_gap, report.engines[0].mean_gap) == (None, None)
+        assert "probe" not in report.spans
+
+
+class TestReport:
+    def test_every_update_has_the_gaps_of_its_engine_and_the_time_it_took(self):
+        with sending(tx.InProcessEngine(tiny_model(0))) as sender:
+            for seed in (1, 2, 3):
+                report = sender.update_weights(tiny_model(seed))
+                (row,) = report.engines
+                assert 0 <= row.mean_gap <= row.max_gap < 1e-5
+                assert row.state == "serving" and report.verified
+                assert 0 < report.spans["probe"] <= report.spans["total"]
+                assert sender._outputs.agreed == {"inprocess"}
+
+    def test_without_a_bound_gaps_are_reported_and_nothing_is_refused(self):
+        liar = Lying()
+        with sending(liar.engine, max_gap=None) as sender:
+            (row,) = sender.update_weights(tiny_model(1)).engines
+            assert row.max_gap > 0.1 and row.state == "serving" and row.error is None
+            assert not sender._outputs.agreed
+
+    def test_a_gap_without_bounds_survives_json(self):
+        liar = Lying(by=math.nan)
+        with sending(liar.engine, max_gap=None) as sender:
+            report = sender.update_weights(tiny_model(1))
+        assert report.engines[0].max_gap == math.inf
+        told = json.loads(json.dumps(report.to_json(), allow_nan=False))["engines"][0]
+        assert float(told["max_gap"]) == math.inf
+
+    def test_a_given_bound_counts_and_not_the_dtypes(self):
+        liar = Lying(by=0.3)
+        with sending(liar.engine, max_gap=0.5) as sender:
+            assert sender.update_weights(tiny_model(1)).engines[0].state == "serving"
+        with sending(liar.engine, max_gap=0.01) as sender, pytest.raises(UpdateError, match=r"max_gap is 0\.01"):
+            sender.update_weights(tiny_model(1))
+
+
+class TestLiars:
+    @pytest.mark.parametrize("by", [0.3, math.nan])
+    def test_an_engine_that_computes_something_else_is_paused_until_a_good_update(self, by):
+        liar = Lying(by=by)
+        with sending(liar.engine) as sender:
+            with pytest.raises(UpdateError, match=r"liar computes other outputs.*max_gap is 0\.001") as told:
+                sender.update_weights(tiny_model(1))
+            (row,) = told.value.rows
+            assert (row.state, row.version) == ("paused", 1) and row.max_gap > 1e-3
+            assert "computes other outputs" in row.error
+            assert told.value.report.engines == told.value.rows and not told.value.report.verified
+            assert not liar.engine.serving.is_set() and sender.version == 0
+            liar.lying = False
+            report = sender.update_weights(tiny_model(2))
+            assert report.engines[0].state == "serving" and report.engines[0].error is None
+            assert liar.engine.serving.is_set() and report.version == 2
+
+    def test_of_a_fleet_the_liar_alone_is_paused(self):
+        honest, liar = tx.InProcessEngine(tiny_model(0), url="honest"), Lying()
+        with sending(honest, liar.engine) as sender:
+            with pytest.raises(UpdateError, match="liar computes other outputs") as told:
+                sender.update_weights(tiny_model(1))
+            first, second = told.value.rows
+            assert (first.state, first.error) == ("serving", None) and first.max_gap < 1e-5
+            assert second.state == "paused" and second.max_gap > 1e-3
+            assert "honest computes" not in str(told.value)
+            assert honest.serving.is_set() and not liar.engine.serving.is_set()
+            assert sender._outputs.agreed == {"honest"}
+            liar.lying = False
+            report = sender.update_weights(tiny_model(2))
+            assert {row.state for row in report.engines} == {"serving"}
+            assert all(row.max_gap < 1e-5 for row in report.engines) and liar.engine.serving.is_set()
+
+    def test_those_that_serve_are_asked_also_when_another_one_failed(self):
+        class Refusing(tx.InProcessEngine):
+            def load(self, info, on_failure=lambda: None):
+                raise RuntimeError("out of memory")
+
+        honest, liar = tx.InProcessEngine(tiny_model(0), url="honest"), Lying()
+        broken = Refusing(tiny_model(0), url="broken")
+        fleet = sending(honest, liar.engine, broken)
+        with fleet as sender, pytest.raises(UpdateError, match="out of memory") as told:
+            sender.update_weights(tiny_model(1))
+        assert [row.state for row in told.value.rows] == ["serving", "paused", "paused"]
+        assert [row.max_gap is None for row in told.value.rows] == [False, False, True]
+        assert "computes other outputs" in told.value.rows[1].error
+
+    def test_an_engine_that_gives_no_answer_is_paused(self):
+        class Silent(tx.InProcessEngine):
+            def logprobs(self, prompts):
+                if prompts:
+                    raise RuntimeError("no room for another request")
+                return []
+
+        engine = Silent(tiny_model(0), url="silent")
+        with sending(engine) as sender, pytest.raises(UpdateError, match=r"silent gave no log-prob.*no room") as told:
+            sender.update_weights(tiny_model(1))
+        assert told.value.rows[0].state == "paused" and told.value.rows[0].max_gap is None
+
+    def test_a_kind_of_engine_without_log_probabilities_is_refused_while_it_serves_what_it_served(self):
+        class Mute(tx.InProcessEngine):
+            logprobs = tx.EngineClient.logprobs
+
+        engine = Mute(tiny_model(0))
+        with sending(engine) as sender, pytest.raises(UpdateError, match="computes no log-probabilities"):
+            sender.update_weights(tiny_model(1))
+        assert engine.serving.is_set() and engine.rows()[0].version is None
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """An honest one, and one whose rotary positions turn at another speed, which no digest sees."""
+    honest = tiny_checkpoint(tmp_path_factory.mktemp("model") / "honest")
+    other = tiny_checkpoint(tmp_path_factory.mktemp("model") / "other")
+    config = json.loads((other / "config.json").read_text())
+    turning = config["rope_parameters"]
+    (other / "config.json").write_text(json.dumps(config | {"rope_parameters": turning | {"rope_theta": 100.0}}))
+    with ExitStack() as ends:
+        yield [ends.enter_context(EmbeddedServer(path, dtype="float32")) for path in (honest, other)]
+
+
+class TestEmbedded:
+    def test_it_says_what_the_trainer_says_serving_or_paused(self, servers):
+        engine, model = tx.make_engine("embedded", url=servers[0].url), tiny_model(7)
+        with sending(engine, transport="ipc") as sender:
+            (row,) = sender.update_weights(model).engines
+            assert row.kind == "embedded" and 0 <= row.mean_gap <= row.max_gap < 1e-5
+            prompts = random_prompts(VOCAB, seed=3)
+            serving = engine.logprobs(prompts)
+            engine.pause()
+            assert engine.logprobs(prompts) == serving
+            engine.resume()
+        assert gaps(hand_made(model, prompts), serving)[0] < 1e-4
+
+    def test_a_fleet_names_the_one_that_computes_something_else(self, servers):
+        urls = [server.url for server in servers]
+        engines = [tx.make_engine("embedded", url=url) for url in urls]
+        with sending(*engines, transport="ipc") as sender:
+            with pytest.raises(UpdateError, match=f"{urls[1]} computes other outputs") as told:
+                sender.update_weights(tiny_model(8))
+            assert [row.state for row in told.value.rows] == ["serving", "paused"]
+            assert [httpx.get(f"{url}/is_paused").json()["is_paused"] for url in urls] == [False, True]
+
+    def test_a_gap_in_half_precision_is_within_its_bound(self, tmp_path):
+        model = tiny_model(9, torch.bfloat16)
+        with EmbeddedServer(tiny_checkpoint(tmp_path / "half"), dtype="bfloat16") as server:
+            engine = tx.make_engine("embedded", url=server.url)
+            with sending(engine, transport="ipc") as sender:
+                assert sender.update_weights(model).engines[0].max_gap < 0.5
+            with sending(engine, transport="ipc", dtype=torch.bfloat16) as sender:
+                (row,) = sender.update_weights(model.float()).engines
+                assert 1e-3 < row.max_gap < 0.5  # the trainer computes in float32
+
+    def test_a_server_that_died_is_unreachable(self, tmp_path):
+        class Dying(tx.EmbeddedEngine):
+            def commit(self, version):
+                super().commit(version)
+                server.stop()
+
+        server = EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32")
+        with server, sending(Dying(server.url), transport="ipc") as sender:
+            with pytest.raises(UpdateError, match="gave no log-probabilities") as told:
+                sender.update_weights(tiny_model(1))
+            assert told.value.rows[0].state == "unreachable"
+
+    @pytest.mark.parametrize(
+        ("prompts", "said"),
+        [([[1, VOCAB]], "does not know"), ([[]], "0 tokens"), ([[1] * 600], "600 tokens"), ([["a"]], "token ids")],
+    )
+    def test_prompts_that_are_none_are_refused(self, servers, prompts, said):
+        engine = tx.make_engine("embedded", url=servers[0].url)
+        with pytest.raises(tx.WeightSyncError, match=said):
+            engine.logprobs(prompts)
+        engine.close()

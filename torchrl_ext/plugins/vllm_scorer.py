@@ -1,0 +1,54 @@
+"""Log-probabilities of given tokens by vLLM's `LLM` or `AsyncLLM`, in their own process."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+__all__ = ["VLLMScorer"]
+
+
+class VLLMScorer:
+    """Asks a vLLM object.
+
+    Args:
+        llm: the object.
+        asynchronous: whether it is an `AsyncLLM`.
+    """
+
+    def __init__(self, llm: Any, asynchronous: bool) -> None:
+        self._llm, self._asynchronous = llm, asynchronous
+        self._sampling = SamplingParams(  # 0: the prompt's own tokens, whatever their rank
+            prompt_logprobs=0,
+            skip_reading_prefix_cache=True,
+            max_tokens=1,
+            temperature=1.0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def ask(self, prompts: Sequence[Sequence[int]]) -> list[list[float]] | Awaitable[list[list[float]]]:
+        """As `EngineClient.logprobs`; of an `AsyncLLM` to be awaited on its loop."""
+        if self._asynchronous:
+            return self._ask_all(prompts)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self._llm.generate(asked, self._sampling, use_tqdm=False)
+        return [_read(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+
+    async def _ask_all(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [_read(prompt, await self._ask_one(prompt)) for prompt in prompts]
+
+    async def _ask_one(self, prompt: Sequence[int]) -> Any:
+        name = f"torchrl-ext-{uuid.uuid4().hex}"
+        answers = self._llm.generate({"prompt_token_ids": list(prompt)}, self._sampling, name)
+        (output,) = [answer async for answer in answers]
+        return output
+
+
+def _read(prompt: Sequence[int], output: Any) -> list[float]:
+    rows = output.prompt_logprobs
+    return [row[token].logprob for token, row in zip(prompt[1:], rows[1:], strict=True)]

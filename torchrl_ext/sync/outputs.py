@@ -1,0 +1,288 @@
+"""Outputs as proof: an engine says of a few tokens what the trainer says of them.
+
+Digests show that the right bytes arrived. What an engine makes of them (a packed copy that was not renewed, scales of a
+quantised layer, another rotary base in its configuration) shows in what it computes alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.sync.sources import Outgoing, inner_model
+from torchrl_ext.types import EngineRow, ParamMeta
+from torchrl_ext.weights.scoring import score
+
+__all__ = ["Compute", "Outputs", "Probe", "bound_of", "gaps", "random_prompts"]
+
+log = logging.getLogger("torchrl_ext")
+
+Compute = Callable[[Sequence[Sequence[int]]], Iterable[Any]]
+"""Prompts -> per prompt a tensor or a list: natural-log probability of each token after the first."""
+
+Prompts = tuple[tuple[int, ...], ...]
+_Asked = tuple[Prompts, list[list[float]]]
+
+_BOUNDS: Final = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}
+_QUANTISED: Final = 2.0
+
+
+def bound_of(params: Iterable[ParamMeta]) -> float:
+    """The gap, in nats, up to which engine and trainer agree, by the coarsest dtype among the weights as they travel.
+
+    1e-3 for float32, where two implementations of one model were seen to differ by some 1e-6. 0.1 for float16 and 1.0
+    for bfloat16: logits of 16 to 32 are 0.016 and 0.125 apart there, and what layers round adds to it (seen on small
+    models with logits up to 60: 0.06 and 0.41). 2.0 for anything narrower, which is a guess. Other weights of the same
+    model are several nats away; one small step of an optimizer is not seen in half precision, whatever the bound.
+    """
+    dtypes = {meta.dtype for meta in params if meta.dtype.is_floating_point}
+    return max((_BOUNDS.get(dtype, _QUANTISED) for dtype in dtypes), default=_QUANTISED)
+
+
+def random_prompts(vocabulary: int, *, sequences: int = 2, tokens: int = 16, seed: int = 0) -> Prompts:
+    """Token ids below ``vocabulary``, ``sequences`` times ``tokens`` of them; the same ones for the same arguments.
+
+    Random ones: most are improbable, so that what is compared is not the best token's probability alone. 16 are too few
+    for a block of vLLM's prefix cache, whose last token is always computed anew.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(vocabulary, (sequences, tokens), generator=generator)
+    return tuple(tuple(row) for row in drawn.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What engine and trainer are both asked.
+
+    Attributes:
+        prompts: token ids, at least two per prompt; None draws `random_prompts` for the registered model's vocabulary.
+        compute: the trainer's own log-probabilities; None runs the registered model (`score`). Every trainer rank calls
+            it once per update, before the weights are gathered, so that it may run a sharded model.
+
+    Raises:
+        ConfigError: a prompt has nothing to say a probability of.
+    """
+
+    prompts: Prompts | None = None
+    compute: Compute | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompts is not None and (not self.prompts or min(map(len, self.prompts)) < 2):
+            raise ConfigError("a probe needs prompts of at least two token ids", expected="such as ((17, 3, 42),)")
+
+    def trainer(self, model: Any) -> _Asked:
+        """The prompts, and the trainer's log-probabilities of them.
+
+        Raises:
+            ConfigError: there is neither a function nor a model that computes them, or it gives other numbers of them.
+        """
+        prompts = self.prompts or random_prompts(_vocabulary(model))
+        if self.compute is None:
+            return prompts, score(model, prompts)
+        found = [_floats(row) for row in self.compute(prompts)]
+        if [len(row) for row in found] != [len(prompt) - 1 for prompt in prompts]:
+            raise ConfigError(
+                f"the probe's function returned {[len(row) for row in found]} log-probabilities",
+                expected=f"{[len(prompt) - 1 for prompt in prompts]}: one for each token after the first",
+            )
+        return prompts, found
+
+
+def gaps(trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The largest and the mean absolute difference, in nats; what is no number on either side is infinitely far off.
+
+    Args:
+        trainer, engine: per prompt the log-probability of each token after the first.
+
+    Raises:
+        ConfigError: they are not about the same tokens.
+    """
+    if [len(row) for row in trainer] != [len(row) for row in engine]:
+        raise ConfigError(
+            f"the engine says {[len(row) for row in engine]} log-probabilities",
+            expected=f"{[len(row) for row in trainer]}, as the trainer",
+        )
+    found = [abs(a - b) for row, other in zip(trainer, engine, strict=True) for a, b in zip(row, other, strict=True)]
+    found = [math.inf if math.isnan(gap) else gap for gap in found]
+    return max(found), sum(found) / len(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finding:
+    """What came of asking one engine."""
+
+    largest: float | None = None
+    mean: float | None = None
+    error: str | None = None
+    lost: bool = False
+
+
+class Outputs:
+    """Compares the outputs of a sender's engines with the trainer's after each update.
+
+    Args:
+        verify: `WeightSender`'s; only ``"outputs"`` asks anybody.
+        max_gap: largest gap that is accepted, in nats; ``"dtype"`` takes `bound_of` what travels, and None only
+            reports.
+        probe: what is asked; a callable stands for ``Probe(compute=callable)``.
+
+    Attributes:
+        agreed: names of the engines whose outputs were within the bound after the newest update.
+        spans: ``{"probe": seconds}`` of the newest update, both sides together.
+
+    Raises:
+        ConfigError: settings that cannot work, or that nothing would look at.
+    """
+
+    def __init__(self, verify: bool | str, max_gap: float | str | None, probe: Probe | Compute | None) -> None:
+        if verify not in (True, False, "outputs"):
+            raise ConfigError(f"there is nothing to verify called {verify!r}", expected="True, False or 'outputs'")
+        if verify != "outputs" and (probe is not None or max_gap != "dtype"):
+            raise ConfigError("max_gap and probe are about outputs, which are not compared", hint="verify='outputs'")
+        if isinstance(max_gap, str) and max_gap != "dtype":
+            raise ConfigError(f"max_gap cannot be {max_gap!r}", expected="a number of nats, None or 'dtype'")
+        if isinstance(max_gap, (int, float)) and not max_gap >= 0:
+            raise ConfigError(f"max_gap cannot be {max_gap}", expected="a number of nats, at least 0")
+        self._wanted, self._max_gap = verify == "outputs", max_gap
+        self._probe = probe if isinstance(probe, Probe) else Probe(compute=probe)
+        self._findings: dict[str, _Finding] = {}
+        self.agreed: frozenset[str] = frozenset()
+        self.spans: dict[str, float] = {}
+
+    def replay(self, weights: Any, model: Any) -> None:
+        """The role of ranks that do not drive: run the trainer's side, in which other ranks may wait for this one.
+
+        Args:
+            weights, model: as for `compared`.
+        """
+        if self._wanted:
+            self._probe.trainer(_module_of(weights, model))
+
+    @contextmanager
+    def compared(self, engine: EngineClient, source: Outgoing, weights: Any, model: Any) -> Iterator[None]:
+        """Around one update: the trainer's side comes before it, and every engine that serves its version is asked
+        after it, also when it failed for others. One that is beyond the bound, or gives no answer, is paused.
+
+        Args:
+            engine: the sender's.
+            source: what is sent; its version is looked at when the update is over.
+            weights, model: what the caller wants sent (or None), and the registered model; the first of them that is a
+                module is the trainer's side, where the probe has no function of its own.
+
+        Raises:
+            ConfigError: the engine, or the trainer's side, computes no log-probabilities; no engine was touched.
+            EngineError: engines are beyond the bound, or gave no answer; not where the update failed already.
+        """
+        self._findings, self.agreed, self.spans = {}, frozenset(), {}
+        if not self._wanted:
+            yield
+            return
+        began = time.perf_counter()
+        asked = self._probe.trainer(_module_of(weights, model))  # first: other ranks may be in the same forward pass
+        for one in engine.each():
+            one.logprobs(())  # whether it could be asked at all
+        bound = bound_of(source.params()) if self._max_gap == "dtype" else self._max_gap
+        self.spans = {"probe": time.perf_counter() - began}
+        try:
+            yield
+        except Exception:  # the engines that serve the version are asked all the same: their rows tell
+            self._ask_all(engine, source.version, asked, bound)
+            raise
+        self._ask_all(engine, source.version, asked, bound)
+        failed = {name: finding.error for name, finding in self._findings.items() if finding.error is not None}
+        if failed and bound is not None:
+            raise EngineError(
+                "; ".join(failed.values()),
+                expected=f"log-probabilities within {bound:g} of the trainer's",
+                state=f"{', '.join(failed)}: paused with the new weights, or not to be reached; others serve them",
+                hint="look for what the engine computes otherwise (quantisation, configuration, kernels), or allow a "
+                "larger max_gap; the next good update resumes it",
+            )
+
+    def rows(self, rows: Iterable[EngineRow]) -> tuple[EngineRow, ...]:
+        """The engines' rows of a report, with what was found in the newest update."""
+        return tuple(self._row(row, self._findings.get(row.engine)) for row in rows)
+
+    def _row(self, row: EngineRow, finding: _Finding | None) -> EngineRow:
+        if finding is None:
+            return row
+        state = "unreachable" if finding.lost else row.state
+        error = finding.error or row.error
+        return replace(row, state=state, max_gap=finding.largest, mean_gap=finding.mean, error=error)
+
+    def _ask_all(self, engine: EngineClient, version: int, asked: _Asked, bound: float | None) -> None:
+        began = time.perf_counter()
+        serving = [one for one in engine.each() if _serves(one, version)]
+        with ThreadPoolExecutor(max_workers=max(1, len(serving)), thread_name_prefix="probe") as pool:
+            found = list(pool.map(lambda one: _asked_one(one, asked, bound), serving))
+        self._findings = {one.url: finding for one, finding in zip(serving, found, strict=True)}
+        self.agreed = frozenset(
+            one.url for one, finding in zip(serving, found, strict=True) if bound is not None and finding.error is None
+        )
+        self.spans["probe"] += time.perf_counter() - began
+
+
+def _asked_one(engine: EngineClient, asked: _Asked, bound: float | None) -> _Finding:
+    """Ask one engine; pause it where its answer is not what it should be."""
+    prompts, trainer = asked
+    try:
+        largest, mean = gaps(trainer, engine.logprobs(prompts))
+    except Exception as error:
+        log.warning("engine %s gave no log-probabilities", engine.url, exc_info=True)
+        finding = _Finding(error=f"{engine.url} gave no log-probabilities: {error}")
+    else:
+        if bound is None or largest <= bound:
+            return _Finding(largest=largest, mean=mean)
+        words = (
+            f"{engine.url} computes other outputs than the trainer: its log-probabilities are up to {largest:.3g} away "
+            f"(mean {mean:.3g}), and max_gap is {bound:g}"
+        )
+        finding = _Finding(largest=largest, mean=mean, error=words)
+    if bound is None:
+        return finding
+    try:
+        engine.pause()
+    except WeightSyncError as error:
+        words = f"{finding.error}; and it could not be paused: {error}"
+        finding = replace(finding, error=words, lost=isinstance(error, EngineUnreachableError))
+    return finding
+
+
+def _serves(engine: EngineClient, version: int) -> bool:
+    return any(row.state == "serving" and row.version == version for row in engine.rows())
+
+
+def _module_of(*candidates: Any) -> nn.Module | None:
+    found = (inner_model(candidate) for candidate in candidates)
+    return next((module for module in found if isinstance(module, nn.Module)), None)
+
+
+def _vocabulary(model: nn.Module | None) -> int:
+    """Number of token ids that a model of `transformers` knows, by its configuration: a sharded table tells less.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    try:
+        return int(model.config.get_text_config().vocab_size)
+    except AttributeError as error:
+        raise ConfigError(
+            f"a {type(model).__name__} does not say how many tokens it knows",
+            expected="a registered model of transformers",
+            hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.sync.outputs",
+        ) from error
+
+
+def _floats(row: Any) -> list[float]:
+    return [float(value) for value in (row.tolist() if isinstance(row, torch.Tensor) else row)]
