@@ -51,11 +51,25 @@ def _mixtral():
 
 
 def _deepseek_v3():
-    """Latent attention of 512 + 64, the size that vLLM's decode on the CPU knows; the first layer has no experts."""
+    """Latent attention of 512 + 64, the size that vLLM's decode on the CPU knows; the first layer has no experts.
+
+    Positions are stretched (YaRN) as in the real one: vLLM on the CPU rotates latent attention wrongly without.
+    """
     from transformers import DeepseekV3Config
 
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
     return DeepseekV3Config(
         **_sizes("head_dim", num_key_value_heads=4),
+        rope_parameters=rope,
         q_lora_rank=64,
         kv_lora_rank=512,
         qk_nope_head_dim=32,
@@ -67,6 +81,8 @@ def _deepseek_v3():
         n_shared_experts=1,
         n_group=2,
         topk_group=1,
+        topk_method="noaux_tc",  # vLLM takes how to route from these two
+        scoring_func="sigmoid",
         routed_scaling_factor=1.5,
         first_k_dense_replace=1,
     )
@@ -80,10 +96,10 @@ def _qwen3_next():
         **_EXPERTS,
         shared_expert_intermediate_size=64,
         layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
     )
 
 
@@ -117,33 +133,6 @@ def _granite_hybrid():
         mamba_n_groups=1,
         mamba_expand=2,
         mamba_chunk_size=64,
-    )
-
-
-def _lfm2():
-    from transformers import Lfm2Config
-
-    return Lfm2Config(
-        **_sizes("head_dim"), layer_types=["conv", "full_attention"], conv_L_cache=3, block_auto_adjust_ff_dim=False
-    )
-
-
-def _jamba():
-    from transformers import JambaConfig
-
-    return JambaConfig(
-        **_sizes("head_dim"),
-        num_experts=4,
-        num_experts_per_tok=2,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_dt_rank=8,
-        use_mamba_kernels=False,
     )
 
 
@@ -223,15 +212,13 @@ KINDS: dict[str, Callable] = {
     "qwen3-next": _qwen3_next,
     "falcon-h1": _falcon_h1,
     "granite-hybrid": _granite_hybrid,
-    "lfm2": _lfm2,
-    "jamba": _jamba,
     "mamba2": _mamba2,
     "gemma3": _gemma3,
     "qwen2.5-vl": _qwen25_vl,
     "qwen3-vl": _qwen3_vl,
 }
 """Name of a kind -> what makes its config."""
-_STATE_SPACE = ("A_log", "dt_bias", "dt_proj.bias", "D")  # decays and steps: their own starts are in range
+_STATE_SPACE = ("A_log", "dt_bias", "D")  # decays and steps: their own starts are in range
 
 
 def kind_model(kind, seed=0, dtype=torch.float32):
