@@ -32,6 +32,7 @@ __all__ = [
     "adapter_version",
     "dtype_from_name",
     "dtype_name",
+    "least",
 ]
 
 Info = dict[str, Any]
@@ -223,6 +224,11 @@ class EngineRow:
 
 PROOFS = ("sent", "in place", "rehearsed", "outputs")
 """What an update can prove, the least first; `SyncReport` says what each stands for."""
+
+
+def least(proofs: Iterable[str]) -> str:
+    """The least of several proofs; of none, ``"sent"``."""
+    return min(proofs, key=PROOFS.index, default=PROOFS[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         if "adapter" in message:
             failure = _united(_objection(runner.lora_manager, message["adapter"]))
             return CheckWeightsReqOutput(success=not failure, message=failure)
-        worker = _worker(runner.model, runner.model_config)
+        worker = _worker(runner)
         success, message = worker.answer(request.action.removeprefix(CHANNEL), manager)
     except Exception as error:  # noqa: BLE001 - it would end the server
         success, message = False, f"{type(error).__name__}: {error}"
@@ -98,9 +98,10 @@ def update_weights_from_disk(
     """Around one worker's part of ``/update_weights_from_disk``."""
     try:
         if load_format == "delta":
-            if updater.get_model_runner().is_draft_worker:
+            runner = updater.get_model_runner()
+            if runner.is_draft_worker:
                 return True, "a draft model follows no delta: it stays as it is"
-            return _worker(updater.get_model(), updater.model_config).land(model_path)
+            return _worker(runner).land(model_path)
     except Exception as error:  # noqa: BLE001 - it would end the server
         return False, f"{type(error).__name__}: {error}"
     if kwargs.get("weight_name_filter") or any(args):  # not a trainer's call
@@ -153,8 +154,8 @@ def _agreed(success: bool, message: str, words: str) -> tuple[bool, str]:
     )
 
 
-def _worker(model: Any, model_config: Any) -> Any:
-    """The part of ours that keeps this model up to date; there is one per model and process."""
+def _worker(runner: Any) -> Any:
+    """The part of ours that keeps this runner's model up to date; there is one per model and process."""
     from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
     from torchrl_ext.errors import ConfigError
@@ -162,8 +163,10 @@ def _worker(model: Any, model_config: Any) -> Any:
 
     if get_pp_group().world_size > 1:
         raise ConfigError("the plugin does not know engines with pipeline stages", expected="--pp-size 1")
+    model = runner.model
     if model not in _workers:
-        _workers[model] = SGLangWorker(model, model_config.model_path, get_tp_group().cpu_group)
+        dummy = str(runner.server_args.load_format) == "dummy"
+        _workers[model] = SGLangWorker(model, runner.model_config.model_path, get_tp_group().cpu_group, dummy=dummy)
     return _workers[model]
 
 

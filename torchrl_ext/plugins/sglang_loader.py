@@ -19,45 +19,53 @@ from torchrl_ext.plugins.refusals import (
     unknown,
     unreadable,
 )
-from torchrl_ext.plugins.sglang_model import can_unpack, is_plain, pack, stand_ins, unpack
+from torchrl_ext.plugins.sglang_model import can_unpack, pack, packs, stand_ins, unpack
 from torchrl_ext.plugins.workers import combine
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.sync.engine_loader import EngineLoader
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.landing import Coverage, Patcher, Piece, as_bits, compare
-from torchrl_ext.weights.loader import Staging, WeightLoader
-from torchrl_ext.weights.placement import Placement, record
+from torchrl_ext.weights.landing import Coverage, Patcher, Piece, compare, holds, read
+from torchrl_ext.weights.loader import Staging
+from torchrl_ext.weights.placement import Landing, Placement, keeps_values, record
 from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.runtime import Reading, reachable
 
 __all__ = ["SGLangLoader"]
 
 
-class SGLangLoader(WeightLoader):
+class SGLangLoader(EngineLoader):
     """Loads into one worker's model.
 
-    `digests` reads the tensors back from the model where this worker alone holds them whole; else it vouches for the
-    tensors as they were handed to the model's loader.
+    `digests` reads those tensors back from the live model that this worker alone holds whole, as they came; it vouches
+    for the others as they were handed to the model's loader.
 
     Args:
         model: the worker's model.
         checkpoint: the directory that the model was loaded from.
         group: the tensor-parallel workers, on the CPU.
+        dummy: the model was filled with random numbers instead.
     """
 
-    def __init__(self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup) -> None:
-        self._model, self._checkpoint, self._group = model, checkpoint, group
+    def __init__(
+        self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, *, dummy: bool = False
+    ) -> None:
+        super().__init__()
+        self._model, self._checkpoint, self._group, self._dummy = model, checkpoint, group, dummy
         self._alone = distributed.get_world_size(group) == 1
-        self._plain = is_plain(model)
+        self._packs = packs(model)
         self._shapes = shapes_of(checkpoint)
         self._params: tuple[ParamMeta, ...] = ()
+        self._placement: Placement | None = None
+        self._pieces: dict[str, list[Piece]] = {}
+        self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
         self._patcher = Patcher({})
         self._coverage: dict[str, Coverage] = {}
         self._expected: Mapping[str, str] = {}
         self._handed: dict[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
-        self._open = False
+        self._open = self._rehearsing = self._whole_model = False
         self.prepared = False  # somebody else unpacks layers before a load, and packs them after it
-        self._loaded = False  # whether anything came after the checkpoint that the engine was started with
 
     def check(self, params: Iterable[ParamMeta]) -> None:
         """See `WeightLoader.check`. The model's loader runs over tensors without data; the live ones are not touched.
@@ -69,7 +77,7 @@ class SGLangLoader(WeightLoader):
         params = tuple(params)
         if self._params == params:
             return
-        if not self._plain and not can_unpack():
+        if self._packs and not can_unpack():
             raise ConfigError(
                 "layers of this model rebuild their weights after loading, and this SGLang cannot undo that",
                 expected="SGLang 0.5.21 or later, or a model that is not quantised",
@@ -80,15 +88,16 @@ class SGLangLoader(WeightLoader):
         for name in self._shapes:
             if name not in names and not self._is_tied_head(name):
                 raise missing(name)
-        pieces = self._pieces_of(params) if self._plain else {}
-        self._params, self._patcher = params, Patcher(pieces)
+        self._placement = None if self._packs else self._placed(params)
+        self._pieces = {} if self._placement is None else self._writable(self._placement)
+        self._params, self._patcher = params, Patcher({} if self._whole_model else self._pieces)
 
     def start(self) -> None:
         """The parameters are in the form that the model's loader writes to."""
         self._handed, self._whole = {}, []
         self._patcher.forget()
-        self._loaded = True
-        if not self._plain and not self._open and not self.prepared:
+        self.touched = self.touched or not self._rehearsing
+        if self._packs and not self._open and not self.prepared:
             unpack(self._model)
         self._open = True
 
@@ -96,7 +105,7 @@ class SGLangLoader(WeightLoader):
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         def passing() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in pairs:
-                self._handed[name] = "" if self._readable() else tensor_digest(tensor)
+                self._handed[name] = "" if self._readable(name) else tensor_digest(tensor)
                 yield name, tensor
 
         self._model.load_weights(passing())
@@ -109,8 +118,9 @@ class SGLangLoader(WeightLoader):
         """
         if not self._open:
             return
-        refuse_unfinished([meta.name for meta in self._params if meta.name not in self._handed])
-        if not self._plain and not self.prepared:
+        if not self._rehearsing:
+            refuse_unfinished([meta.name for meta in self._params if meta.name not in self._handed])
+        if self._packs and not self.prepared:
             pack(self._model)
         self._open = False
 
@@ -124,9 +134,9 @@ class SGLangLoader(WeightLoader):
         Raises:
             ConfigError: it can tell neither.
         """
-        if self._readable():
+        if self._alone and self._params and all(self.patchable(meta.name) for meta in self._params):
             return {name: digest.hex() for name, (digest, _) in self._patcher.held().items()}
-        if self._loaded:
+        if self.touched:
             raise unreadable()
         return {name: position_digest(tensor).hex() for name, tensor in CheckpointSource(self._checkpoint)}
 
@@ -144,51 +154,97 @@ class SGLangLoader(WeightLoader):
 
     @torch.no_grad()
     def commit(self) -> None:
-        self._handed, self._loaded = {}, True
+        self._handed, self.touched = {}, self.touched or not self._rehearsing
         self._patcher.commit()
         whole, self._whole = self._whole, []
         if whole:
-            if not self.prepared:
+            unpacks = self._packs and not self.prepared
+            if unpacks:
                 unpack(self._model)
             self._model.load_weights(iter(whole))
-            if not self.prepared:
+            if unpacks:
                 pack(self._model)
 
     def digests(self) -> dict[str, str]:
-        if not self._readable():
-            return dict(self._handed)
-        return {name: tensor_digest(tensor) for name, tensor in self.resident()}
-
-    def resident(self) -> Iterator[tuple[str, Tensor]]:
-        if self._readable():
-            metas = {meta.name: meta for meta in self._params}
-            for name, pieces in self._patcher.pieces.items():
-                yield name, _read(metas[name], pieces)
+        found = dict(self._handed)
+        for meta in self._params:
+            if meta.name in found and self._readable(meta.name):
+                found[meta.name] = tensor_digest(read(meta, self._pieces[meta.name]))
+        return found
 
     def reloaded(self) -> None:
         """SGLang itself has loaded the model, past this loader."""
-        self._handed, self._whole, self._open, self._loaded = {}, [], False, True
+        self._handed, self._whole, self._open, self.touched = {}, [], False, True
         self._patcher.forget()
 
-    def _readable(self) -> bool:
-        """Whether this worker holds every tensor of the update whole, as it came."""
-        return self._alone and bool(self._params) and all(self.patchable(meta.name) for meta in self._params)
+    # what a rehearsal asks
 
-    def _pieces_of(self, params: tuple[ParamMeta, ...]) -> dict[str, list[Piece]]:
+    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        return None if self._dummy or not self._shapes else self._as_announced()
+
+    def runtime(self) -> Iterator[Reading]:
+        return reachable(self._model)
+
+    def landings(self, name: str) -> Iterable[Landing]:
+        return self._placement.landings.get(name, ()) if self._placement is not None else ()
+
+    def kernel(self, layer: str) -> str:
+        module = self._model.get_submodule(layer)
+        method = getattr(module, "quant_method", None)
+        return type(module).__name__ + ("" if method is None else f", {type(method).__name__}")
+
+    def land_whole(self) -> None:
+        self._whole_model, self._patcher = True, Patcher({})
+
+    def rehearse(self) -> Info:
+        self._rehearsing = True
+        try:
+            return super().rehearse()
+        finally:
+            self._rehearsing = False
+
+    def _as_announced(self) -> Iterator[tuple[str, Tensor]]:
+        """The start checkpoint, in the dtypes of the update where that loses nothing."""
+        own = next(self._model.parameters()).dtype
+        announced = {meta.name: meta.dtype for meta in self._params}
+        for name, tensor in CheckpointSource(self._checkpoint):
+            if name in announced:
+                exact = announced[name] == own or keeps_values(tensor.dtype, announced[name])
+                yield name, tensor.to(announced[name]) if exact else tensor
+
+    def _readable(self, name: str) -> bool:
+        """Whether this worker holds the tensor whole, as it came."""
+        return self._alone and bool(self._pieces.get(name))
+
+    def _placed(self, params: tuple[ParamMeta, ...]) -> Placement:
         with stand_ins(self._model) as targets:
             placement = record(self._model.load_weights, params, targets)
         self._refuse(placement, targets)
+        return placement
+
+    def _writable(self, placement: Placement) -> dict[str, list[Piece]]:
+        """The copies of each tensor that the live model holds as it was loaded, shown by its bytes.
+
+        A parameter of the same shape may be shuffled, so shape says nothing. The bytes are compared with those of the
+        start checkpoint, while the model still holds it; what was found then holds for later lists of parameters.
+        """
         live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         found = {}
-        for meta in params:
+        for meta in placement.params:
             landings = placement.landings[meta.name]
             exact = all(landing.exact and landing.dtype == meta.dtype for landing in landings)
-            if landings and exact and not meta.dtype.is_complex:
+            absorbed = any("kv_b_proj" in landing.param for landing in landings)  # MLA computes with a product of it
+            if landings and exact and not absorbed and not meta.dtype.is_complex:
                 found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
-        embeddings = [pieces for name, pieces in found.items() if name.endswith("embed_tokens.weight")]
+        if not self.touched and not self._dummy and self._shapes:
+            for name, tensor in CheckpointSource(self._checkpoint):
+                if name in found and holds(found[name], tensor):
+                    self._agreed[name] = placement.landings[name]
+        kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
+        embeddings = [pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")]
         for name in placement.nowhere():  # a tied output embedding: it is where the input embedding is
-            found.update({name: embeddings[0]} if embeddings else {})
-        return found
+            kept.update({name: embeddings[0]} if embeddings else {})
+        return kept
 
     def _refuse(self, placement: Placement, targets: Mapping[str, Tensor]) -> None:
         for name in placement.nowhere():
@@ -203,13 +259,3 @@ class SGLangLoader(WeightLoader):
         """Whether ``name`` is the output embedding of a model in which that is the input embedding."""
         config = getattr(self._model, "config", None)
         return name.endswith("lm_head.weight") and bool(getattr(config, "tie_word_embeddings", False))
-
-
-def _read(meta: ParamMeta, pieces: Iterable[Piece]) -> Tensor:
-    """One checkpoint tensor, put together from where it lies."""
-    found = torch.empty(meta.shape, dtype=meta.dtype)
-    flat = as_bits(found).reshape(-1)
-    for piece in pieces:
-        part = as_bits(piece.destination)
-        flat.as_strided(tuple(part.shape), piece.strides, piece.offset).copy_(part)
-    return found

@@ -7,20 +7,24 @@ after loading (quantised models, weights packed for AMX), the model's loader alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor, nn
 
-__all__ = ["can_unpack", "is_plain", "pack", "stand_ins", "unpack"]
+__all__ = ["can_unpack", "pack", "packs", "stand_ins", "unpack"]
 
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Swap every parameter and buffer for a stand-in without data, and back; yields the stand-ins by name."""
+    """Swap every parameter and buffer for a stand-in without data, and back; yields the stand-ins by name.
+
+    What a loader derives from them meanwhile (`post_load_weights`) goes as well.
+    """
     live = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    attributes = [(module, dict(vars(module))) for module, _, _ in live]
     found: dict[int, Any] = {}  # a tied tensor keeps its identity
     try:
         for module, parameters, buffers in live:
@@ -33,6 +37,8 @@ def stand_ins(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         for module, parameters, buffers in live:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+        for module, kept in attributes:
+            vars(module).update(kept)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
@@ -45,12 +51,11 @@ def _stand_in(tensor: Tensor) -> Tensor:
     return found
 
 
-def is_plain(model: nn.Module) -> bool:
-    """Whether parameters stay as they are loaded, and nothing is derived from them."""
-    derives: Callable[[], None] | None = getattr(model, "post_load_weights", None)
+def packs(model: nn.Module) -> bool:
+    """Whether layers rebuild their parameters after loading, so that the model's loader cannot write to them."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()} - {"NoneType"}
     packed = any(getattr(module, "use_intel_amx_backend", False) for module in model.modules())
-    return derives is None and not packed and all(method.startswith("Unquantized") for method in methods)
+    return packed or not all(method.startswith("Unquantized") for method in methods)
 
 
 def unpack(model: nn.Module) -> None:

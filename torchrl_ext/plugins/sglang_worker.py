@@ -8,6 +8,7 @@ generates (`torchrl_ext.plugins.sglang`):
 ``{"inspect": question}``             `torchrl_ext.sync.inspection.inspect`. Answer: ``{"answer": {...}}``
 ``{"connect": info}``                 check the parameters, then join the transport of `Transport.open`'s info
 ``{"prefetch": version}``             stage a version while the server generates
+``{"rehearse": question}``            `WeightReceiver.rehearse`. Answer: what it returns
 ``{"poll": true}``                    is what `connect` or `prefetch` began over? Answer: ``{"working": bool}``
 ``{"flush": true}``                   drop cached keys and values. Answer: ``{"flushed": bool}``, false while requests
                                       hold on to them
@@ -42,7 +43,7 @@ from torchrl_ext.stores import open_store
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import STILL_STAGING, Info, ParamMeta
+from torchrl_ext.types import STILL_STAGING, Info, ParamMeta, least
 
 __all__ = ["SGLangWorker"]
 
@@ -68,11 +69,14 @@ class SGLangWorker:
         model: the worker's model.
         checkpoint: the directory that it was loaded from.
         group: the tensor-parallel workers of this server, on the CPU.
+        dummy: the model was filled with random numbers instead.
     """
 
-    def __init__(self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup) -> None:
+    def __init__(
+        self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, *, dummy: bool = False
+    ) -> None:
         self._group, self._checkpoint = group, checkpoint
-        self._loader = SGLangLoader(model, checkpoint, group)
+        self._loader = SGLangLoader(model, checkpoint, group, dummy=dummy)
         self._receiver = WeightReceiver(self._loader, rank=distributed.get_rank(group))
         self._job: Future[None] | None = None
         self._after: Callable[[], None] = lambda: None
@@ -115,6 +119,8 @@ class SGLangWorker:
             self._begin(lambda: self._receiver.connect(message["connect"]))
         elif "prefetch" in message:
             self._begin(lambda: self._receiver.prefetch(message["prefetch"]), after=self._receiver.confirm)
+        elif "rehearse" in message:
+            return self._rehearse(message["rehearse"])
         elif "poll" in message:
             return {"working": self._poll()}
         elif "flush" in message:
@@ -150,6 +156,14 @@ class SGLangWorker:
         self._stop()
         self._loader.prepared = session
         self._receiver.start()
+
+    def _rehearse(self, question: Info) -> Info:
+        """Try the road of an update; every worker for itself, on its own part of the model."""
+        found: Info = {}
+        self._together(self._stop)
+        self._together(lambda: found.update(self._receiver.rehearse(question)))
+        told = [json.loads(words) for words in agree(json.dumps([found["needed"], found["proof"]]), self._group)]
+        return {**found, "needed": any(row[0] for row in told), "proof": least(row[1] for row in told)}
 
     def _seal(self, version: int) -> None:
         self._receiver.load({"seal": version})

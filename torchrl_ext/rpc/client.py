@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import PROOFS, EngineInfo, EngineRow, Info
+from torchrl_ext.types import EngineInfo, EngineRow, Info
 
-__all__ = ["EngineClient", "NullEngine", "least"]
+__all__ = ["EngineClient", "NullEngine"]
 
 
 def _nothing() -> None:
@@ -188,11 +188,6 @@ class EngineClient(ABC):
         self.begin(version)
         yield
         self.commit(version)
-
-
-def least(proofs: Iterable[str]) -> str:
-    """The least of several proofs; of none, ``"sent"``."""
-    return min(proofs, key=PROOFS.index, default=PROOFS[0])
 
 
 class Stopwatch:

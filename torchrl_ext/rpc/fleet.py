@@ -12,8 +12,8 @@ from threading import Thread
 from typing import ClassVar
 
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.rpc.client import EngineClient, _nothing, least
-from torchrl_ext.types import EngineInfo, EngineRow, Info
+from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.types import EngineInfo, EngineRow, Info, least
 
 __all__ = ["Fleet"]
 

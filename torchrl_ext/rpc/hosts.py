@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.registry import scorers
-from torchrl_ext.rpc.client import least
 from torchrl_ext.rpc.inspection import answers_in
-from torchrl_ext.types import BACKEND, STILL_STAGING, EngineInfo, Info, Receiver
+from torchrl_ext.types import BACKEND, STILL_STAGING, EngineInfo, Info, Receiver, least
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source

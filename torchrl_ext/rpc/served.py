@@ -14,9 +14,9 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
-from torchrl_ext.rpc.client import EngineClient, Stopwatch, least
+from torchrl_ext.rpc.client import EngineClient, Stopwatch
 from torchrl_ext.rpc.direct import DirectSession
-from torchrl_ext.types import EngineRow, Info
+from torchrl_ext.types import EngineRow, Info, least
 
 __all__ = ["HTTPEngine", "restated"]
 

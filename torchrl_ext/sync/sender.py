@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, UpdateError, WeightSyncError
-from torchrl_ext.rpc.client import EngineClient, NullEngine, least
+from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.background import in_background
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.sources import Outgoing, inner_model
 from torchrl_ext.transports.base import Transport
-from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, SyncReport
+from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, SyncReport, least
 from torchrl_ext.weights.source import WeightSource, as_source
 
 __all__ = ["WeightSender"]
