@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensordict import TensorDict
 from torch import nn
 
 import torchrl_ext as tx
@@ -245,3 +246,30 @@ def test_an_update_that_failed_to_check_leaves_the_names_of_the_last_one():
     with pytest.raises(ManifestError, match="missing"):
         loader.check([])
     assert STACKED in loader.digests() and EXPERT not in loader.digests()
+
+
+# mappings
+
+
+def test_a_mapping_with_the_names_of_a_registered_module_goes_as_the_module_does(tmp_path):
+    policy, held = converted_model("mixtral", 1), converted_model("mixtral", 2)
+    for number, make in enumerate((TensorDict.from_module, own, lambda model: dict(as_source(model)))):
+        sender = tx.WeightSender(tx.DiskTransport(tmp_path / str(number)), tx.InProcessEngine(held))
+        sender.register_model(policy)
+        change(policy, number)
+        assert sender.update_weights(make(policy)).verified
+        assert same(own(held), own(policy))
+        published = {meta.name for meta in as_source(tmp_path / str(number) / "weight_v000001").params()}
+        assert published >= {meta.name for meta in as_source(policy).params()}
+        assert not any("gate_up_proj" in name for name in published)
+        sender.shutdown()
+
+
+def test_a_mapping_of_some_tensors_goes_under_checkpoint_names_where_these_are_complete():
+    sender, policy = tx.WeightSender(tx.MemoryTransport()), converted_model("qwen3_moe")
+    sender.register_model(policy)
+    some = {name: tensor for name, tensor in own(policy).items() if name in (STACKED, "model.norm.weight")}
+    found = dict(sender._outgoing(some | {"extra": torch.zeros(1)}))
+    assert len(found) == 2 + 8 and same_bits(found[EXPERT], some[STACKED][2, 8:])
+    with pytest.raises(ManifestError, match="given twice"):
+        sender._outgoing(some | {EXPERT: found[EXPERT]})
