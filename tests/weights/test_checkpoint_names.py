@@ -136,6 +136,38 @@ def test_an_adapter_is_merged_under_the_names_of_the_checkpoint():
     assert same(found, dict(as_source(model.merge_and_unload())))
 
 
+def test_conversions_of_any_kind_are_undone_or_left_alone_with_a_warning(tmp_path, caplog):
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Doubled(ConversionOps):
+        """Its reversal writes into memory that it made."""
+
+        def convert(self, input_dict, source_patterns, target_patterns, **_):
+            ((tensor,),) = input_dict.values()
+            made = torch.empty_like(tensor)
+            made.copy_(tensor)
+            made[0] = tensor[0]
+            return {target_patterns[0]: made.mul_(2)}
+
+        @property
+        def reverse_op(self):
+            return self
+
+    class OneWay(Doubled):
+        @property
+        def reverse_op(self):
+            raise NotImplementedError("there is no way back")
+
+    for op in (Doubled(), OneWay()):
+        model = tiny_model()
+        model._weight_conversions = [WeightConverter("norm.scaled", "model.norm.weight", [op])]
+        found = {meta.name: tensor for meta, tensor in checked(as_source(model))}
+        if isinstance(op, OneWay):
+            assert same(found, own(model)) and "there is no way back" in caplog.text
+        else:
+            assert same(found, saved(model, tmp_path / "saved"))
+
+
 # receiving
 
 

@@ -195,6 +195,7 @@ class _Known:
         try:
             with torch.no_grad(), trace:
                 made = _revert(self._model(), empty)
+            found = list(trace.groups(made))
         except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:  # a quantized model, say
             log.warning("weights go under the names of the module: transformers cannot undo its conversion: %s", error)
             return ()
@@ -206,7 +207,7 @@ class _Known:
                 prefix=prefix,
                 model=self._model,
             )
-            for sources, results, copied in trace.groups(made)
+            for sources, results, copied in found
         )
 
 
