@@ -119,3 +119,75 @@ def doubtful(model, tokens, prompt=None):
     allowed = 2 * torch.finfo(model.dtype).eps * best.abs() if model.dtype != torch.float32 else 1e-3
     short = best - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return [(index, short[index].item()) for index in (short > allowed).nonzero()[:, 0].tolist()]
+
+
+CONVERTED = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_5_vl")
+"""Kinds of models that `transformers` 5 holds otherwise than their checkpoints do."""
+
+
+def converted_model(kind, seed=0, dtype=torch.float32, **changes):
+    """A random model of 2 layers, whose weights all differ; the mixtures have 4 experts."""
+    import transformers
+
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    } | changes
+    latent = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 8)
+    latent |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 4)
+    seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 16}
+    make, config = {
+        "qwen3_moe": (
+            transformers.Qwen3MoeForCausalLM,
+            lambda: transformers.Qwen3MoeConfig(
+                **settings, moe_intermediate_size=8, head_dim=8, num_experts=4, num_experts_per_tok=2
+            ),
+        ),
+        "mixtral": (
+            transformers.MixtralForCausalLM,
+            lambda: transformers.MixtralConfig(**settings, num_local_experts=4),
+        ),
+        "deepseek_v3": (
+            transformers.DeepseekV3ForCausalLM,
+            lambda: transformers.DeepseekV3Config(
+                **settings,
+                **latent,
+                moe_intermediate_size=8,
+                n_routed_experts=4,
+                n_group=1,
+                topk_group=1,
+                num_experts_per_tok=2,
+                first_k_dense_replace=1,
+            ),
+        ),
+        "qwen2_5_vl": (
+            transformers.Qwen2_5_VLForConditionalGeneration,
+            lambda: transformers.Qwen2_5_VLConfig(
+                text_config=settings, vision_config=seen, tie_word_embeddings=settings["tie_word_embeddings"]
+            ),
+        ),
+        "hrm_text": (  # its checkpoint has q, k, v and the gate in one tensor
+            transformers.HrmTextForCausalLM,
+            lambda: transformers.HrmTextConfig(**settings, head_dim=8),
+        ),
+        "dinov2": (  # its checkpoint has q, k and v by other names
+            transformers.Dinov2Model,
+            lambda: transformers.Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
+        ),
+    }[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make(config())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.3)
+    return model.to(dtype).eval()

@@ -125,6 +125,27 @@ for moment in (None, 0, 1, 4, len(as_source(policy).params())):
         assert rank == 1
     dist.barrier()
 """,
+    "models that transformers converts travel under the names of their checkpoints": """
+from tests.models import converted_model
+for kind in ("qwen3_moe", "qwen2_5_vl", "hrm_text"):
+    model, reference = converted_model(kind), converted_model(kind)
+    inner = getattr(model.model, "language_model", model.model)
+    for layer in getattr(inner, "layers", ()):
+        fully_shard(layer)
+    fully_shard(model)
+    source = as_source(model)
+    assert source.params() == as_source(reference).params()
+    found = {meta.name: tensor for meta, tensor in checked(source)}
+    for name, tensor in as_source(reference):
+        assert torch.equal(found[name], tensor), name
+    assert not source.held()
+    served = converted_model(kind, 1)
+    sender = tx.WeightSender(tx.MemoryTransport(), tx.InProcessEngine(served) if rank == 0 else None, rank=rank)
+    sender.register_model(model)
+    assert sender.update_weights().verified == (rank == 0)
+    for name, tensor in as_source(served):
+        assert torch.equal(tensor, found[name]) == (rank == 0), (rank, name)
+""",
     "a parameter that diverges from the manifest is named and leaves no rank waiting": """
 class Wrong(tx.WeightSource):
     def __init__(self, source):

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.conversion import stacked
 from torchrl_ext.weights.loader import Staging, TensorsLoader, WeightLoader
-from torchrl_ext.weights.source import _TensorsSource, _unwrapped, as_source, named_tensors, same_memory
+from torchrl_ext.weights.source import as_source, named_tensors, unwrapped
 
 __all__ = ["EXTRA", "ModelLoader", "other_names"]
 
@@ -20,14 +21,7 @@ EXTRA = "__extra_state__"
 
 def other_names(weights: Any) -> dict[str, str]:
     """Names of tied tensors that do not travel -> the name under which they do."""
-    source = as_source(weights)
-    travels = {meta.name for meta in source.params()}
-    first: dict[Any, str] = {}
-    tensors = list(source._tensors()) if isinstance(source, _TensorsSource) else []
-    for name, tensor in tensors:
-        if name in travels:
-            first[same_memory(tensor)] = name
-    return {name: first[same_memory(tensor)] for name, tensor in tensors if name not in travels}
+    return dict(as_source(weights).tied())
 
 
 class ModelLoader(WeightLoader):
@@ -48,21 +42,24 @@ class ModelLoader(WeightLoader):
         self._get, self._device, self._tied = model, device, dict(tied or {})
         self._loader: TensorsLoader | None = None
         self._model: Any = None
+        self._sent: list[ParamMeta] | None = None
         self._extra: dict[str, Tensor] = {}
 
     def check(self, params: Iterable[ParamMeta]) -> None:
         sent = [meta for meta in params if not _is_extra(meta.name)]
         if self._bare():
             names = {meta.name: meta for meta in sent}
-            own = {name for name, _ in named_tensors(self._current_model(), scratch=True)}
+            own = self._current().names()
             sent += [ParamMeta(name, names[via].dtype, names[via].shape) for name, via in self._tied.items()
                      if name in own and via in names and name not in names]  # fmt: skip
+        self._sent = None
         try:
             self._current().check(sent)
         except ManifestError as error:
             raise ManifestError(
                 error.what, expected=error.expected, state=error.state, hint="send the weights of a policy of one class"
             ) from error
+        self._sent = sent
 
     def start(self) -> None:
         self._extra = {}
@@ -120,6 +117,8 @@ class ModelLoader(WeightLoader):
         model = self._current_model()
         if self._loader is None or model is not self._model:
             self._loader, self._model = TensorsLoader(model), model
+            if self._sent is not None:  # it takes the names that its predecessor took
+                self._loader.check(self._sent)
         return self._loader
 
     def _bare(self) -> bool:
@@ -130,17 +129,19 @@ class ModelLoader(WeightLoader):
     def _fill(self, received: Mapping[str, Tensor]) -> None:
         """Give the model storage: what arrived, tied tensors as one."""
         model, made = self._current_model(), {}
+        tied = {name: via for name, via in self._tied.items() if name not in received and via in received}
+        received = stacked(model, {**received, **{name: received[via] for name, via in tied.items()}})
         for path, module in model.named_modules(remove_duplicate=False):
             for held in (module._parameters, module._buffers):
                 for own, tensor in held.items():
-                    name = _unwrapped(f"{path}.{own}" if path else own)
-                    via = name if name in received else self._tied.get(name)
-                    if tensor is None or via not in received:
+                    name = unwrapped(f"{path}.{own}" if path else own)
+                    if tensor is None or name not in received:
                         continue
-                    if via not in made:
-                        made[via] = _like(tensor, received[via], self._device)
-                    held[own] = made[via]
-        self._loader = None
+                    arrived = received[name]
+                    if id(arrived) not in made:
+                        made[id(arrived)] = _like(tensor, arrived, self._device)
+                    held[own] = made[id(arrived)]
+        self._current().forget()
         for name, tensor in named_tensors(model, scratch=True):
             if tensor.is_meta:
                 raise ManifestError(

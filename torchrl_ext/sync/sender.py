@@ -16,10 +16,10 @@ from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedE
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.background import in_background
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
-from torchrl_ext.sync.sources import Outgoing, inner_model
+from torchrl_ext.sync.sources import Outgoing, inner_model, source_of
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, SyncReport, least
-from torchrl_ext.weights.source import WeightSource, as_source
+from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["WeightSender"]
 
@@ -237,7 +237,7 @@ class WeightSender:
                 "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
             )
         digests = self._verify and not self._transport.proves
-        return Outgoing(as_source(inner_model(model)), mapper=self._mapper, dtype=self._dtype, digests=digests)
+        return Outgoing(source_of(model, self._model()), mapper=self._mapper, dtype=self._dtype, digests=digests)
 
     def _next_version(self) -> int:
         """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""

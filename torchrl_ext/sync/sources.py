@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.conversion import converted
 from torchrl_ext.weights.derived import CastSource, RenamedSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.names import as_mapper
-from torchrl_ext.weights.source import WeightSource, checked
+from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked
 
-__all__ = ["Outgoing", "inner_model", "is_torchrl", "require_data"]
+__all__ = ["Outgoing", "inner_model", "is_torchrl", "require_data", "source_of"]
 
 
 class Outgoing(WeightSource):
@@ -89,6 +90,19 @@ class Outgoing(WeightSource):
         """Finish a pass that stopped half-way, or make one that never began: other ranks wait in the same gathers."""
         for _ in iter(self._source) if self._stream is None else self._stream:
             pass
+
+
+def source_of(weights: Any, registered: Any) -> WeightSource:
+    """The source for what an update sends; what is called as in a registered module goes as the module would.
+
+    Args:
+        weights: what `as_source` takes, or one of TorchRL's LLM wrappers.
+        registered: the registered model; anything, or None.
+    """
+    source, registered = as_source(inner_model(weights)), inner_model(registered)
+    if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
+        return converted(source, registered)
+    return source
 
 
 def require_data(source: WeightSource) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.groups import groups_of
+from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.source import (
     MappingSource,
     ModuleSource,
@@ -21,6 +23,7 @@ from torchrl_ext.weights.source import (
     named_tensors,
     same_memory,
 )
+from torchrl_ext.weights.spelling import Spelling
 
 if TYPE_CHECKING:
     from torchrl_ext.weights.landing import Patcher
@@ -143,6 +146,10 @@ class WeightLoader(ABC):
 class TensorsLoader(WeightLoader):
     """Lands in named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
 
+    A `transformers` module takes the names of its checkpoint as well as its own (`torchrl_ext.weights.groups`), in
+    place: a part of a stacked tensor is filled where it lies. What is read back has the names of the update that was
+    checked last, and before one those of the checkpoint.
+
     Args:
         target: module, TensorDict or mapping of tensors.
         partial: accept updates that name only some of the tensors.
@@ -153,38 +160,31 @@ class TensorsLoader(WeightLoader):
         self._module = target if is_module else None
         self._target = ModuleSource(target) if is_module else MappingSource(target)
         self._partial = partial
+        self._sent: frozenset[str] | None = None
+        self._copied: frozenset[str] = frozenset()
         self._patcher: Patcher | None = None
+        self._whole: dict[str, Tensor] = {}
 
     def targets(self) -> Mapping[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self._live()}
+        return {name: tensor.detach() for name, tensor in self._spelled().places.items()}
 
     def check(self, params: Iterable[ParamMeta]) -> None:
-        live = dict(self._live())
-        own = {name: ParamMeta.of(name, tensor) for name, tensor in live.items()}
-        needed = {same_memory(tensor): name for name, tensor in reversed([*self._target._tensors()])}
-        for meta in params:
-            if meta.name not in own:
-                raise ManifestError(f"the model has no parameter {meta.name!r}", state="nothing was changed")
-            if own[meta.name] != meta:
-                raise ManifestError(
-                    f"parameter {meta.name!r} arrives as {meta}",
-                    expected=str(own[meta.name]),
-                    state="nothing was changed",
-                )
-            needed.pop(same_memory(live[meta.name]), None)  # tied tensors may come under any of their names
-        if needed and not self._partial:
-            raise ManifestError(
-                f"{len(needed)} parameters of the model are missing from the update, first {min(needed.values())!r}",
-                state="nothing was changed",
-            )
+        params = tuple(params)
+        sent = frozenset(meta.name for meta in params)
+        spelled = self._spelled(sent)
+        spelled.check(params, dict(self._target._tensors()), partial=self._partial)
+        self._sent, self._copied = sent, frozenset(spelled.copied)
 
     @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        targets = self.targets()
+        spelled, whole = self._spelled(), {}
         for name, tensor in pairs:
-            if name not in targets:
+            if name in spelled.copied:
+                whole[name] = tensor
+                continue
+            if name not in spelled.places:
                 raise ManifestError(f"the model has no parameter {name!r}")
-            target = targets[name]
+            target = spelled.places[name].detach()
             if ParamMeta.of(name, target) != ParamMeta.of(name, tensor):
                 raise ManifestError(
                     f"parameter {name!r} arrives as {ParamMeta.of(name, tensor)}",
@@ -192,56 +192,85 @@ class TensorsLoader(WeightLoader):
                 )
             if tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
                 target.copy_(tensor)
+        spelled.assemble(whole)
         self._patcher = None
+
+    def names(self) -> frozenset[str]:
+        """Every name that is taken: the target's own, and those of its checkpoint."""
+        own = dict(self._own())
+        groups = () if self._module is None else groups_of(self._module, own.items())
+        return frozenset(own).union(*(group.results for group in groups))
 
     def forget(self) -> None:
         """Drop what was derived from the tensors as they lie in memory: they are about to move."""
         self._patcher = None
 
     def patchable(self, name: str) -> bool:
-        return True
+        return name not in self._copied
 
     def proof(self) -> str:
         return "in place"
 
     def position_digests(self) -> dict[str, str]:
-        return {name: digest.hex() for name, (digest, _) in self._patches().held().items()}
+        found = {name: digest.hex() for name, (digest, _) in self._patches().held().items()}
+        return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
 
     def stage(self, changes: Staging) -> None:
         from torchrl_ext.weights.landing import compare
 
         patcher = self._patches()
-        compare({name: digest for name, (digest, _) in patcher.stage(changes).items()}, changes.digests)
+        staged = {name: digest for name, (digest, _) in patcher.stage(changes).items()}
+        copied = [name for name in self._copied if name in changes.digests]
+        self._whole = dict(changes.whole(copied)) if copied else {}
+        compare(staged | {name: position_digest(tensor) for name, tensor in self._whole.items()}, changes.digests)
 
     @torch.no_grad()
     def commit(self) -> None:
         self._patches().commit()
+        whole, self._whole = self._whole, {}
+        self._spelled().assemble(whole)
 
     def _patches(self) -> Patcher:
         """The parameters are looked up anew: training code may have put others in their place."""
         from torchrl_ext.weights.landing import Patcher, identity
 
-        targets = self.targets()
+        spelled, once = self._spelled(), {name for name, _ in self._target._once()}
+        wanted = {name: tensor.detach() for name, tensor in spelled.places.items() if spelled.source_of[name] in once}
         known = self._patcher
-        same = known is not None and all(
-            piece.destination.data_ptr() == targets[name].data_ptr() for name, (piece,) in known.pieces.items()
+        same = (
+            known is not None
+            and known.pieces.keys() == wanted.keys()
+            and all(piece.destination.data_ptr() == wanted[name].data_ptr() for name, (piece,) in known.pieces.items())
         )
         if known is None or not same:
-            once = {meta.name for meta in self._target.params()}
-            known = self._patcher = Patcher(identity({name: targets[name] for name in once}))
+            known = self._patcher = Patcher(identity(wanted))
         return known
 
     def resident(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, full(tensor)) for name, tensor in self._live())
+        spelled = self._spelled()
+        for name, tensor in spelled.places.items():
+            yield name, full(tensor)
+        yield from spelled.assembled()
 
     def digests(self) -> dict[str, str]:
-        live = [(name, tensor, same_memory(tensor)) for name, tensor in self._live()]
+        spelled = self._spelled()
+        live = [(name, tensor, same_memory(tensor)) for name, tensor in spelled.places.items()]
         once = {key: tensor for _, tensor, key in live}
         found = {key: tensor_digest(full(tensor)) for key, tensor in once.items()}
-        return {name: found[key] for name, _, key in live}
+        made = {name: tensor_digest(tensor) for name, tensor in spelled.assembled()}
+        return {name: found[key] for name, _, key in live} | made
 
-    def _live(self) -> Iterable[tuple[str, Tensor]]:
-        """Every tensor under each of its names; a module's non-persistent buffers may be sent, and need not be."""
+    def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
+        """Every tensor under each of its names; a module's non-persistent buffers may be sent, and need not be.
+
+        Args:
+            sent: names of an update; default: of the one that was checked last.
+        """
+        own = dict(self._own())
+        groups = () if self._module is None else groups_of(self._module, own.items())
+        return Spelling(own, groups, self._sent if sent is None else sent)
+
+    def _own(self) -> Iterable[tuple[str, Tensor]]:
         return self._target._tensors() if self._module is None else named_tensors(self._module, scratch=True)
 
 

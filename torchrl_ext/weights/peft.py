@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.pretrained import model_files
-from torchrl_ext.weights.source import WeightSource, full, named_tensors, same_memory
+from torchrl_ext.weights.source import Row, RowSource, full, named_tensors, same_memory
 
 __all__ = ["PeftSource", "is_peft"]
 
@@ -29,7 +29,7 @@ def is_peft(module: nn.Module) -> bool:
     return any(isinstance(part, (PeftModel, BaseTunerLayer)) for part in module.modules())
 
 
-class PeftSource(WeightSource):
+class PeftSource(RowSource):
     """The merged weights of a LoRA module under the names of its base checkpoint.
 
     A weight with active adapters is sent as ``W + sum_i scaling_i B_i A_i`` (Hu et al. 2021, equation 3; each term by
@@ -48,8 +48,12 @@ class PeftSource(WeightSource):
         self._module = module
         self._wrappers()
 
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(ParamMeta.of(name, tensor) for name, tensor, _ in self._rows())
+    def rows(self) -> Iterable[Row]:
+        for name, tensor, layer in self._layers():
+            yield name, tensor, partial(self._whole, tensor, layer)
+
+    def _whole(self, tensor: Tensor, layer: Any) -> Tensor:
+        return full(tensor if layer is None else self._merged(tensor, layer))
 
     @torch.no_grad()
     def _merged(self, tensor: Tensor, layer: Any) -> Tensor:
@@ -58,14 +62,10 @@ class PeftSource(WeightSource):
             merged += layer.get_delta_weight(adapter)  # a wider adapter is rounded once, after the addition
         return merged
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor, layer in self._rows():
-            yield name, full(tensor if layer is None else self._merged(tensor, layer))
-
     def files(self) -> Mapping[str, bytes]:
         return model_files(self._module)
 
-    def _rows(self) -> Iterator[tuple[str, Tensor, Any]]:
+    def _layers(self) -> Iterator[tuple[str, Tensor, Any]]:
         """Checkpoint name, live tensor, and the LoRA layer that adds to it; tied tensors once."""
         layers, saved = self._wrappers()
         seen: set[Any] = set()

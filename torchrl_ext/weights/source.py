@@ -8,7 +8,8 @@ each iteration is a fresh pass over the current values and yields full (gathered
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ class WeightSource(ABC):
 
     def held(self) -> Mapping[str, Tensor]:
         """Tensors that every pass yields as they lie in memory, without a gather, a cast or a copy; may be empty."""
+        return {}
+
+    def tied(self) -> Mapping[str, str]:
+        """Names of tied tensors that are not sent -> the name under which they are."""
         return {}
 
     def files(self) -> Mapping[str, bytes]:
@@ -104,12 +109,39 @@ def same_memory(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-class _TensorsSource(WeightSource):
+Row = tuple[str, Tensor, Callable[[], Tensor]]
+"""Name, a tensor with the shape and dtype of what is sent, and what gives that, full and detached."""
+
+
+class RowSource(WeightSource):
+    """A source whose tensors can be taken one by one in any order, as long as all ranks take the same one."""
+
+    @abstractmethod
+    def rows(self) -> Iterable[Row]:
+        """What is sent, in order; tied tensors once."""
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(ParamMeta.of(name, tensor) for name, tensor, _ in self.rows())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, _, take in self.rows():
+            yield name, take()
+
+
+class _TensorsSource(RowSource):
     """Shared half of the sources that can list live tensors: tied ones travel once, under their first name."""
 
     @abstractmethod
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Every name with its live tensor, tied ones under each of their names."""
+
+    def rows(self) -> Iterable[Row]:
+        return [(name, tensor, partial(full, tensor)) for name, tensor in self._once()]
+
+    def tied(self) -> Mapping[str, str]:
+        sent = {same_memory(tensor): name for name, tensor in self._once()}
+        through = {name: sent[same_memory(tensor)] for name, tensor in self._tensors()}
+        return {name: via for name, via in through.items() if name != via}
 
     def _once(self) -> Iterable[tuple[str, Tensor]]:
         tensors: dict[str, Tensor] = {}
@@ -120,13 +152,6 @@ class _TensorsSource(WeightSource):
             tensors[name] = tensor
             firsts.setdefault(same_memory(tensor), name)
         return [(name, tensors[name]) for name in firsts.values()]
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(ParamMeta.of(name, tensor) for name, tensor in self._once())
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._once():
-            yield name, full(tensor)
 
     def held(self) -> Mapping[str, Tensor]:
         return {name: tensor.detach() for name, tensor in self._once() if not is_distributed(tensor)}
@@ -203,14 +228,15 @@ def named_tensors(module: nn.Module, *, scratch: bool = False) -> Iterator[tuple
         scratch: non-persistent buffers too.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield _unwrapped(name), parameter
+        yield unwrapped(name), parameter
     for path, part in module.named_modules(remove_duplicate=False):
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             if scratch or name not in part._non_persistent_buffers_set:
-                yield _unwrapped(f"{path}.{name}" if path else name), buffer
+                yield unwrapped(f"{path}.{name}" if path else name), buffer
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """A name without what `torch.compile`, FSDP1 and activation checkpointing wrap into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -218,6 +244,8 @@ def _unwrapped(name: str) -> str:
 
 def as_source(weights: Any) -> WeightSource:
     """The source for whatever a caller passes: a WeightSource, module, TensorDict, mapping or checkpoint directory.
+
+    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.groups`).
 
     Raises:
         ConfigError: nothing knows how to read it.
@@ -227,10 +255,11 @@ def as_source(weights: Any) -> WeightSource:
     if isinstance(weights, WeightSource):
         return weights
     if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
+        from torchrl_ext.weights.conversion import converted
         from torchrl_ext.weights.peft import PeftSource, is_peft
 
         weights = _inner(weights)
-        return PeftSource(weights) if is_peft(weights) else ModuleSource(weights)
+        return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
     if isinstance(weights, (str, os.PathLike)):

@@ -1,0 +1,307 @@
+"""`transformers` modules are sent, and take weights, under the names of their checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensordict import TensorDict
+from torch import nn
+
+import torchrl_ext as tx
+from tests.models import CONVERTED, converted_model, tiny_model
+from tests.transports.contract import same_bits
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.plugins.embedded.engine import Engine
+from torchrl_ext.sync.model_loader import ModelLoader, other_names
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.groups import groups_of
+from torchrl_ext.weights.loader import TensorsLoader, as_loader
+from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.source import ModuleSource, as_source, checked, named_tensors
+
+STACKED = "model.layers.1.mlp.experts.gate_up_proj"
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+def saved(model, folder):
+    """What `save_pretrained` writes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def same(left, right):
+    """True; an assertion names what differs."""
+    assert set(left) == set(right), set(left) ^ set(right)
+    for name, tensor in right.items():
+        assert same_bits(left[name], tensor), name
+    return True
+
+
+def own(model):
+    """The live tensors under the names of the module."""
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def change(model, seed=7):
+    """Change a few elements of every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            flat[torch.randint(flat.numel(), (3,), generator=generator)] += 1.0
+
+
+# sending
+
+
+@pytest.mark.parametrize("kind", [*CONVERTED, "hrm_text", "dinov2"])
+def test_the_source_is_what_save_pretrained_writes(kind, tmp_path):
+    model = converted_model(kind)
+    source = as_source(model)
+    for _ in range(2):
+        assert same({meta.name: tensor for meta, tensor in checked(source)}, saved(model, tmp_path / "saved"))
+        change(model)  # what was found out about the structure is kept, and the values are those of now
+
+
+def test_disk_publishes_the_same_bytes_as_save_pretrained(tmp_path):
+    for kind in CONVERTED:
+        model = converted_model(kind)
+        transport = tx.DiskTransport(tmp_path / kind)
+        transport.send_weights(model)
+        (version,) = (path for path in (tmp_path / kind).iterdir() if path.is_dir() and path.name.startswith("weight_"))
+        found = {}
+        for file in version.glob("*.safetensors"):
+            found |= load_file(file)
+        assert same(found, saved(model, tmp_path / "saved"))
+        assert same(own(type(model).from_pretrained(version)), own(model))
+
+
+def test_models_without_conversions_are_sent_as_ever():
+    assert type(as_source(tiny_model())) is ModuleSource
+    assert groups_of(tiny_model()) == groups_of(nn.Linear(2, 2)) == ()
+
+
+def test_a_loaded_model_goes_as_it_came(tmp_path):
+    for kind in CONVERTED:
+        before = saved(converted_model(kind), tmp_path / kind)
+        assert same(dict(as_source(type(converted_model(kind)).from_pretrained(tmp_path / kind))), before)
+
+
+def test_what_is_held_lies_in_the_memory_of_the_module():
+    model = converted_model("qwen3_moe")
+    held, params = as_source(model).held(), as_source(model).params()
+    assert set(held) == {meta.name for meta in params}
+    stack = dict(model.named_parameters())[STACKED]
+    with torch.no_grad():
+        stack.fill_(3.0)
+    assert held[EXPERT].untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()
+    assert (held[EXPERT] == 3.0).all() and held[EXPERT].shape == (8, 16)
+
+
+def test_a_copy_that_a_checkpoint_needs_is_made_on_the_way_and_is_not_held():
+    source = as_source(converted_model("hrm_text"))
+    left = {meta.name for meta in source.params()} - set(source.held())
+    assert left and all("gqkv" in name or "gate_up" in name for name in left)
+
+
+def test_a_layer_stays_together_and_tied_tensors_travel_once():
+    model = converted_model("mixtral", tie_word_embeddings=True)
+    names = [meta.name for meta in as_source(model).params()]
+    layers = [name.split(".")[2] for name in names if ".layers." in name]
+    assert layers == sorted(layers)
+    assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
+
+
+def test_a_model_inside_another_module_keeps_the_beginning_of_its_names():
+    model = converted_model("mixtral")
+    found = dict(as_source(nn.ModuleDict({"policy": model, "value": nn.Linear(2, 1)})))
+    expected = {f"policy.{name}": tensor for name, tensor in as_source(model)}
+    assert found.keys() - expected.keys() == {"value.weight", "value.bias"}
+    assert same({name: found[name] for name in expected}, expected)
+
+
+def test_an_adapter_is_merged_under_the_names_of_the_checkpoint():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(converted_model("mixtral"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    found = {meta.name: tensor for meta, tensor in checked(as_source(model))}
+    assert same(found, dict(as_source(model.merge_and_unload())))
+
+
+def test_conversions_of_any_kind_are_undone_or_left_alone_with_a_warning(tmp_path, caplog):
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Doubled(ConversionOps):
+        """Its reversal writes into memory that it made."""
+
+        def convert(self, input_dict, source_patterns, target_patterns, **_):
+            ((tensor,),) = input_dict.values()
+            made = torch.empty_like(tensor)
+            made.copy_(tensor)
+            made[0] = tensor[0]
+            return {target_patterns[0]: made.mul_(2)}
+
+        @property
+        def reverse_op(self):
+            return self
+
+    class OneWay(Doubled):
+        @property
+        def reverse_op(self):
+            raise NotImplementedError("there is no way back")
+
+    for op in (Doubled(), OneWay()):
+        model = tiny_model()
+        model._weight_conversions = [WeightConverter("norm.scaled", "model.norm.weight", [op])]
+        found = {meta.name: tensor for meta, tensor in checked(as_source(model))}
+        if isinstance(op, OneWay):
+            assert same(found, own(model)) and "there is no way back" in caplog.text
+        else:
+            assert same(found, saved(model, tmp_path / "saved"))
+
+
+# receiving
+
+
+def engine_of(kind, folder, seed):
+    """A causal LM of a kind, saved as `save_pretrained` saves it, and an embedded engine of that."""
+    saved(converted_model(kind, seed), folder)
+    return Engine(str(folder))
+
+
+@pytest.mark.parametrize("transport", ["memory", "disk", "delta", "ipc"])
+def test_every_road_lands_bit_for_bit(transport, tmp_path):
+    for kind in ("qwen3_moe", "mixtral", "deepseek_v3", "hrm_text"):
+        sent, held = converted_model(kind, 1), converted_model(kind, 2)
+        parameters = [(id(one), one.data_ptr()) for one in held.parameters()]
+        where = {"root": tmp_path / kind} if transport in ("disk", "delta") else {}
+        sender = tx.WeightSender(tx.make_transport(transport, **where), tx.InProcessEngine(held))
+        sender.register_model(sent)
+        for _ in range(3):
+            assert sender.update_weights().verified
+            assert same(own(held), own(sent))
+            change(sent)
+        assert parameters == [(id(one), one.data_ptr()) for one in held.parameters()]
+        sender.shutdown()
+
+
+def test_an_engine_takes_the_directory_it_was_started_from_and_whatever_came_from_save_pretrained(tmp_path):
+    for kind in ("qwen3_moe", "mixtral", "deepseek_v3"):
+        other = converted_model(kind, 4)
+        saved(other, tmp_path / "other")
+        engine = engine_of(kind, tmp_path / kind, 3)
+        transport = tx.DiskTransport(tmp_path / f"{kind}-sent")
+        for folder, model in ((tmp_path / kind, converted_model(kind, 3)), (tmp_path / "other", other)):
+            source = as_source(folder)
+            (handoff,) = transport.prepare(source, transport.latest_version() + 1)
+            params = [meta.to_json() for meta in source.params()]
+            engine.connect({**transport.open(1, source.params()).info, "params": params})
+            engine.pause("abort", 10)
+            engine.start()
+            engine.load(handoff.info)
+            engine.load({"verify": {name: tensor_digest(tensor) for name, tensor in source}})
+            engine.finish("1")
+            sent = {name: tensor_digest(tensor) for name, tensor in as_source(model)}
+            assert sent.items() <= engine.digests().items()  # which has buffers that no checkpoint has, too
+        engine.close()
+
+
+def test_either_names_land_and_read_back():
+    sent, held = converted_model("qwen3_moe", 1), converted_model("qwen3_moe", 2)
+    source = dict(as_source(sent))
+    mixed = {name: tensor for name, tensor in source.items() if not name.startswith(STACKED.rsplit(".", 1)[0])}
+    mixed |= {name: tensor for name, tensor in own(sent).items() if name.startswith(STACKED.rsplit(".", 1)[0])}
+    for update in (source, own(sent), mixed):
+        loader = as_loader(held)
+        loader.check(as_source(update).params())
+        loader.load(update.items())
+        assert same(own(held), own(sent))
+        assert {name: tensor_digest(tensor) for name, tensor in update.items()}.items() <= loader.digests().items()
+        assert loader.position_digests() == {name: position_digest(tensor).hex() for name, tensor in update.items()}
+        assert same({name: tensor for name, tensor in loader.resident() if name in update}, update)
+        change(sent)
+        source = dict(as_source(sent))
+
+
+def test_a_transport_fills_parts_of_a_stacked_parameter_where_they_lie():
+    held = converted_model("qwen3_moe")
+    target = TensorsLoader(held).targets()[EXPERT]
+    target.fill_(5.0)
+    assert (dict(held.named_parameters())[STACKED][2, 8:] == 5.0).all()
+
+
+def test_what_does_not_cover_the_model_is_refused_by_name():
+    model = converted_model("qwen3_moe")
+    whole = {meta.name: meta for meta in as_source(model).params()}
+    loader = as_loader(model)
+    with pytest.raises(ManifestError, match=f"1 parameters of the model are missing.*'{EXPERT}'"):
+        loader.check(meta for name, meta in whole.items() if name != EXPERT)
+    stacked = {meta.name: meta for meta in ModuleSource(model).params()}
+    with pytest.raises(ManifestError, match=f"1 parameters of the model are missing.*'{STACKED}'"):
+        loader.check(meta for name, meta in stacked.items() if name != STACKED)
+    with pytest.raises(ManifestError, match=f"'{STACKED}' is given twice: by itself, and as"):
+        loader.check([*whole.values(), stacked[STACKED]])
+    with pytest.raises(ManifestError, match=r"no parameter 'model\.x'"):
+        loader.check([*whole.values(), ParamMeta("model.x", torch.float32, (1,))])
+    with pytest.raises(ManifestError, match=f"'{EXPERT}' arrives as"):
+        loader.check([*(whole | {EXPERT: ParamMeta(EXPERT, torch.float32, (16, 8))}).values()])
+    TensorsLoader(model, partial=True).check([whole[EXPERT]])
+
+
+def test_a_policy_without_storage_gets_it_from_a_checkpoint_tied_tensors_as_one():
+    for kind in ("mixtral", "hrm_text", "qwen2_5_vl"):
+        sent = converted_model(kind, 1, tie_word_embeddings=True)
+        held = converted_model(kind, 2, tie_word_embeddings=True).to("meta")
+        loader = ModelLoader(lambda held=held: held, device="cpu", tied=other_names(sent))
+        received = [(name, tensor.clone()) for name, tensor in as_source(sent)]
+        received += [(name, buffer) for name, buffer in named_tensors(sent, scratch=True) if "inv_freq" in name]
+        loader.check(ParamMeta.of(*pair) for pair in received)
+        loader.load(received)
+        loader.finish()
+        assert same(own(held), own(sent))
+        assert held.get_input_embeddings().weight is held.get_output_embeddings().weight
+        assert {name: tensor_digest(tensor) for name, tensor in as_source(sent)}.items() <= loader.digests().items()
+
+
+def test_an_update_that_failed_to_check_leaves_the_names_of_the_last_one():
+    model = converted_model("qwen3_moe")
+    loader = as_loader(model)
+    loader.check(ModuleSource(model).params())
+    with pytest.raises(ManifestError, match="missing"):
+        loader.check([])
+    assert STACKED in loader.digests() and EXPERT not in loader.digests()
+
+
+# mappings
+
+
+def test_a_mapping_with_the_names_of_a_registered_module_goes_as_the_module_does(tmp_path):
+    policy, held = converted_model("mixtral", 1), converted_model("mixtral", 2)
+    for number, make in enumerate((TensorDict.from_module, own, lambda model: dict(as_source(model)))):
+        sender = tx.WeightSender(tx.DiskTransport(tmp_path / str(number)), tx.InProcessEngine(held))
+        sender.register_model(policy)
+        change(policy, number)
+        assert sender.update_weights(make(policy)).verified
+        assert same(own(held), own(policy))
+        published = {meta.name for meta in as_source(tmp_path / str(number) / "weight_v000001").params()}
+        assert published >= {meta.name for meta in as_source(policy).params()}
+        assert not any("gate_up_proj" in name for name in published)
+        sender.shutdown()
+
+
+def test_a_mapping_of_some_tensors_goes_under_checkpoint_names_where_these_are_complete():
+    sender, policy = tx.WeightSender(tx.MemoryTransport()), converted_model("qwen3_moe")
+    sender.register_model(policy)
+    some = {name: tensor for name, tensor in own(policy).items() if name in (STACKED, "model.norm.weight")}
+    found = dict(sender._outgoing(some | {"extra": torch.zeros(1)}))
+    assert len(found) == 2 + 8 and same_bits(found[EXPERT], some[STACKED][2, 8:])
+    with pytest.raises(ManifestError, match="given twice"):
+        sender._outgoing(some | {EXPERT: found[EXPERT]})

@@ -1,0 +1,318 @@
+"""Checkpoint names for `transformers` modules, which hold some weights stacked, or under names of their own.
+
+Since version 5 the experts of a mixture are one tensor of the module (``mlp.experts.gate_up_proj``), and lie one by one
+in its checkpoint (``mlp.experts.0.gate_proj.weight``, ...), which is what engines read. ``save_pretrained`` undoes that
+with ``revert_weight_conversion``. The same function runs here over tensors without data, once for each structure of a
+module: the memory of what comes out says which part of which tensor of the module each checkpoint tensor is.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import named_tensors, unwrapped
+
+__all__ = ["Group", "Part", "groups_of", "has_groups"]
+
+log = logging.getLogger("torchrl_ext")
+
+_PEFT = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint tensor as a view of the module's tensor that it is a part of.
+
+    Attributes:
+        shape: of the checkpoint tensor.
+        strides, offset: in elements, from the first element of the module's tensor, whose strides `Group` knows.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of this tensor, in its memory."""
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """Tensors of a module that become checkpoint tensors together.
+
+    Attributes:
+        sources: name in the module -> shape and strides there.
+        results: name in the checkpoint -> part of the source; a part of none where ``copied``.
+        copied: the checkpoint tensors are made by a copy (q, k and v in one, say), and are not parts of one source.
+        prefix: where the `transformers` model is in the module that was given.
+        model: that model.
+    """
+
+    sources: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    results: Mapping[str, Part]
+    copied: bool
+    prefix: str
+    model: weakref.ref[Any]
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether ``tensors`` has every source, in its shape."""
+        return all(name in tensors and tuple(tensors[name].shape) == shape for name, (shape, _) in self.sources.items())
+
+    def params(self, tensors: Mapping[str, Tensor]) -> tuple[ParamMeta, ...]:
+        """What `undo` would give, for sources that may be parts of larger tensors, or have no data."""
+        dtype = reduce(torch.promote_types, (tensors[name].dtype for name in self.sources))
+        return tuple(ParamMeta(name, dtype, part.shape) for name, part in self.results.items())
+
+    def lies_in(self, tensor: Tensor) -> bool:
+        """Whether the only source has its strides, so that its parts are views of it."""
+        return [tensor.stride()] == [strides for _, strides in self.sources.values()]
+
+    def parts(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The checkpoint tensors as views of their source, when they are not ``copied``."""
+        return {name: part.of(tensor) for name, part in self.results.items()}
+
+    @torch.no_grad()
+    def undo(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The checkpoint tensors, made from full tensors of the module."""
+        if not self.copied:
+            ((name, (_, strides)),) = self.sources.items()
+            return self.parts(_with_strides(tensors[name], strides))
+        made = _revert(self.model(), {name.removeprefix(self.prefix): tensors[name] for name in self.sources})
+        return dict(zip(self.results, made.values(), strict=True))
+
+    @torch.no_grad()
+    def redo(self, live: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> None:
+        """Write all checkpoint tensors of the group where they came from: into tensors of the module, in place.
+
+        Where each element came from is found by undoing tensors that hold their own positions.
+
+        Raises:
+            ManifestError: the checkpoint tensors do not have every element of the module's exactly once.
+        """
+        if not self.copied:
+            (name,) = self.sources
+            for part, view in self.parts(live[name]).items():
+                view.copy_(results[part])
+            return
+        first, positions = 0, {}
+        for name, (shape, _) in self.sources.items():
+            end = first + live[name].numel()
+            positions[name] = torch.arange(first, end, device=live[name].device).view(shape)
+            first = end
+        came_from = torch.cat([made.reshape(-1) for made in self.undo(positions).values()])
+        if not torch.equal(came_from.sort().values, torch.arange(first, device=came_from.device)):
+            raise ManifestError(
+                f"{next(iter(self.results))!r} and what belongs to it cannot be turned into {', '.join(self.sources)}",
+                hint="send these under their names in the module",
+            )
+        values = torch.cat([results[name].to(came_from.device).reshape(-1) for name in self.results])
+        values = torch.empty_like(values).index_copy_(0, came_from, values)
+        for name, (shape, _) in self.sources.items():
+            live[name].copy_(values[: live[name].numel()].view(shape))
+            values = values[live[name].numel() :]
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def groups_of(module: nn.Module, tensors: Iterable[tuple[str, Tensor]] | None = None) -> tuple[Group, ...]:
+    """The tensors of ``module`` that are called otherwise in its checkpoint, or lie otherwise in it.
+
+    Args:
+        module: any; only `transformers` models in it have such tensors.
+        tensors: those of the module, by name; default: all of them. Only shapes, strides and dtypes are looked at.
+    """
+    models = _models(module)
+    if not models:
+        return ()
+    tensors = list(named_tensors(module, scratch=True) if tensors is None else tensors)
+    return tuple(group for prefix, model in models for group in _known(model).groups(prefix, tensors))
+
+
+def has_groups(module: nn.Module) -> bool:
+    """Whether `transformers` converts weights of ``module``; cheap, and nearly always right where it says so."""
+    return bool(_models(module))
+
+
+def _models(module: nn.Module) -> list[tuple[str, Any]]:
+    """The outermost `transformers` models with conversions, each with the beginning of its names."""
+    if "transformers.modeling_utils" not in sys.modules:  # then nobody can have made one
+        return []
+    from transformers import PreTrainedModel
+
+    def walk(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:
+        if isinstance(part, PreTrainedModel):
+            yield unwrapped(path).replace(_PEFT, ""), part
+        else:
+            for name, child in part.named_children():
+                yield from walk(f"{path}{name}.", child)
+
+    return [(prefix, model) for prefix, model in walk("", module) if _known(model).converts]
+
+
+class _Known:
+    """What was found out about a model, until other conversions are noted on it."""
+
+    def __init__(self, model: Any) -> None:
+        self.noted = _noted(model)
+        self.converts = _converts(model)
+        self._model = weakref.ref(model)
+        self._plans: dict[Any, tuple[Group, ...]] = {}
+
+    def groups(self, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[Group, ...]:
+        own = [(name, tensor) for name, tensor in tensors if name.startswith(prefix)]
+        key = (prefix, tuple((name, tuple(tensor.shape), tensor.stride()) for name, tensor in own))
+        if key not in self._plans:
+            if len(self._plans) > 3:
+                self._plans.clear()
+            self._plans[key] = self._plan(prefix, own)
+        return self._plans[key]
+
+    def _plan(self, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[Group, ...]:
+        empty = {
+            name.removeprefix(prefix): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            for name, t in tensors
+        }
+        trace = _Trace(empty)
+        try:
+            with torch.no_grad(), trace:
+                made = _revert(self._model(), empty)
+            found = list(trace.groups(made))
+        except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:  # a quantized model, say
+            log.warning("weights go under the names of the module: transformers cannot undo its conversion: %s", error)
+            return ()
+        return tuple(
+            Group(
+                sources={prefix + name: (tuple(empty[name].shape), empty[name].stride()) for name in sources},
+                results={prefix + name: _part(made[name]) for name in results},
+                copied=copied,
+                prefix=prefix,
+                model=self._model,
+            )
+            for sources, results, copied in found
+        )
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+
+
+def _known(model: Any) -> _Known:
+    found = _KNOWN.get(model)
+    if found is None or found.noted is not _noted(model):
+        found = _KNOWN[model] = _Known(model)
+    return found
+
+
+def _noted(model: Any) -> Any:
+    """The conversions with which `transformers` loaded the model; None where it did not load it."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def _converts(model: Any) -> bool:
+    noted = _noted(model)
+    if noted is not None:
+        return bool(noted)
+    if getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None) is None:
+        return False  # before version 5 modules have the names of their checkpoints
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(_plain(model), add_legacy=False))
+
+
+def _revert(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(_plain(model), dict(tensors))
+
+
+@final
+class _Trace(TorchFunctionMode):
+    """Keeps account of which sources each tensor was made from.
+
+    ``contiguous`` does nothing meanwhile: what it would copy stays a view, and so says where it lies in its source.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._sources = sources
+        self._name_of = {_memory(tensor): name for name, tensor in sources.items()}
+        self._origins = {memory: frozenset((name,)) for memory, name in self._name_of.items()}
+        self._kept: list[Tensor] = []  # so that no other tensor gets the address of their memory
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous:
+            return args[0]
+        made = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = getattr(func, "__name__", "")
+        written = given[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else []
+        new = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and _memory(leaf) not in self._origins]
+        if given and (new or written):
+            from_all = frozenset().union(*(self._origins.get(_memory(tensor), ()) for tensor in given))
+            for tensor in (*new, *written):
+                self._origins[_memory(tensor)] = from_all
+                self._kept.append(tensor)
+            for tensor in written:  # no longer what it was a view of
+                self._name_of.pop(_memory(tensor), None)
+        return made
+
+    def groups(self, made: Mapping[str, Tensor]) -> Iterator[tuple[list[str], list[str], bool]]:
+        """Sources and results that belong together, and whether a copy made the results; unchanged ones are left out.
+
+        Args:
+            made: the results, by name.
+        """
+        together: dict[str, set[str]] = {}
+        for tensor in made.values():
+            union = set().union(*(together.get(name, {name}) for name in self._origins[_memory(tensor)]))
+            together |= dict.fromkeys(union, union)
+        results: dict[int, list[str]] = {}
+        for name, tensor in made.items():
+            results.setdefault(id(together[min(self._origins[_memory(tensor)])]), []).append(name)
+        for union in {id(union): union for union in together.values()}.values():
+            sources = [name for name in self._sources if name in union]
+            copied = any(_memory(made[name]) not in self._name_of for name in results[id(union)])
+            if copied or results[id(union)] != sources or _part(made[sources[0]]) != _part(self._sources[sources[0]]):
+                yield sources, results[id(union)], copied
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _part(tensor: Tensor) -> Part:
+    return Part(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+def _plain(model: Any) -> Any:
+    """The model before ``fully_shard`` gave parts of it other classes: conversions are found by the class's name."""
+
+    def original(part: nn.Module) -> type:
+        bases = type(part).__mro__
+        return next((after for base, after in pairwise(bases) if base.__name__ == "FSDPModule"), bases[0])
+
+    def twin(part: nn.Module) -> nn.Module:
+        made = object.__new__(original(part))
+        children = {name: child if child is None else twin(child) for name, child in part._modules.items()}
+        made.__dict__.update(part.__dict__, _modules=children)
+        return made
+
+    return twin(model) if any(original(part) is not type(part) for part in model.modules()) else model
