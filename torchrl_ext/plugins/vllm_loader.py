@@ -7,6 +7,7 @@ complete. That works for tensor parallelism and for linears that oneDNN packed o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -195,7 +196,9 @@ class VLLMLoader(EngineLoader):
     # what a rehearsal asks
 
     def known_repairs(self) -> tuple[str, ...]:
-        return tuple(REPAIRS)
+        """Those of `REPAIRS` that ``TORCHRL_EXT_LEAVE_OUT`` does not name, comma-separated, in the engine's environment."""
+        left_out = os.environ.get("TORCHRL_EXT_LEAVE_OUT", "").split(",")
+        return tuple(step for step in REPAIRS if step not in left_out)
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         if self._config.load_config.load_format == "dummy" or not self._shapes:
