@@ -196,7 +196,7 @@ class VLLMLoader(EngineLoader):
     # what a rehearsal asks
 
     def known_repairs(self) -> tuple[str, ...]:
-        """Those of `REPAIRS` that ``TORCHRL_EXT_LEAVE_OUT`` does not name, comma-separated, in the engine's environment."""
+        """`REPAIRS`, but for those that ``TORCHRL_EXT_LEAVE_OUT`` in its environment names, comma-separated."""
         left_out = os.environ.get("TORCHRL_EXT_LEAVE_OUT", "").split(",")
         return tuple(step for step in REPAIRS if step not in left_out)
 

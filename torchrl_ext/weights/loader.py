@@ -222,7 +222,16 @@ class TensorsLoader(WeightLoader):
         staged = {name: digest for name, (digest, _) in patcher.stage(changes).items()}
         copied = [name for name in self._copied if name in changes.digests]
         self._whole = dict(changes.whole(copied)) if copied else {}
-        compare(staged | {name: position_digest(tensor) for name, tensor in self._whole.items()}, changes.digests)
+        found = staged | {name: position_digest(tensor) for name, tensor in self._whole.items()}
+        dropped = sorted(changes.digests.keys() - found.keys())
+        if dropped:
+            raise ManifestError(
+                f"{len(dropped)} tensor(s) of the update would not land, first {dropped[0]!r}",
+                expected="the parameters that were checked when this worker connected",
+                state="nothing was changed",
+                hint="connect again, so that the names of the update are known",
+            )
+        compare(found, changes.digests)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -235,7 +244,11 @@ class TensorsLoader(WeightLoader):
         from torchrl_ext.weights.landing import Patcher, identity
 
         spelled, once = self._spelled(), {name for name, _ in self._target._once()}
-        wanted = {name: tensor.detach() for name, tensor in spelled.places.items() if spelled.source_of[name] in once}
+        wanted = {
+            name: tensor.detach()
+            for name, tensor in spelled.places.items()
+            if (spelled.source_of[name] in once if self._sent is None else name in self._sent)
+        }
         known = self._patcher
         same = (
             known is not None
