@@ -64,6 +64,7 @@ class SGLangLoader(EngineLoader):
         self._expected: Mapping[str, str] = {}
         self._handed: dict[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
+        self._made_up: dict[str, Tensor] | None = None  # the dummy weights, as a checkpoint would have them
         self._open = self._rehearsing = self._whole_model = False
         self.prepared = False  # somebody else unpacks layers before a load, and packs them after it
 
@@ -89,6 +90,8 @@ class SGLangLoader(EngineLoader):
             if name not in names and not self._is_tied_head(name):
                 raise missing(name)
         self._placement = None if self._packs else self._placed(params)
+        if self._dummy and not self.touched and self._placement is not None:
+            self._made_up = self._read_dummies(self._placement)
         self._pieces = {} if self._placement is None else self._writable(self._placement)
         self._params, self._patcher = params, Patcher({} if self._whole_model else self._pieces)
 
@@ -138,7 +141,10 @@ class SGLangLoader(EngineLoader):
             return {name: digest.hex() for name, (digest, _) in self._patcher.held().items()}
         if self.touched:
             raise unreadable()
-        return {name: position_digest(tensor).hex() for name, tensor in CheckpointSource(self._checkpoint)}
+        start = self.start_weights()
+        if start is None:
+            raise unreadable()
+        return {name: position_digest(tensor).hex() for name, tensor in start}
 
     def stage(self, changes: Staging) -> None:
         self._whole = []
@@ -180,7 +186,9 @@ class SGLangLoader(EngineLoader):
     # what a rehearsal asks
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        return None if self._dummy or not self._shapes else self._as_announced()
+        if self._dummy:
+            return None if self._made_up is None else self._made_up.items()
+        return self._as_announced() if self._shapes else None
 
     def runtime(self) -> Iterator[Reading]:
         return reachable(self._model)
@@ -202,6 +210,7 @@ class SGLangLoader(EngineLoader):
             return super().rehearse()
         finally:
             self._rehearsing = False
+            self._made_up = None if self._rehearsed is not None else self._made_up
 
     def _as_announced(self) -> Iterator[tuple[str, Tensor]]:
         """The start checkpoint, in the dtypes of the update where that loses nothing."""
@@ -215,6 +224,15 @@ class SGLangLoader(EngineLoader):
     def _readable(self, name: str) -> bool:
         """Whether this worker holds the tensor whole, as it came."""
         return self._alone and bool(self._pieces.get(name))
+
+    def _read_dummies(self, placement: Placement) -> dict[str, Tensor]:
+        """The numbers that an engine without a checkpoint was filled with; its parameters lie as they are loaded."""
+        live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return {
+            meta.name: read(meta, [Piece.of(live[landing.param], landing) for landing in placement.landings[meta.name]])
+            for meta in placement.params
+            if all(landing.exact and landing.dtype == meta.dtype for landing in placement.landings[meta.name])
+        }
 
     def _placed(self, params: tuple[ParamMeta, ...]) -> Placement:
         with stand_ins(self._model) as targets:
@@ -236,10 +254,9 @@ class SGLangLoader(EngineLoader):
             absorbed = any("kv_b_proj" in landing.param for landing in landings)  # MLA computes with a product of it
             if landings and exact and not absorbed and not meta.dtype.is_complex:
                 found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
-        if not self.touched and not self._dummy and self._shapes:
-            for name, tensor in CheckpointSource(self._checkpoint):
-                if name in found and holds(found[name], tensor):
-                    self._agreed[name] = placement.landings[name]
+        for name, tensor in self.start_weights() or () if not self.touched else ():
+            if name in found and holds(found[name], tensor):
+                self._agreed[name] = placement.landings[name]
         kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
         embeddings = [pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")]
         for name in placement.nowhere():  # a tied output embedding: it is where the input embedding is

@@ -37,7 +37,7 @@ from torchrl_ext.plugins.refusals import (
     unreadable,
 )
 from torchrl_ext.plugins.vllm_patches import VLLMPatches
-from torchrl_ext.plugins.vllm_runtime import REPAIRS, also_packed, kernel_of, readings
+from torchrl_ext.plugins.vllm_runtime import REPAIRS, also_packed, kernel_of, made_up, readings
 from torchrl_ext.sync.engine_loader import EngineLoader
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -74,7 +74,8 @@ class VLLMLoader(EngineLoader):
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
         self._digests: dict[str, str] = {}
         self._repaired: dict[str, str] = {}
-        self._loading = self._rehearsing = False
+        self._forms: Mapping[str, Tensor] = {}
+        self._loading = self._rehearsing = self._whole_model = False
 
     @property
     def placement(self) -> Placement | None:
@@ -104,9 +105,11 @@ class VLLMLoader(EngineLoader):
         self._refuse_strangers(placement)
         self._refuse_gaps(placement, needed)
         refuse_rounding(placement)
-        self._placement = placement
-        self._pieces = self._writable(placement, targets)
+        self._placement, self._forms = placement, targets
+        self._pieces = {} if self._whole_model else self._writable(placement, targets)
         self._patches = VLLMPatches(self._model, self._config, placement, self._pieces, self._repair)
+        if self._whole_model:
+            self._patches.land_whole()
 
     def patchable(self, name: str) -> bool:
         return self._checked().patchable(name)
@@ -121,9 +124,10 @@ class VLLMLoader(EngineLoader):
         held = self._checked().held() if self._alone else {}
         if not held and self.touched:
             raise unreadable()
-        return held or {
-            name: position_digest(tensor).hex() for name, tensor in CheckpointSource(self._config.model_config.model)
-        }
+        start = self.start_weights()
+        if not held and start is None:
+            raise unreadable()
+        return held or {name: position_digest(tensor).hex() for name, tensor in start or ()}
 
     def stage(self, changes: Staging) -> None:
         self._checked().stage(changes)
@@ -201,9 +205,9 @@ class VLLMLoader(EngineLoader):
         return tuple(step for step in REPAIRS if step not in left_out)
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        if self._config.load_config.load_format == "dummy" or not self._shapes:
-            return None
-        return self._as_announced()
+        if self._config.load_config.load_format == "dummy":
+            return made_up(self._placement, self._forms) if self._placement is not None else None
+        return self._as_announced() if self._shapes else None
 
     def runtime(self) -> Iterator[Reading]:
         return readings(self._model, self._config.model_config.dtype)
@@ -215,7 +219,7 @@ class VLLMLoader(EngineLoader):
         return kernel_of(self._model.get_submodule(layer))
 
     def land_whole(self) -> None:
-        self._pieces = {}
+        self._pieces, self._whole_model = {}, True
         self._checked().land_whole()
 
     def repaired(self) -> dict[str, str]:
@@ -270,10 +274,9 @@ class VLLMLoader(EngineLoader):
             )
             if plain and landings and not meta.dtype.is_complex and not self._is_absorbed(landings):
                 found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
-        if not self.touched and self._shapes and self._config.load_config.load_format != "dummy":
-            for name, tensor in CheckpointSource(self._config.model_config.model):
-                if name in found and holds(found[name], tensor):
-                    self._agreed[name] = placement.landings[name]
+        for name, tensor in self.start_weights() or () if not self.touched else ():
+            if name in found and holds(found[name], tensor):
+                self._agreed[name] = placement.landings[name]
         kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
         return kept | {name: [] for name in placement.nowhere()}
 

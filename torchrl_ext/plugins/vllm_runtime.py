@@ -5,17 +5,19 @@ Nothing of vLLM is patched: each repair calls a public step of the layer itself,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
+from torchrl_ext.weights.placement import Placement
 from torchrl_ext.weights.runtime import Reading, reachable
 
-__all__ = ["REPAIRS", "also_packed", "kernel_of", "readings"]
+__all__ = ["REPAIRS", "also_packed", "kernel_of", "made_up", "readings"]
 
 _ROWS = 4
 
@@ -36,6 +38,38 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
             fixed = torch.randn(_ROWS, loaded.shape[-1], generator=torch.Generator().manual_seed(0)).to(dtype)
             answer = layer.quant_method.apply(layer, fixed, None)
             yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
+
+
+def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]] | None:
+    """What a checkpoint would hold of which an engine's dummy weights are this worker's part (``--load-format dummy``).
+
+    vLLM fills each parameter, as a loader would find it, from a generator of its own (`DummyModelLoader`), so that they
+    can be made again. What other workers hold is zero here.
+
+    Args:
+        placement: where checkpoint tensors land.
+        forms: runtime parameters as a loader finds them, on the meta device, by name.
+
+    Returns:
+        None where a loader computes something from checkpoint tensors: that cannot be undone.
+    """
+    if any(not landing.exact for landings in placement.landings.values() for landing in landings):
+        return None
+    return _made_up(placement, forms)
+
+
+def _made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for meta in placement.params:
+        landings = placement.landings[meta.name]
+        tensor = torch.zeros(meta.shape, dtype=landings[0].dtype if landings else meta.dtype)
+        for landing in landings:
+            form = forms[landing.param]
+            filled = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype).zero_()
+            vars(filled).update({key: value for key, value in vars(form).items() if key == "dummy_weight_value"})
+            initialize_single_dummy_weight(filled)
+            block = filled.as_strided(landing.shape, landing.strides, landing.offset)
+            tensor.view(-1).as_strided(landing.shape, landing.source_strides, landing.source_offset).copy_(block)
+        yield meta.name, tensor
 
 
 def _multiplies_packed(layer: nn.Module) -> bool:
