@@ -284,6 +284,9 @@ class ProcessedLoader(EngineLoader):
     def start_weights(self):
         return None if self._start is None else iter(self._start.items())
 
+    def ready(self):
+        self.check(as_source(self._start).params())
+
     def runtime(self):
         return reachable(self.model)
 

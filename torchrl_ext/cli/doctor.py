@@ -13,6 +13,7 @@ from rich.table import Table
 
 from torchrl_ext.cli.findings import Examined, Patient, compare, examine
 from torchrl_ext.cli.notes import Finding
+from torchrl_ext.cli.rehearsed import rehearsed
 from torchrl_ext.cli.shared_findings import SharedChecks, check_checkpoint
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.rpc.http import HTTPSession
@@ -31,12 +32,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "doctor",
         help="find what will go wrong in an update before it does",
         description="Look at engines, at the options of the job, and at what both sides share. Nothing is changed, and "
-        "engines go on generating. Exit status 1 when an update would fail.",
+        "engines go on generating, but for --rehearse. Exit status 1 when an update would fail.",
     )
     parser.add_argument("addresses", nargs="*", metavar="URL", help="host:port or URL of an engine")
     parser.add_argument("--transport", help="the transport to be used; derived from the options where they are given")
     parser.add_argument("--root", help="directory or bucket that both sides are to see")
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory that training starts from")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="pause each engine that still holds the weights it was started with, load them perturbed and as they are, "
+        "and see whether everything that it computes with comes back",
+    )
     parser.add_argument("--api-key", help="sent as a bearer token")
     parser.add_argument("--timeout-s", type=float, default=10.0, help="deadline of each engine's discovery, in seconds")
     WeightUpdateConfig.add_arguments(parser)
@@ -59,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if addresses:
         more, every = _look(args, addresses, transport, root)
         findings += more
+        for one in every if args.rehearse else ():
+            findings += rehearsed(one, args.api_key)
     sick = [one for one in findings if one.level == "failure"]
     if args.json:
         rows = [asdict(one.info) for one in every if one.info is not None]

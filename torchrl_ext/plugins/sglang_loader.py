@@ -190,6 +190,10 @@ class SGLangLoader(EngineLoader):
             return None if self._made_up is None else self._made_up.items()
         return self._as_announced() if self._shapes else None
 
+    def ready(self) -> None:
+        if not self._params and self._shapes:
+            self.check(CheckpointSource(self._checkpoint).params())
+
     def runtime(self) -> Iterator[Reading]:
         return reachable(self._model)
 

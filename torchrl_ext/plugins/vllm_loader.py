@@ -209,6 +209,10 @@ class VLLMLoader(EngineLoader):
             return made_up(self._placement, self._forms) if self._placement is not None else None
         return self._as_announced() if self._shapes else None
 
+    def ready(self) -> None:
+        if self._placement is None and self._shapes:
+            self.check(CheckpointSource(self._config.model_config.model).params())
+
     def runtime(self) -> Iterator[Reading]:
         return readings(self._model, self._config.model_config.dtype)
 

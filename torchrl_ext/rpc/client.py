@@ -63,6 +63,11 @@ class EngineClient(ABC):
         """What an update proves that this engine confirms (`torchrl_ext.types.PROOFS`); the least of a fleet."""
         return "sent"
 
+    @property
+    def rehearsed(self) -> tuple[Info, ...]:
+        """What each worker told of its rehearsal (`torchrl_ext.sync.rehearsal.Rehearsal.to_json`); empty before it."""
+        return ()
+
     @abstractmethod
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         """Make every worker join the transport of ``info``; returns when they have.

@@ -45,6 +45,10 @@ class EmbeddedEngine(EngineClient):
     def proof(self) -> str:
         return self._client.proof
 
+    @property
+    def rehearsed(self) -> tuple[Info, ...]:
+        return self._client.rehearsed
+
     def rehearse(self, how: str = "once") -> None:
         self._client.rehearse(how)
 

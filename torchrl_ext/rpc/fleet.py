@@ -108,6 +108,10 @@ class Fleet(EngineClient):
     def proof(self) -> str:
         return least(engine.proof for engine in self._active())
 
+    @property
+    def rehearsed(self) -> tuple[Info, ...]:
+        return tuple(told for engine in self._active() for told in engine.rehearsed)
+
     def rehearse(self, how: str = "once") -> None:
         self._everywhere(lambda engine: engine.rehearse(how))
 

@@ -53,7 +53,7 @@ class InProcessEngine(EngineClient):
         self._paused = threading.Event()
         self._version: int | None = None
         self._proof = "sent"
-        self.rehearsed: tuple[Info, ...] = ()
+        self._rehearsed: tuple[Info, ...] = ()
 
     @property
     def url(self) -> str:
@@ -81,6 +81,10 @@ class InProcessEngine(EngineClient):
     def proof(self) -> str:
         return self._proof
 
+    @property
+    def rehearsed(self) -> tuple[Info, ...]:
+        return self._rehearsed
+
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`."""
         told = self._receiver.rehearse({"how": how, "ask": True})
@@ -95,7 +99,7 @@ class InProcessEngine(EngineClient):
                 raise
             if not paused:
                 self.resume()
-        self.rehearsed = (told,)
+        self._rehearsed = (told,)
         self._proof = str(told["proof"])
 
     def prefetch(self, version: int) -> None:

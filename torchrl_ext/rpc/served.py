@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchrl_ext.errors import (
+    ConfigError,
     DeadlineError,
     EngineError,
     EngineRefusedError,
@@ -20,6 +21,9 @@ from torchrl_ext.types import EngineRow, Info, least
 
 __all__ = ["HTTPEngine", "restated"]
 
+_PROBE = [*range(3, 19)]
+_SAME_NATS, _TRIES = 0.05, 3
+
 
 class HTTPEngine(EngineClient):
     """One engine behind one address; a subclass knows its routes.
@@ -29,9 +33,6 @@ class HTTPEngine(EngineClient):
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         api_key: sent as a bearer token.
-
-    Attributes:
-        rehearsed: what each worker told of its rehearsal (`torchrl_ext.sync.rehearsal.Rehearsal.to_json`).
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class HTTPEngine(EngineClient):
         self._version: int | None = None
         self._error: str | None = None
         self._proof = "sent"
-        self.rehearsed: tuple[Info, ...] = ()
+        self._rehearsed: tuple[Info, ...] = ()
 
     @property
     def url(self) -> str:
@@ -55,12 +56,17 @@ class HTTPEngine(EngineClient):
     def proof(self) -> str:
         return self._proof
 
+    @property
+    def rehearsed(self) -> tuple[Info, ...]:
+        return self._rehearsed
+
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. An engine whose plugin knows no rehearsals proves what it was handed."""
         told = self._ask_rehearsal({"how": how, "ask": True})
         if any(answer.get("needed") for answer in told):
             served = self._state == "serving"
             with self._step("rehearse an update", state=None):
+                before = self._answers() if served else None
                 self.pause()
                 try:
                     told = self._ask_rehearsal({"how": how})
@@ -70,8 +76,36 @@ class HTTPEngine(EngineClient):
                     raise
                 if served:
                     self.resume()
-        self.rehearsed = tuple(told)
+                    self._refuse_other_answers(before)
+        self._rehearsed = tuple(told)
         self._proof = least(str(answer.get("proof", "sent")) for answer in told)
+
+    def _answers(self) -> list[float] | None:
+        """What it says of a fixed probe; None where it cannot be asked."""
+        try:
+            return [value for row in self.logprobs([_PROBE]) for value in row]
+        except (ConfigError, EngineError, DeadlineError):
+            return None
+
+    def _refuse_other_answers(self, before: list[float] | None) -> None:
+        """Digests agreed; where some memory could not be read, the probe tells. Other requests of the moment may change
+        the last bits of an answer, so the best of a few counts."""
+        off = 0.0
+        for _ in range(_TRIES if before is not None else 0):
+            after = self._answers()
+            if after is None:
+                return
+            off = max(abs(one - other) for one, other in zip(before or (), after, strict=True))
+            if off <= _SAME_NATS:
+                return
+        if off > _SAME_NATS:
+            self.pause()
+            raise EngineRefusedError(
+                f"{self.url} answers a probe otherwise than before the rehearsal, by {off:.3g} nats",
+                expected=f"at most {_SAME_NATS:g}: it holds the weights that it was started with",
+                state="the engine is paused; no weight of the trainer was loaded",
+                hint="start it again, and report its version and kernel backends",
+            )
 
     @abstractmethod
     def _ask_rehearsal(self, question: Info) -> list[Info]:

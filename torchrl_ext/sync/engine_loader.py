@@ -56,6 +56,10 @@ class EngineLoader(WeightLoader):
         """What computes in the module at ``layer``, in words."""
 
     @abstractmethod
+    def ready(self) -> None:
+        """Where no trainer has named its parameters yet: take those of the start checkpoint, if there is one."""
+
+    @abstractmethod
     def land_whole(self) -> None:
         """From now on changes are landed by loading the whole model."""
 
@@ -89,6 +93,7 @@ class EngineLoader(WeightLoader):
                 was loaded, and the engine serves what it served.
             IntegrityError: the same, and the engine could not be brought back: it has to be started again.
         """
+        self.ready()
         if self.touched or self.start_weights() is None:
             return self.rehearsal()
         found = rehearse(self)
