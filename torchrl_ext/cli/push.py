@@ -223,5 +223,5 @@ def _tell(args: argparse.Namespace, report: SyncReport, error: UpdateError | Non
         print(f"torchrl-ext push: {error}", file=sys.stderr)
     elif not args.json:
         share = f" of {report.model_bytes:,}" if report.bytes != report.model_bytes else ""
-        proof = ", every tensor compared" if report.verified else ""
+        proof = f", proved: {report.proof}" if report.verified else ""
         print(f"version {report.version}: {report.bytes:,}{share} bytes in {report.spans['total']:.2f} s{proof}")
