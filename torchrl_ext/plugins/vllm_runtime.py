@@ -23,9 +23,9 @@ _ROWS = 4
 
 
 def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
-    """Every tensor that can be reached, and what layers whose weights cannot be read answer a fixed input.
+    """Every tensor that can be reached, and what packed and quantised linear layers answer a fixed input.
 
-    oneDNN keeps packed weights in memory of its own (vLLM on a CPU), behind a handle; the layer's parameter is empty.
+    oneDNN keeps packed weights in memory of its own (vLLM on a CPU), behind a handle that says nothing of them.
 
     Args:
         model: a worker's model.
@@ -33,10 +33,9 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
     """
     yield from reachable(model)
     for path, layer in model.named_modules():
-        if isinstance(layer, (LinearBase, ParallelLMHead)) and _multiplies_packed(layer):
-            loaded = get_layerwise_info(layer).restore_metadata[0]["weight"]  # outputs, inputs
-            fixed = torch.randn(_ROWS, loaded.shape[-1], generator=torch.Generator().manual_seed(0)).to(dtype)
-            answer = layer.quant_method.apply(layer, fixed, None)
+        if isinstance(layer, (LinearBase, ParallelLMHead)) and (_multiplies_packed(layer) or _is_quantised(layer)):
+            fixed = torch.randn(_ROWS, _inputs(layer), generator=torch.Generator().manual_seed(0)).to(dtype)
+            answer = layer.quant_method.apply(layer, fixed.to(_device(layer)), None)
             yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
 
 
@@ -80,6 +79,20 @@ def _multiplies_packed(layer: nn.Module) -> bool:
     return bool(getattr(getattr(layer, "cpu_linear", None), "__closure__", None))
 
 
+def _is_quantised(layer: nn.Module) -> bool:
+    return not type(layer.quant_method).__name__.startswith("Unquantized")
+
+
+def _inputs(layer: nn.Module) -> int:
+    loaded = get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
+    per_rank = getattr(layer, "input_size_per_partition", None)
+    return int(per_rank if per_rank is not None or loaded is None else loaded.shape[-1])
+
+
+def _device(layer: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
+
+
 def kernel_of(layer: nn.Module) -> str:
     """The class of a layer, and what multiplies in it."""
     method = getattr(layer, "quant_method", None)
@@ -118,9 +131,25 @@ def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Modul
     return packed
 
 
+def _follow_convolution(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Bring a mixer's view of its convolution's weight along.
+
+    `MambaMixer2` (0.32) keeps the weight as a buffer of another shape, made when the model was; on a CPU with bfloat16
+    instructions the convolution's own is packed into other memory, and the buffer stays what it was.
+    """
+    followed = []
+    for mixer in model.modules():
+        unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if unpacked is not None and "conv_weights" in mixer._buffers and mixer.conv1d in layers:
+            mixer.conv_weights.copy_(unpacked)
+            followed.append(mixer)
+    return followed
+
+
 REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]] = {
     "experts.process_weights_after_loading": _pack_experts,
     "tied lm_head.process_weights_after_loading": _pack_tied,
+    "mixer.conv_weights.copy_": _follow_convolution,
 }
 """Name -> step; takes the model and the layers that were loaded, returns the layers that it finished."""
 
