@@ -13,7 +13,7 @@ import pytest
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.processes import ROOT
-from tests.rpc.servers import CONFIG, running
+from tests.rpc.servers import CONFIG, rehearsing, running
 from tests.rpc.test_discovery import scripted, told
 from torchrl_ext.cli.main import main
 from torchrl_ext.rpc.http import HTTPSession
@@ -64,6 +64,17 @@ def test_a_healthy_engine_with_a_shared_root_has_nothing_wrong(engine, checkpoin
     assert "seen from both sides" in finding(told, "shared root", engine.url)["found"]
     assert told["engines"][0]["url"] == engine.url
     assert not root.exists()  # as it was before
+
+
+def test_an_engine_that_computes_with_what_is_read_back_has_nothing_to_rehearse(engine, capsys):
+    found = finding(examined(capsys, engine.url, "--rehearse", status=0), "rehearsal")
+    assert found["level"] == "ok" and "proof 'in place'" in found["found"]
+
+
+def test_an_engine_that_refuses_its_rehearsal_would_fail_an_update(capsys):
+    with running(post_init_weight_transfer_engine=rehearsing(refused=True)) as server:
+        found = finding(examined(capsys, server.url, "--rehearse", status=1), "rehearsal")
+    assert found["level"] == "failure" and "layer.0 (Experts)" in found["found"]
 
 
 def test_nothing_is_left_in_a_root_that_was_there(engine, tmp_path, capsys):

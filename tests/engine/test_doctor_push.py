@@ -29,6 +29,15 @@ def test_a_healthy_server_has_nothing_wrong_and_goes_on_generating(vllm, checkpo
     assert vllm.tokens() == before and not vllm.paused()
 
 
+def test_an_engine_is_rehearsed_without_a_trainer_and_says_the_same_afterwards(vllm, sglang, capsys):
+    for engine in (vllm, sglang):
+        before = engine.tokens()
+        told = asked(capsys, "doctor", engine.url, "--rehearse")
+        (row,) = [row for row in told["findings"] if row["check"] == "rehearsal"]
+        assert row["level"] == "ok" and "in place" in row["found"] and "refused" not in row["found"]
+        assert engine.tokens() == before and not engine.paused()
+
+
 def test_a_real_router_is_recognised(vllm, capsys):
     with RouterProcess([vllm.url]) as router:
         told = asked(capsys, "doctor", router.url, status=1)

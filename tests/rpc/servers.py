@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
+from torchrl_ext.types import ANSWERS
+
 CONFIG = {
     "model_config": {"model": "/models/policy", "dtype": "torch.float32"},
     "parallel_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 3},
@@ -38,6 +40,26 @@ def failed(words):
         "please check the stack trace above for the root cause"
     )
     return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+
+
+def rehearsing(*, needed=True, refused=False, restored=True):
+    """Answers of ``/init_weight_transfer_engine`` whose two workers rehearse, as vLLM's server words them."""
+
+    def answer(body):
+        question = (body or {}).get("init_info", {}).get("rehearse")
+        if question is None:
+            return 200, {"message": "done"}
+        if refused and not question.get("ask"):
+            return failed("layer.0 (Experts): not as after a cold start")
+        proof = "sent" if question.get("ask") and needed else "rehearsed"
+        told = {"needed": needed and bool(question.get("ask")), "proof": proof, "restored": restored, "layers": []}
+        workers = [
+            json.dumps({"worker": 0, **told}),
+            json.dumps({"worker": 1, **told, "proof": min(proof, "in place")}),
+        ]
+        return failed("; ".join(f"worker {rank}: EngineError: {ANSWERS}{said}" for rank, said in enumerate(workers)))
+
+    return answer
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -25,6 +25,7 @@ SUBJECTS = {
     "landing": ("torchrl_ext.cli.bench_landing", "what a pause costs: a delta that lands in vLLM, and full files"),
     "gpu": ("torchrl_ext.cli.bench_gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
     "switch": ("torchrl_ext.cli.bench_switch", "what an in-process switch of vLLM's weights does to streams"),
+    "proof": ("torchrl_ext.cli.bench_proof", "reading back and rehearsing, beside the updates that they prove"),
     "scheme": ("torchrl_ext.cli.bench_scheme", "an update of a collector's workers, beside TorchRL's own scheme"),
 }
 """Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""

@@ -151,7 +151,7 @@ class UpdateFromDisk:
         self._joined = None
         try:
             await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder.absolute())})
-            await self._init({"doubt": True})
+            await self._init({"reloaded": True})
             if label is not None:
                 await self._engine.update_weight_version(label)
             await self._engine.reset_prefix_cache(reset_running_requests=True)

@@ -78,10 +78,12 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Join a transport, prefetch a version from it, rehearse, look at an adapter, forget what the model holds, or
         answer."""
         info = init_info.info
-        if "doubt" in info:  # somebody loaded past us
+        if "doubt" in info or "reloaded" in info:  # somebody gave the weights up, or loaded others past us
             self._settle()
-            self._loader.reloaded()
+            self._loader.doubt()
             self._receiver.doubt()
+            if "reloaded" in info:
+                self._together(self._loader.reloaded)
         elif "adapter" in info:
             self._together(lambda: check_adapter(self.model, self.vllm_config, info["adapter"]))
         elif "inspect" in info:

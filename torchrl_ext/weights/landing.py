@@ -43,7 +43,7 @@ __all__ = [
     "read",
 ]
 
-READ_BACK_VERSIONS = 16
+READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
 
 

@@ -1,0 +1,140 @@
+"""``torchrl-ext bench proof``: what it costs to prove an update, beside the update."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from torchrl_ext import registry
+from torchrl_ext.cli.bench_landing import SIZES, model_config
+from torchrl_ext.launch.tiny import make_tiny_lm
+from torchrl_ext.rpc.inprocess import InProcessEngine
+from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.weights.landing import READ_BACK_VERSIONS, Patcher, identity
+
+__all__ = ["add_arguments", "measure", "tables"]
+
+_MOST = 0.05  # of an update
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the settings."""
+    parser.add_argument("--elements", type=int, default=100_000_000, help="of the bfloat16 model that follows deltas")
+    parser.add_argument("--density", type=float, default=0.01, help="share of the elements that an update changes")
+    parser.add_argument("--engine", choices=["none", "vllm", "sglang"], default="none", help="real one that rehearses")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the real engine's model")
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Deltas with the read-back of each version timed beside them; and, on a real engine, the rehearsal beside a load.
+
+    Raises:
+        EngineError: the engine did not start, or refused.
+    """
+    say("deltas into a model of this process")
+    results: dict[str, Any] = {"cores": os.cpu_count(), "density": args.density, **_read_back(args)}
+    if args.engine != "none":
+        say(f"{args.engine} rehearses")
+        results["rehearsal"] = _rehearsal(args)
+    return results
+
+
+def _read_back(args: argparse.Namespace) -> dict[str, Any]:
+    rows = max(1, args.elements // (24 * 4096))
+    own = {f"layer{i}": torch.randn(rows, 4096).to(torch.bfloat16) for i in range(24)}
+    theirs = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    shares, updates = [], []
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
+        transport = registry.transports.make("delta", root=folder, keyframe_every=0)
+        sender = WeightSender(transport, InProcessEngine(theirs))
+        sender.update_weights(own)
+        for turn in range(args.repeats + 1):
+            _change(own, args.density, turn)
+            began = time.perf_counter()
+            sender.update_weights(own)
+            update_s, read_s = time.perf_counter() - began, _one_turn(theirs)
+            if turn:  # the first compiles
+                updates.append(update_s)
+                shares.append(read_s / update_s)
+        sender.shutdown()
+    return {
+        "elements": sum(tensor.numel() for tensor in own.values()),
+        "update_s": statistics.median(updates),
+        "share": {"median": statistics.median(shares), "low": min(shares), "high": max(shares)},
+        "met": statistics.median(shares) <= _MOST,
+    }
+
+
+def _change(tensors: dict[str, Tensor], density: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
+        places = torch.randint(tensor.numel(), (int(density * tensor.numel()),), generator=generator)
+        bits = tensor.view(torch.int16).view(-1)
+        bits[places] = bits[places] ^ 1
+
+
+def _one_turn(tensors: dict[str, Tensor]) -> float:
+    """Seconds to read back what one version reads back, taken over all turns: their sizes differ a little."""
+    patcher = Patcher(identity(tensors))
+    patcher.held()
+    began = time.perf_counter()
+    patcher.read_back(tensors)
+    return (time.perf_counter() - began) / READ_BACK_VERSIONS
+
+
+def _rehearsal(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
+        config = model_config(args.size)
+        models = [
+            str(make_tiny_lm(Path(folder) / f"model{seed}", seed=seed, dtype=torch.bfloat16, **config))
+            for seed in range(2)
+        ]
+        with registry.launchers.load(args.engine)(models[0], dtype="bfloat16", max_model_len=256) as server:
+            engine = registry.engines.make(args.engine, url=server.url)
+            sender = WeightSender(registry.transports.make("disk", root=Path(folder) / "root"), engine)
+            first = sender.update_weights(models[1])
+            loads = [sender.update_weights(models[turn % 2]).spans["pause"] for turn in range(args.repeats)]
+            told = engine.rehearsed[0]
+            sender.shutdown()
+    return {
+        "engine": args.engine,
+        "size": args.size,
+        "rehearse_s": first.spans["rehearse"],
+        "load_s": statistics.median(loads),
+        "ratio": first.spans["rehearse"] / statistics.median(loads),
+        "loads": told["loads"],
+        "proof": first.proof,
+    }
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """What a person reads."""
+    table = Table(title=f"reading back after a delta of {results['density']:.1%}, {results['elements']:,} elements")
+    for heading in ("share of the update", "low", "high", "update", f"at most {_MOST:.0%}"):
+        table.add_column(heading, justify="right")
+    share = results["share"]
+    table.add_row(
+        *(f"{share[which]:.2%}" for which in ("median", "low", "high")),
+        f"{results['update_s']:.2f} s",
+        "met" if results["met"] else "missed",
+    )
+    if "rehearsal" not in results:
+        return [table]
+    found = results["rehearsal"]
+    other = Table(title=f"rehearsal of {found['engine']}, {found['size']} model: proves {found['proof']!r}")
+    for heading in ("loads", "rehearsal", "pause of a full update", "ratio"):
+        other.add_column(heading, justify="right")
+    other.add_row(
+        str(found["loads"]), f"{found['rehearse_s']:.2f} s", f"{found['load_s']:.2f} s", f"{found['ratio']:.1f}"
+    )
+    return [table, other]
