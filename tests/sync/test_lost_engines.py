@@ -42,6 +42,10 @@ class Doomed(EngineClient):
         self._kill("connect")
         self._engine.connect(info, on_failure)
 
+    def rehearse(self, how="once"):
+        self._kill("rehearse")
+        self._engine.rehearse(how)
+
     def prefetch(self, version):
         self._kill("prefetch")
         self._engine.prefetch(version)
@@ -102,8 +106,8 @@ def serve(checkpoint, port):
 @pytest.mark.parametrize(
     ("name", "point"),
     [
-        *(("delta", point) for point in ("info", "connect", "prefetch", "begin", "load", "commit")),
-        *(("collective", point) for point in ("connect", "prefetch", "load")),
+        *(("delta", point) for point in ("info", "connect", "rehearse", "prefetch", "begin", "load", "commit")),
+        *(("collective", point) for point in ("connect", "rehearse", "prefetch", "load")),
     ],
 )
 def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_back(
