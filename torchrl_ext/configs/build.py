@@ -16,7 +16,9 @@ def transport_weight_updater(
     engine: Any = None,
     mapper: Any = None,
     dtype: str | None = None,
-    verify: bool = True,
+    verify: bool | str = True,
+    rehearse: str = "once",
+    max_gap: float | str | None = "dtype",
     **settings: Any,
 ) -> Any:
     """A `TransportWeightUpdater`, with every setting checked and nothing opened.
@@ -26,7 +28,7 @@ def transport_weight_updater(
         engine: ``host:port`` of one engine, a list of them, or an engine client; None for the data layer alone.
         mapper: a table of regular expressions, trainer name -> checkpoint name.
         dtype: name of the dtype to which floating-point tensors are cast.
-        verify: engines compare a digest of each tensor with the trainer's.
+        verify, rehearse, max_gap: what an update has to prove, as for `WeightSender`.
         settings: of the transport; those that are None are left to their defaults.
 
     Raises:
@@ -47,4 +49,5 @@ def transport_weight_updater(
         cast = None if dtype is None else dtype_from_name(dtype)
     except ManifestError as error:
         raise ConfigError(f"dtype: {error}", expected="a name such as bfloat16") from None
-    return TransportWeightUpdater(transport, engine, mapper=mapper, dtype=cast, verify=verify, **given)
+    proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap}
+    return TransportWeightUpdater(transport, engine, mapper=mapper, dtype=cast, **proof, **given)

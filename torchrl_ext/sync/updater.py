@@ -31,7 +31,7 @@ class TransportWeightUpdater(WeightUpdaterBase):
             alone, whose workers call ``receive_weights``.
         mapper: trainer name -> checkpoint name, as for `WeightSender`.
         dtype: cast of floating-point tensors.
-        verify: engines compare a digest of each tensor with the trainer's.
+        verify, rehearse, max_gap, probe: what an update has to prove, as for `WeightSender`.
         settings: of the transport, where it is given by name.
 
     Raises:
@@ -45,13 +45,17 @@ class TransportWeightUpdater(WeightUpdaterBase):
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
-        verify: bool = True,
+        verify: bool | str = True,
+        rehearse: str = "once",
+        max_gap: float | str | None = "dtype",
+        probe: Any = None,
         **settings: Any,
     ) -> None:
         if not isinstance(transport, str) and settings:
             as_transport(transport, **settings)  # says why not
         self._parts = (transport, engine, settings)
-        self._how = {"mapper": mapper, "dtype": dtype, "verify": verify}
+        proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap, "probe": probe}
+        self._how: dict[str, Any] = {"mapper": mapper, "dtype": dtype, **proof}
         self._sender: WeightSender | None = None
         self._model: Any = None
         self.report: SyncReport | None = None
