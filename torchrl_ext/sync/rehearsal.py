@@ -32,6 +32,7 @@ from torchrl_ext.sync.known_weights import TakenBack, changed, places
 from torchrl_ext.types import Info
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.placement import Landing
+from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.runtime import Reading
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _attempt(loader: EngineLoader, arriving: Mapping[str, _Arriving], cold: _Sna
     try:
         _load(loader, (changed(name, tensor) for name, tensor in _start(loader)))
         found.loads += 1
-        found.wrong.update(_unreached(loader, arriving, cold, _Snapshot(loader, arriving)))
+        found.wrong.update(_unreached(loader, arriving, cold, _Snapshot(loader, arriving, keep=True)))
         if not _take_back(loader, cold):
             found.loads += 2
             found.changes = BY_RELOAD
@@ -196,16 +197,24 @@ def _start(loader: EngineLoader) -> Iterable[tuple[str, Tensor]]:
 
 
 class _Snapshot:
-    """Digests of everything that can be reached now; of parameters also of their content, in whatever order."""
+    """Digests of everything that can be reached now; of parameters also of their content, in whatever order.
 
-    def __init__(self, loader: EngineLoader, contents: Collection[str] = ()) -> None:
+    Args:
+        loader: whose model.
+        contents: the parameters.
+        keep: hold on to the tensors themselves, too; a kernel may have put others in their place meanwhile.
+    """
+
+    def __init__(self, loader: EngineLoader, contents: Collection[str] = (), *, keep: bool = False) -> None:
         self.readings: dict[str, tuple[str, str]] = {}
         self.tensors: dict[str, Reading] = {}
         self.contents: dict[str, Words] = {}
         self.answers: dict[str, Tensor] = {}
         for reading in loader.runtime():
             key = reading.key
-            self.readings[key], self.tensors[key] = (reading.layer, tensor_digest(reading.tensor)), reading
+            self.readings[key] = (reading.layer, _digest(reading.tensor))
+            if keep:
+                self.tensors[key] = reading
             if key in contents:
                 self.contents[key] = content(reading.tensor)
             if reading.of:
@@ -219,6 +228,11 @@ class _Snapshot:
                 layer = (self.readings.get(key) or other.readings[key])[0]
                 found.setdefault(layer, []).append(key.removeprefix(f"{layer}."))
         return found
+
+
+def _digest(tensor: Tensor) -> str:
+    """Taken where the tensor is."""
+    return tensor_digest(tensor) if tensor.device.type == "cpu" else position_digest(tensor).hex()
 
 
 def content(tensor: Tensor) -> Words:
@@ -282,7 +296,7 @@ def _unreached(
         known = key in cold.readings and key in moved.readings
         if own not in off.get(layer, ()) if known else not off.get(layer):
             found[layer] = f"{what.names[0]} does not reach it when it is loaded again"
-        elif known and what.exact and _minus(cold.contents[key], what.before) in _paddings(cold.tensors[key], what):
+        elif known and what.exact and _minus(cold.contents[key], what.before) in _paddings(moved.tensors[key], what):
             if _minus(cold.contents[key], what.before) != _minus(moved.contents[key], what.after):
                 found[layer] = f"not all of {', '.join(dict.fromkeys(what.names))} reaches it when it is loaded again"
         elif key in cold.answers and key in moved.answers:
