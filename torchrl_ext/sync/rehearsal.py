@@ -338,8 +338,11 @@ def _answers_differ(before: Tensor, after: Tensor, landing: Landing) -> bool:
     return bool(differ.float().mean() > 0.9) if differ.numel() else True
 
 
-_TABLES = ("cos", "sin", "rope", "rotary", "freq", "alibi", "mask", "workspace", "buffer")
-"""Words in names of tensors that kernels compute for themselves, from nothing that is loaded."""
+_TABLES = (
+    *("cos", "sin", "rope", "rotary", "freq", "alibi", "mask"),
+    *("workspace", "buffer", "cache", "lora", "embeds", "input_", "state"),
+)
+"""Words in names of tensors that kernels compute for themselves, or keep for requests: nothing that is loaded."""
 
 _SAMPLE, _DISTINCT = 512, 16
 
