@@ -5,7 +5,7 @@ from torch import nn
 
 from torchrl_ext.sync.engine_loader import EngineLoader
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.landing import Patcher, Piece, compare, holds
+from torchrl_ext.weights.landing import Patcher, Piece, compare, holds, read
 from torchrl_ext.weights.placement import record
 from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.runtime import reachable
@@ -236,10 +236,12 @@ class ProcessedLoader(EngineLoader):
     def load(self, pairs):
         pairs = dict(pairs)
         self._digests = {name: tensor_digest(tensor) for name, tensor in pairs.items()}
-        self._write(pairs.items())
+        self._late = {name: tensor for name, tensor in pairs.items() if ".Fused." in name}  # as vLLM's padded layers
+        self._write((name, tensor) for name, tensor in pairs.items() if name not in self._late)
 
     def finish(self):
         if self._loading:
+            self._write(self._late.items())
             self._close()
         self._loading = False
 
@@ -271,7 +273,8 @@ class ProcessedLoader(EngineLoader):
                     layer.process()
 
     def digests(self):
-        return dict(self._digests)
+        metas = {meta.name: meta for meta in self._params if meta.name in self._pieces}
+        return self._digests | {name: tensor_digest(read(meta, self._pieces[name])) for name, meta in metas.items()}
 
     # as a rehearsal asks
 

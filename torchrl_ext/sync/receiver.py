@@ -123,10 +123,13 @@ class WeightReceiver:
         """Receive one handoff; or compare digests when ``info`` has ``verify``; or, with ``seal``, end the load.
 
         Sealing ahead of `finish` leaves nothing for the latter that could fail, which matters where an engine gives a
-        version its number in the very call that finishes it.
+        version its number in the very call that finishes it. Digests are compared after the load has ended: until then
+        some layers may hold what they held.
         """
         loader = self._require_loader()
         if "verify" in info:
+            loader.finish()
+            self._sealed = True
             self._verify(info["verify"])
         if info.keys() - {"verify", "seal"}:
             self._receive(info)
