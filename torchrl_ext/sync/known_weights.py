@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from torchrl_ext.codecs.layout import layout_of, units
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.position_digest import position_digest
 
 __all__ = ["TakenBack", "changed", "places"]
 
@@ -53,17 +52,24 @@ class TakenBack:
 
     Args:
         start: makes a pass over the start checkpoint.
+        digests: position digest of each of its tensors, 32 hex digits.
+        sparse: whether changes of a tensor are written element by element; of others it is enough that they changed.
     """
 
-    def __init__(self, start: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        self._start = start
-        self.digests = {name: position_digest(tensor).hex() for name, tensor in start()}
+    def __init__(
+        self,
+        start: Callable[[], Iterable[tuple[str, Tensor]]],
+        digests: Mapping[str, str],
+        sparse: Callable[[str], bool],
+    ) -> None:
+        self._start, self.digests, self._sparse = start, digests, sparse
 
     def patches(self) -> Iterator[Patch]:
         """One per tensor that was changed, with the bits of the start checkpoint."""
         for name, tensor in self._start():
             meta = ParamMeta.of(name, tensor)
             where = places(name, tensor).numpy()
+            where = where if self._sparse(name) else where[:1]
             parts = layout_of(meta.dtype).parts
             if parts > 1:
                 where = (where[:, None] * parts + np.arange(parts)).reshape(-1)

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.kernels.base import Place, Words, flat_bits
-from torchrl_ext.kernels.select import kernels_on
+from torchrl_ext.kernels.base import Words, flat_bits
 from torchrl_ext.sync.known_weights import TakenBack, changed, places
 from torchrl_ext.types import Info
 from torchrl_ext.weights.digest import tensor_digest
@@ -42,6 +41,7 @@ __all__ = ["IN_PLACE", "Layer", "Rehearsal", "rehearse"]
 
 log = logging.getLogger("torchrl_ext")
 
+_AT_ONCE = 1 << 22  # elements
 IN_PLACE, BY_RELOAD, REPAIRED, REFUSED = "in place", "by reload", "repaired", "refused"
 
 
@@ -108,20 +108,20 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         loader: of a model that holds the weights that it was started with.
     """
     began = time.perf_counter()
-    arriving = _arriving(loader)
-    cold = _Snapshot(loader, arriving)
+    start = _Start(loader)
+    cold = _Snapshot(loader, start.arriving)
     known = tuple(loader.known_repairs())
     loads, attempt = 0, _Attempt()
     for repairs in dict.fromkeys((known, ())):
         loader.repairs = frozenset(repairs)
-        attempt = _attempt(loader, arriving, cold)
+        attempt = _attempt(loader, start, cold)
         loads += attempt.loads
         if not attempt.wrong:
             break
     else:
         loader.repairs = frozenset(known)
     return Rehearsal(
-        layers=tuple(_verdicts(loader, attempt)),
+        layers=tuple(_verdicts(loader, start, attempt)),
         repairs=tuple(sorted(attempt.taken)),
         changes=attempt.changes,
         restored=attempt.restored,
@@ -142,24 +142,24 @@ class _Attempt:
     loads: int = 0
 
 
-def _attempt(loader: EngineLoader, arriving: Mapping[str, _Arriving], cold: _Snapshot) -> _Attempt:
+def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
     found = _Attempt()
     try:
-        _load(loader, (changed(name, tensor) for name, tensor in _start(loader)))
+        _load(loader, start.changed())
         found.loads += 1
-        found.wrong.update(_unreached(loader, arriving, cold, _Snapshot(loader, arriving, keep=True)))
-        if not _take_back(loader, cold):
+        found.wrong.update(_unreached(loader, start, cold, _Snapshot(loader, start.arriving, keep=True)))
+        if not _take_back(loader, start, cold):
             found.loads += 2
             found.changes = BY_RELOAD
             loader.land_whole()
-            _load(loader, (changed(name, tensor) for name, tensor in _start(loader)))
-            _take_back(loader, cold)
+            _load(loader, start.changed())
+            _take_back(loader, start, cold)
         found.loads += 1
     except Exception as error:  # a loader says no in any way that its author liked
         log.warning("a rehearsal failed", exc_info=error)
         found.wrong[""] = f"{type(error).__name__}: {error}"
     try:
-        _load(loader, _start(loader))
+        _load(loader, start)
         found.loads += 1
     except Exception as error:
         log.warning("the weights that the engine was started with could not be loaded again", exc_info=error)
@@ -173,10 +173,10 @@ def _attempt(loader: EngineLoader, arriving: Mapping[str, _Arriving], cold: _Sna
     return found
 
 
-def _take_back(loader: EngineLoader, cold: _Snapshot) -> bool:
+def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
     """Undo what was changed, as a delta lands; whether all is as in the cold start."""
     try:
-        loader.stage(TakenBack(lambda: _start(loader)))
+        loader.stage(TakenBack(lambda: iter(start), start.digests, loader.patchable))
         loader.commit()
     except IntegrityError as error:
         log.warning("changes cannot be written in place: %s", error)
@@ -190,10 +190,37 @@ def _load(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> None:
     loader.finish()
 
 
-def _start(loader: EngineLoader) -> Iterable[tuple[str, Tensor]]:
-    weights = loader.start_weights()
-    assert weights is not None, "rehearse() is called with a checkpoint only"
-    return weights
+class _Start:
+    """The start checkpoint, and what one pass over it told.
+
+    Attributes:
+        digests: position digest of each tensor, 32 hex digits.
+        arriving: runtime parameter -> what the checkpoint brings to it.
+        layers: layer -> names of the checkpoint tensors that land in it.
+
+    Args:
+        loader: whose engine was started with it.
+    """
+
+    def __init__(self, loader: EngineLoader) -> None:
+        self._loader = loader
+        self.digests: dict[str, str] = {}
+        self.arriving: dict[str, _Arriving] = {}
+        self.layers: dict[str, list[str]] = {}
+        for name, before in self:
+            self.digests[name] = position_digest(before).hex()
+            after = changed(name, before)[1] if places(name, before).numel() else None
+            for landing in loader.landings(name):
+                self.layers.setdefault(landing.param.rpartition(".")[0], []).append(name)
+                if after is not None:
+                    self.arriving.setdefault(landing.param, _Arriving()).add(name, landing, before, after)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._loader.start_weights() or ())
+
+    def changed(self) -> Iterator[tuple[str, Tensor]]:
+        """The same with something changed in each tensor."""
+        return (changed(name, tensor) for name, tensor in self)
 
 
 class _Snapshot:
@@ -236,10 +263,12 @@ def _digest(tensor: Tensor) -> str:
 
 
 def content(tensor: Tensor) -> Words:
-    """A sum over the bits of all elements, each mixed: the same for the same elements in another order."""
-    bits = flat_bits(tensor)
-    place = Place(shape=(bits.numel(),), offset=0, strides=(0,), to=(1,))
-    return kernels_on(bits.device).words(bits, place) if bits.numel() else (0, 0)
+    """Sums of the elements' bits and of their squares, modulo 2^64: the same for the same elements in another order."""
+    one = two = 0
+    for part in flat_bits(tensor).split(_AT_ONCE):
+        wide = part.to(torch.int64)
+        one, two = one + int(wide.sum()), two + int((wide * wide).sum())
+    return one % 2**64, two % 2**64
 
 
 def _minus(one: Words, other: Words) -> Words:
@@ -275,23 +304,11 @@ def _block(tensor: Tensor, landing: Landing) -> Tensor:
     return flat.as_strided(landing.shape, landing.source_strides, landing.source_offset)
 
 
-def _arriving(loader: EngineLoader) -> dict[str, _Arriving]:
-    found: dict[str, _Arriving] = {}
-    for name, tensor in _start(loader):
-        if places(name, tensor).numel():
-            _, after = changed(name, tensor)
-            for landing in loader.landings(name):
-                found.setdefault(landing.param, _Arriving()).add(name, landing, tensor, after)
-    return found
-
-
-def _unreached(
-    loader: EngineLoader, arriving: Mapping[str, _Arriving], cold: _Snapshot, moved: _Snapshot
-) -> dict[str, str]:
+def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Snapshot) -> dict[str, str]:
     """Layers of which something stayed what it was although every tensor of the checkpoint changed."""
     off = cold.differing(moved)
     found: dict[str, str] = {}
-    for key, what in arriving.items():
+    for key, what in start.arriving.items():
         layer, _, own = key.rpartition(".")
         known = key in cold.readings and key in moved.readings
         if own not in off.get(layer, ()) if known else not off.get(layer):
@@ -306,13 +323,13 @@ def _unreached(
     still = {
         key: reading
         for key, reading in moved.tensors.items()
-        if key not in arriving and cold.readings.get(key) == moved.readings[key] and _varied(reading.tensor)
+        if key not in start.arriving and cold.readings.get(key) == moved.readings[key] and _varied(reading.tensor)
     }
     for key, reading in still.items():
         if reading.derived and reading.tensor.dim() > 1 and not any(word in key.lower() for word in _TABLES):
             found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
     near = [reading for reading in still.values() if reading.layer not in found]
-    for name, tensor in _start(loader) if near else ():
+    for name, tensor in start if near else ():
         parents = {_parent(landing.param.rpartition(".")[0]) for landing in loader.landings(name)}
         for reading in near:
             if parents & {_parent(reading.layer), reading.layer} and _is_copy(reading.tensor, tensor):
@@ -368,18 +385,13 @@ def _parent(layer: str) -> str:
     return layer.rpartition(".")[0]
 
 
-def _verdicts(loader: EngineLoader, attempt: _Attempt) -> Iterator[Layer]:
-    lands: dict[str, bool] = {}
-    for name, _ in _start(loader):
-        for landing in loader.landings(name):
-            layer = landing.param.rpartition(".")[0]
-            lands[layer] = lands.get(layer, True) and loader.patchable(name)
-    for layer in dict.fromkeys((*lands, *attempt.wrong)):
+def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
+    for layer in dict.fromkeys((*start.layers, *attempt.wrong)):
         verdict, why = BY_RELOAD, ""
         if layer in attempt.wrong:
             verdict, why = REFUSED, attempt.wrong[layer]
         elif layer in attempt.repaired:
             verdict, why = REPAIRED, attempt.repaired[layer]
-        elif lands[layer] and attempt.changes == IN_PLACE:
+        elif attempt.changes == IN_PLACE and all(loader.patchable(name) for name in start.layers[layer]):
             verdict = IN_PLACE
         yield Layer(name=layer or "the model", kernel=loader.kernel(layer), verdict=verdict, why=why)
