@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -108,8 +108,8 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         loader: of a model that holds the weights that it was started with.
     """
     began = time.perf_counter()
-    start = _Start(loader)
-    cold = _Snapshot(loader, start.arriving)
+    cold = _Snapshot(loader, contents=True)
+    start = _Start(loader, cold)
     known = tuple(loader.known_repairs())
     loads, attempt = 0, _Attempt()
     for repairs in dict.fromkeys((known, ())):
@@ -147,7 +147,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
     try:
         _load(loader, start.changed())
         found.loads += 1
-        found.wrong.update(_unreached(loader, start, cold, _Snapshot(loader, start.arriving, keep=True)))
+        found.wrong.update(_unreached(loader, start, cold, _Snapshot(loader, contents=True, keep=True)))
         if not _take_back(loader, start, cold):
             found.loads += 2
             found.changes = BY_RELOAD
@@ -200,9 +200,10 @@ class _Start:
 
     Args:
         loader: whose engine was started with it.
+        cold: what the engine makes of it.
     """
 
-    def __init__(self, loader: EngineLoader) -> None:
+    def __init__(self, loader: EngineLoader, cold: _Snapshot) -> None:
         self._loader = loader
         self.digests: dict[str, str] = {}
         self.arriving: dict[str, _Arriving] = {}
@@ -213,7 +214,9 @@ class _Start:
             for landing in loader.landings(name):
                 self.layers.setdefault(landing.param.rpartition(".")[0], []).append(name)
                 if after is not None:
-                    self.arriving.setdefault(landing.param, _Arriving()).add(name, landing, before, after)
+                    summed = landing.param in cold.contents  # else nothing could be held against it
+                    what = self.arriving.setdefault(landing.param, _Arriving())
+                    what.add(name, landing, before if summed else None, after)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._loader.start_weights() or ())
@@ -228,11 +231,11 @@ class _Snapshot:
 
     Args:
         loader: whose model.
-        contents: the parameters.
+        contents: sum up the content of parameters.
         keep: hold on to the tensors themselves, too; a kernel may have put others in their place meanwhile.
     """
 
-    def __init__(self, loader: EngineLoader, contents: Collection[str] = (), *, keep: bool = False) -> None:
+    def __init__(self, loader: EngineLoader, *, contents: bool = False, keep: bool = False) -> None:
         self.readings: dict[str, tuple[str, str]] = {}
         self.tensors: dict[str, Reading] = {}
         self.contents: dict[str, Words] = {}
@@ -242,7 +245,7 @@ class _Snapshot:
             self.readings[key] = (reading.layer, _digest(reading.tensor))
             if keep:
                 self.tensors[key] = reading
-            if key in contents:
+            if contents and not reading.derived:
                 self.contents[key] = content(reading.tensor)
             if reading.of:
                 self.answers[f"{reading.layer}.{reading.of}"] = reading.tensor.float()
@@ -289,12 +292,12 @@ class _Arriving:
     after: Words = (0, 0)
     blocks: list[tuple[str, Landing]] = field(default_factory=list)
 
-    def add(self, name: str, landing: Landing, before: Tensor, after: Tensor) -> None:
+    def add(self, name: str, landing: Landing, before: Tensor | None, after: Tensor) -> None:
         """One copy that the loader makes, of the start checkpoint's tensor and of the changed one."""
         self.names.append(name)
         self.blocks.append((name, landing))
-        self.exact = self.exact and landing.exact
-        if self.exact:
+        self.exact = self.exact and landing.exact and before is not None
+        if self.exact and before is not None:
             self.before = _plus(self.before, content(_block(before, landing)))
             self.after = _plus(self.after, content(_block(after, landing)))
 
