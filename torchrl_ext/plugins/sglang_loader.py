@@ -233,9 +233,10 @@ class SGLangLoader(EngineLoader):
         """The numbers that an engine without a checkpoint was filled with; its parameters lie as they are loaded."""
         live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         return {
-            meta.name: read(meta, [Piece.of(live[landing.param], landing) for landing in placement.landings[meta.name]])
+            meta.name: read(meta, [Piece.of(live[one.param], one) for one in placement.landings[meta.name]]).clone()
             for meta in placement.params
-            if all(landing.exact and landing.dtype == meta.dtype for landing in placement.landings[meta.name])
+            if placement.landings[meta.name]
+            and all(one.exact and one.dtype == meta.dtype for one in placement.landings[meta.name])
         }
 
     def _placed(self, params: tuple[ParamMeta, ...]) -> Placement:
