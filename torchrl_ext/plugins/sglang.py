@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_ext.plugins import sglang_adapters
+from torchrl_ext.plugins import sglang_adapters, sglang_cpu
 from torchrl_ext.types import CHANNEL
 
 __all__ = ["register"]
@@ -53,6 +53,7 @@ def register() -> None:
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         **{f"{_UPDATER}.{name}": load_past_us for name in _WAYS_PAST_US},
         **sglang_adapters.HOOKS,
+        **({} if torch.accelerator.is_available() else sglang_cpu.HOOKS),
     }
     for target, hook in hooks.items():
         known = any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ()))
@@ -165,8 +166,13 @@ def _worker(runner: Any) -> Any:
         raise ConfigError("the plugin does not know engines with pipeline stages", expected="--pp-size 1")
     model = runner.model
     if model not in _workers:
-        dummy = str(runner.server_args.load_format) == "dummy"
-        _workers[model] = SGLangWorker(model, runner.model_config.model_path, get_tp_group().cpu_group, dummy=dummy)
+        _workers[model] = SGLangWorker(
+            model,
+            runner.model_config.model_path,
+            get_tp_group().cpu_group,
+            dummy=str(runner.server_args.load_format) == "dummy",
+            rebalanced=getattr(runner, "eplb_manager", None) is not None,
+        )
     return _workers[model]
 
 

@@ -1,0 +1,191 @@
+"""Engines of each make follow a trainer of each kind: the cells of `tests.engine.cells`, one engine start each.
+
+An engine starts with one checkpoint and gets twelve others. What it then says of given tokens is what the trainer says,
+as near as it was when it started: an update adds nothing. ``--kind-results FILE`` takes down what came out, for
+`tests.engine.compatibility`.
+"""
+
+import copy
+import json
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.engine.cells import CELLS, Cell
+from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.kinds import kind_checkpoint, kind_model
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.weights.scoring import score
+
+pytestmark = pytest.mark.engine
+
+FAR = 1e-4
+PROMPTS = [
+    [5, 17, 99, 23, 42, 7, 256, 300, 11, 400, 33, 12],
+    [71, 450, 8, 311, 19, 128, 64, 205, 377, 90, 14, 263],
+]
+SERVED = {one.kind: one for one in (ServedVLLM, ServedSGLang)}
+
+
+def marked(cell):
+    return pytest.param(cell, id=cell.name, marks=() if cell.core else pytest.mark.exhaustive)
+
+
+STARTING = [cell for cell in CELLS if not cell.does_not_start]
+FOLLOWING = [marked(cell) for cell in STARTING if not cell.refused]
+REFUSING = [marked(cell) for cell in STARTING if cell.refused]
+WITHOUT_REPAIR = Cell(
+    engine="vllm",
+    kind="qwen3-moe",
+    settings={"environ": {"TORCHRL_EXT_LEAVE_OUT": "experts.process_weights_after_loading"}},
+)
+
+
+class Trainer:
+    """Weights of one kind, a version after the other."""
+
+    def __init__(self, cell):
+        self.cell, self.seed = cell, 0
+        self.model = self._made()
+
+    def next(self):
+        """Other weights, all of them."""
+        self.seed += 1
+        self.model = self._made()
+        return self.model
+
+    def nudge(self):
+        """The same weights but for a few, of every tensor."""
+        generator, self.model = torch.Generator().manual_seed(self.seed), copy.deepcopy(self.model)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                chosen = torch.rand(parameter.shape, generator=generator) < 0.01
+                parameter.add_((chosen * parameter.float().abs().mean() * 3).to(parameter.dtype))
+        return self.model
+
+    def versions(self, transport):
+        """Three, and a sparse change where changes travel alone."""
+        yield self.next()
+        yield self.next()
+        if transport == "delta":
+            yield self.nudge()
+        yield self.next()
+
+    def _made(self):
+        return kind_model(self.cell.kind, self.seed, getattr(torch, self.cell.dtype))
+
+
+class Started:
+    """A running engine of a cell."""
+
+    def __init__(self, served):
+        self.served = served
+        self.client = tx.make_engine(served.kind, url=served.url)
+
+    def says(self):
+        return self.client.logprobs(PROMPTS)
+
+    def gap(self, model):
+        """The largest difference to what the trainer says, in nats."""
+        pairs = zip(torch.tensor(self.says()).flatten(), torch.tensor(score(model, PROMPTS)).flatten(), strict=True)
+        return float(max(abs(one - other) for one, other in pairs))
+
+    @contextmanager
+    def sender(self, transport, root):
+        engine = tx.make_engine(self.served.kind, url=self.served.url)
+        files = {"root": root} if transport in ("disk", "delta") else {}
+        sender = tx.WeightSender(tx.make_transport(transport, **files), engine)
+        try:
+            yield sender, engine
+        finally:
+            sender.shutdown()
+
+
+@contextmanager
+def started(cell, folder, seed=0):
+    """The engine of a cell, cold from the weights of a seed."""
+    served = SERVED[cell.engine]
+    checkpoint = kind_checkpoint(cell.kind, folder / f"seed{seed}", seed, getattr(torch, cell.dtype))
+    log = folder / f"{cell.engine}{seed}.log"
+    settings = {"max_model_len": 128, "dtype": cell.dtype, "log_path": log, **cell.settings}
+    with served.launcher(checkpoint, **settings) as server:
+        yield Started(served(server))
+
+
+@pytest.fixture
+def noted(request):
+    """Takes down what came out, where somebody wants to know; a cell that fails too."""
+    path, note = request.config.getoption("--kind-results"), {}
+    yield note
+    if path and note:
+        with open(path, "a") as results:
+            results.write(json.dumps({"outcome": "failed", **note}) + "\n")
+
+
+def note_start(noted, cell, engine):
+    noted.update(
+        kind=cell.kind,
+        engine=cell.engine,
+        version=engine.client.info().version,
+        parallel=cell.parallel,
+        quantisation=cell.quantisation,
+        dtype=cell.dtype,
+    )
+
+
+@pytest.mark.parametrize("cell", FOLLOWING)
+def test_an_engine_of_this_kind_says_what_the_trainer_says(cell, tmp_path, noted, request):
+    trainer = Trainer(cell)
+    with started(cell, tmp_path) as engine:
+        note_start(noted, cell, engine)
+        cold = engine.gap(trainer.model)
+        bound, worst, proofs, repairs = max(FAR, 1.5 * cold), 0.0, set(), set()
+        for transport in cell.transports:
+            with engine.sender(transport, tmp_path / transport) as (sender, client):
+                for model in trainer.versions(transport):
+                    report = sender.update_weights(model)
+                    gap = engine.gap(model)
+                    print(f"{cell.name}: {transport} {report.version}, {report.proof}, gap {gap:.2g}, cold {cold:.2g}")
+                    assert report.verified and report.proof in ("in place", "rehearsed")
+                    assert gap <= bound
+                    worst, proofs = max(worst, gap), proofs | {report.proof}
+                repairs |= {step for row in client.rehearsed for step in row.get("repairs", ())}
+        noted.update(gap_cold=cold, gap_after=worst, proof=", ".join(sorted(proofs)), repairs=sorted(repairs))
+        after = engine.says()
+    if request.config.getoption("--exhaustive"):
+        with started(cell, tmp_path, trainer.seed) as cold_start:
+            noted["as_cold"] = max(map(abs, differences(after, cold_start.says())))
+            assert cell.dtype != "float32" or after == cold_start.says()
+    noted["outcome"] = "proved"
+
+
+def differences(one, other):
+    return (torch.tensor(one) - torch.tensor(other)).flatten().tolist()
+
+
+@pytest.mark.parametrize("cell", REFUSING)
+def test_an_engine_that_cannot_follow_says_why_before_any_weight_travels(cell, tmp_path, noted):
+    trainer = Trainer(cell)
+    with started(cell, tmp_path) as engine:
+        note_start(noted, cell, engine)
+        before = engine.says()
+        for transport in cell.transports:
+            refused = pytest.raises(WeightSyncError, match=cell.refused)
+            with engine.sender(transport, tmp_path / transport) as (sender, _), refused as error:
+                sender.update_weights(trainer.next())
+            assert engine.says() == before
+        found = re.search(cell.refused, str(error.value))
+        noted.update(outcome="refused", gap_cold=engine.gap(kind_model(cell.kind)), reason=found[0])
+
+
+def test_without_the_step_that_vllms_reload_leaves_out_the_layers_are_refused_by_name(tmp_path):
+    trainer, cell = Trainer(WITHOUT_REPAIR), WITHOUT_REPAIR
+    words = r"2 layer\(s\) of this engine wrong: model\.layers\.\d\.mlp\.experts.*stays paused.*start the engine again"
+    refused = pytest.raises(WeightSyncError, match=words)
+    with started(cell, tmp_path) as engine:
+        with engine.sender("disk", tmp_path / "disk") as (sender, _), refused as error:
+            sender.update_weights(trainer.next())
+        assert [row.state for row in error.value.rows] == ["paused"] and engine.served.paused()
