@@ -155,11 +155,20 @@ def test_an_engine_of_this_kind_says_what_the_trainer_says(cell, tmp_path, noted
                 repairs |= {step for row in client.rehearsed for step in row.get("repairs", ())}
         noted.update(gap_cold=cold, gap_after=worst, proof=", ".join(sorted(proofs)), repairs=sorted(repairs))
         after = engine.says()
+        assert_refuses_strangers(engine, trainer.model, tmp_path / "stranger")
+        assert engine.says() == after
     if request.config.getoption("--exhaustive"):
         with started(cell, tmp_path, trainer.seed) as cold_start:
             noted["as_cold"] = max(map(abs, differences(after, cold_start.says())))
             assert cell.dtype != "float32" or after == cold_start.says()
     noted["outcome"] = "proved"
+
+
+def assert_refuses_strangers(engine, model, root):
+    """What the start checkpoint has no name for lands on no worker, whichever part of the model that holds."""
+    weights = {**dict(tx.as_source(model)), "model.layers.0.strange.weight": torch.zeros(3)}
+    with engine.sender("disk", root) as (sender, _), pytest.raises(WeightSyncError, match=r"layers\.0\.strange"):
+        sender.update_weights(weights)
 
 
 def differences(one, other):

@@ -84,9 +84,25 @@ def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Modul
     return packed
 
 
+def _follow_convolutions(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Let the views of convolution weights that state-space mixers (`MambaMixer2`) took at first follow these.
+
+    A CPU packs such a weight in bfloat16 into other memory, and keeps the loaded one beside it: the view shows neither.
+    """
+    followed = []
+    for mixer in model.modules():
+        view = dict(mixer._buffers).get("conv_weights")
+        loaded = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if view is not None and loaded is not None and view.shape == loaded.shape:
+            view.copy_(loaded)
+            followed.append(mixer)
+    return followed
+
+
 REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]] = {
     "experts.process_weights_after_loading": _pack_experts,
     "tied lm_head.process_weights_after_loading": _pack_tied,
+    "mixer.conv_weights": _follow_convolutions,
 }
 """Name -> step; takes the model and the layers that were loaded, returns the layers that it finished."""
 
