@@ -20,11 +20,13 @@ class Cell:
         engine: its make.
         kind: of `tests.kinds.KINDS`.
         parallel: workers and what they share, in words.
-        quantisation: what the engine makes of the weights when it starts; "" for nothing.
+        quantisation: what the engine makes of the weights when it starts; "" for nothing. One of
+            `tests.quantised.FORMS` stands for checkpoints, and updates, that are quantised already.
         dtype: of the trainer's weights and of the engine.
         settings: of the launcher; ``extra_args`` and ``environ`` among them.
         transports: by which updates come.
         refused: a regular expression for why updates are refused; "" where they are not.
+        stays_paused: the rehearsal that showed it could not be undone: nothing is served any more.
         does_not_start: why the engine serves no such model on a CPU, or serves it wrongly; such a cell is not run.
         core: whether it is run without ``--exhaustive``.
     """
@@ -37,6 +39,7 @@ class Cell:
     settings: Mapping[str, object] = field(default_factory=dict)
     transports: Sequence[str] = EVERY_TRANSPORT
     refused: str = ""
+    stays_paused: bool = False
     does_not_start: str = ""
     core: bool = False
 
@@ -67,6 +70,7 @@ def by(**settings):
 
 
 TP_2 = {"parallel": "tp 2", **by(tensor_parallel_size=2)}
+NOT_AS_COLD = r"an update would leave \d+ layer\(s\) of this engine wrong: [^(]*\([^)]*\)"
 NO_TORCHVISION = "asks for torchvision, which vLLM's environment for CPUs does not have"
 
 CELLS = (
@@ -88,14 +92,17 @@ CELLS = (
     vllm("deepseek-v3", **TP_2),
     vllm("mixtral", **TP_2),
     vllm("qwen3-tied", **TP_2),
-    vllm(
-        "qwen3-moe",
-        parallel="ep 2",
-        **by(tensor_parallel_size=2, flags=("--enable-expert-parallel",)),
-    ),
-    vllm("qwen3-moe", parallel="pp 2", **by(flags=("--pipeline-parallel-size", "2"))),
     vllm("qwen3-moe", parallel="dp 2", **by(flags=("--data-parallel-size", "2"))),
-    vllm("qwen3", quantisation="fp8", **by(flags=("--quantization", "fp8"))),
+    vllm("qwen3", quantisation="fp8_per_channel", dtype="bfloat16", **by(flags=("--quantization", "fp8_per_channel"))),
+    vllm("qwen3", quantisation="fp8 checkpoint", dtype="bfloat16"),
+    vllm("qwen3", quantisation="int8 checkpoint", dtype="bfloat16", refused=NOT_AS_COLD, stays_paused=True),
+    vllm("qwen3-moe", parallel="ep 2", does_not_start="the first request ends the engine"),
+    vllm("qwen3-moe", parallel="pp 2", does_not_start="the first request ends the engine (AssertionError)"),
+    vllm(
+        "qwen3",
+        quantisation="fp8",
+        does_not_start="_C::static_scaled_fp8_quant() has no build for CPUs",
+    ),
     vllm("qwen2.5-vl", does_not_start=NO_TORCHVISION),
     vllm("qwen3-vl", does_not_start=NO_TORCHVISION),
     vllm("qwen3-next", does_not_start="its linear attention on a CPU wants bfloat16 (CPU GDN attention requires BF16)"),

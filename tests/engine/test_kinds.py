@@ -17,6 +17,7 @@ import torchrl_ext as tx
 from tests.engine.cells import CELLS, Cell
 from tests.engine.served import ServedSGLang, ServedVLLM
 from tests.kinds import kind_checkpoint, kind_model
+from tests.quantised import FORMS, quantise_checkpoint, quantised, round_to
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.weights.scoring import score
 
@@ -45,37 +46,46 @@ WITHOUT_REPAIR = Cell(
 
 
 class Trainer:
-    """Weights of one kind, a version after the other."""
+    """Weights of one kind, a version after the other.
+
+    Attributes:
+        model: what computes with them.
+        weights: what is sent: the model, or its weights in the form of a quantised checkpoint.
+    """
 
     def __init__(self, cell):
         self.cell, self.seed = cell, 0
-        self.model = self._made()
+        self._take(made(cell, 0))
 
     def next(self):
         """Other weights, all of them."""
         self.seed += 1
-        self.model = self._made()
-        return self.model
+        self._take(made(self.cell, self.seed))
 
     def nudge(self):
         """The same weights but for a few, of every tensor."""
-        generator, self.model = torch.Generator().manual_seed(self.seed), copy.deepcopy(self.model)
+        generator, model = torch.Generator().manual_seed(self.seed), copy.deepcopy(self.model)
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in model.parameters():
                 chosen = torch.rand(parameter.shape, generator=generator) < 0.01
                 parameter.add_((chosen * parameter.float().abs().mean() * 3).to(parameter.dtype))
-        return self.model
+        self._take(model)
 
     def versions(self, transport):
         """Three, and a sparse change where changes travel alone."""
-        yield self.next()
-        yield self.next()
-        if transport == "delta":
-            yield self.nudge()
-        yield self.next()
+        for change in (self.next, self.next, *((self.nudge,) if transport == "delta" else ()), self.next):
+            change()
+            yield self.weights
 
-    def _made(self):
-        return kind_model(self.cell.kind, self.seed, getattr(torch, self.cell.dtype))
+    def _take(self, model):
+        self.model = self.weights = model
+        if self.cell.quantisation in FORMS:
+            self.weights = quantised(model, self.cell.quantisation)
+            round_to(model, self.weights)
+
+
+def made(cell, seed):
+    return kind_model(cell.kind, seed, getattr(torch, cell.dtype))
 
 
 class Started:
@@ -109,6 +119,8 @@ def started(cell, folder, seed=0):
     """The engine of a cell, cold from the weights of a seed."""
     served = SERVED[cell.engine]
     checkpoint = kind_checkpoint(cell.kind, folder / f"seed{seed}", seed, getattr(torch, cell.dtype))
+    if cell.quantisation in FORMS:
+        quantise_checkpoint(checkpoint, made(cell, seed), cell.quantisation)
     log = folder / f"{cell.engine}{seed}.log"
     settings = {"max_model_len": 128, "dtype": cell.dtype, "log_path": log, **cell.settings}
     with served.launcher(checkpoint, **settings) as server:
@@ -145,9 +157,9 @@ def test_an_engine_of_this_kind_says_what_the_trainer_says(cell, tmp_path, noted
         bound, worst, proofs, repairs = max(FAR, 1.5 * cold), 0.0, set(), set()
         for transport in cell.transports:
             with engine.sender(transport, tmp_path / transport) as (sender, client):
-                for model in trainer.versions(transport):
-                    report = sender.update_weights(model)
-                    gap = engine.gap(model)
+                for weights in trainer.versions(transport):
+                    report = sender.update_weights(weights)
+                    gap = engine.gap(trainer.model)
                     print(f"{cell.name}: {transport} {report.version}, {report.proof}, gap {gap:.2g}, cold {cold:.2g}")
                     assert report.verified and report.proof in ("in place", "rehearsed")
                     assert gap <= bound
@@ -155,7 +167,7 @@ def test_an_engine_of_this_kind_says_what_the_trainer_says(cell, tmp_path, noted
                 repairs |= {step for row in client.rehearsed for step in row.get("repairs", ())}
         noted.update(gap_cold=cold, gap_after=worst, proof=", ".join(sorted(proofs)), repairs=sorted(repairs))
         after = engine.says()
-        assert_refuses_strangers(engine, trainer.model, tmp_path / "stranger")
+        assert_refuses_strangers(engine, trainer.weights, tmp_path / "stranger")
         assert engine.says() == after
     if request.config.getoption("--exhaustive"):
         with started(cell, tmp_path, trainer.seed) as cold_start:
@@ -164,9 +176,9 @@ def test_an_engine_of_this_kind_says_what_the_trainer_says(cell, tmp_path, noted
     noted["outcome"] = "proved"
 
 
-def assert_refuses_strangers(engine, model, root):
+def assert_refuses_strangers(engine, weights, root):
     """What the start checkpoint has no name for lands on no worker, whichever part of the model that holds."""
-    weights = {**dict(tx.as_source(model)), "model.layers.0.strange.weight": torch.zeros(3)}
+    weights = {**dict(tx.as_source(weights)), "model.layers.0.strange.weight": torch.zeros(3)}
     with engine.sender("disk", root) as (sender, _), pytest.raises(WeightSyncError, match=r"layers\.0\.strange"):
         sender.update_weights(weights)
 
@@ -180,14 +192,18 @@ def test_an_engine_that_cannot_follow_says_why_before_any_weight_travels(cell, t
     trainer = Trainer(cell)
     with started(cell, tmp_path) as engine:
         note_start(noted, cell, engine)
-        before = engine.says()
+        before, cold = engine.says(), engine.gap(trainer.model)
         for transport in cell.transports:
             refused = pytest.raises(WeightSyncError, match=cell.refused)
             with engine.sender(transport, tmp_path / transport) as (sender, _), refused as error:
-                sender.update_weights(trainer.next())
+                trainer.next()
+                sender.update_weights(trainer.weights)
+            if cell.stays_paused:
+                assert [row.state for row in error.value.rows] == ["paused"] and engine.served.paused()
+                break
             assert engine.says() == before
         found = re.search(cell.refused, str(error.value))
-        noted.update(outcome="refused", gap_cold=engine.gap(kind_model(cell.kind)), reason=found[0])
+        noted.update(outcome="refused", gap_cold=cold, reason=found[0])
 
 
 def test_without_the_step_that_vllms_reload_leaves_out_the_layers_are_refused_by_name(tmp_path):

@@ -39,10 +39,14 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
 
 
 def _multiplies_packed(layer: nn.Module) -> bool:
-    """Whether it computes with a packed copy (`dispatch_cpu_unquantized_gemm`).
+    """Whether it computes with a packed copy (`dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel`).
 
-    What it calls holds the copy in its closure; where nothing was packed, it holds nothing.
+    What it calls holds the copy in its closure; where nothing was packed, it holds nothing. A quantised one's kernel
+    keeps the handle.
     """
+    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+    if getattr(kernel, "dnnl_handler", None) is not None:
+        return True
     return bool(getattr(getattr(layer, "cpu_linear", None), "__closure__", None))
 
 
