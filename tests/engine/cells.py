@@ -124,6 +124,12 @@ CELLS = (
         **by(flags=("--pp-size", "2")),
         refused=r"does not know engines with pipeline stages.*--pp-size 1",
     ),
+    sglang(
+        "qwen3-moe",
+        parallel="ep 2, EPLB",
+        **by(tensor_parallel_size=2, flags=("--ep-size", "2", "--enable-eplb")),
+        refused=r"moves experts between its workers while it serves \(EPLB\)",
+    ),
     sglang("qwen3", parallel="dp 2", **by(flags=("--dp-size", "2"))),
     *(
         sglang(kind, does_not_start="imports sgl_kernel.mamba, for which the environment for CPUs has no stand-in")

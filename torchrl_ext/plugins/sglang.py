@@ -157,13 +157,10 @@ def _agreed(success: bool, message: str, words: str) -> tuple[bool, str]:
 
 def _worker(runner: Any) -> Any:
     """The part of ours that keeps this runner's model up to date; there is one per model and process."""
-    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+    from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from torchrl_ext.errors import ConfigError
     from torchrl_ext.plugins.sglang_worker import SGLangWorker
 
-    if get_pp_group().world_size > 1:
-        raise ConfigError("the plugin does not know engines with pipeline stages", expected="--pp-size 1")
     model = runner.model
     if model not in _workers:
         _workers[model] = SGLangWorker(
@@ -171,9 +168,23 @@ def _worker(runner: Any) -> Any:
             runner.model_config.model_path,
             get_tp_group().cpu_group,
             dummy=str(runner.server_args.load_format) == "dummy",
-            rebalanced=getattr(runner, "eplb_manager", None) is not None,
+            unfit=_unfit(runner),
         )
     return _workers[model]
+
+
+def _unfit(runner: Any) -> Any:
+    """Why an engine of these settings takes no update; None where it does."""
+    from sglang.srt.distributed.parallel_state import get_pp_group
+
+    from torchrl_ext.errors import ConfigError
+    from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
+
+    if get_pp_group().world_size > 1:
+        return ConfigError(
+            "the plugin does not know engines with pipeline stages", expected="--pp-size 1", state=UNCHANGED
+        )
+    return None if getattr(runner, "eplb_manager", None) is None else rebalanced()
 
 
 def _exists(target: str) -> bool:

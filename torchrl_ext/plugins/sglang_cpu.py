@@ -35,16 +35,21 @@ def load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: 
 
 
 def experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `moe_forward_native`: an expert of another worker is -1, which the function takes for an index.
+    """Around `moe_forward_native`: an expert of another worker (expert parallelism) is -1, which it takes for an index.
 
-    Such a token goes to the first expert of this worker, with weight zero.
+    Such a token goes to the first expert of this worker, with weight zero. As the function counts a token once per
+    expert, each of a token's choices is computed in a call of its own.
     """
+    if getattr(layer, "moe_ep_size", 1) == 1:
+        return original(layer, x, topk_output, *args, **kwargs)
     elsewhere = topk_output.topk_ids < 0
-    here = topk_output._replace(
-        topk_ids=topk_output.topk_ids.masked_fill(elsewhere, 0),
-        topk_weights=topk_output.topk_weights.masked_fill(elsewhere, 0),
-    )
-    return original(layer, x, here, *args, **kwargs)
+    ids = topk_output.topk_ids.masked_fill(elsewhere, 0).split(1, dim=1)
+    weights = topk_output.topk_weights.masked_fill(elsewhere, 0).split(1, dim=1)
+    parts = [
+        original(layer, x, topk_output._replace(topk_ids=own, topk_weights=weight), *args, **kwargs)
+        for own, weight in zip(ids, weights, strict=True)
+    ]
+    return sum(parts[1:], parts[0])
 
 
 HOOKS: dict[str, Callable[..., Any]] = {

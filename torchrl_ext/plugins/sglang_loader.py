@@ -12,7 +12,6 @@ from torchrl_ext.plugins.refusals import (
     UNCHANGED,
     incomplete,
     missing,
-    rebalanced,
     refuse_other_shapes,
     refuse_rounding,
     refuse_unfinished,
@@ -46,7 +45,7 @@ class SGLangLoader(EngineLoader):
         checkpoint: the directory that the model was loaded from.
         group: the tensor-parallel workers, on the CPU.
         dummy: the model was filled with random numbers instead.
-        rebalanced: experts move between workers while the engine serves (EPLB).
+        unfit: why no update can be taken by an engine of these settings.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class SGLangLoader(EngineLoader):
         group: distributed.ProcessGroup,
         *,
         dummy: bool = False,
-        rebalanced: bool = False,
+        unfit: ConfigError | None = None,
     ) -> None:
         super().__init__()
-        self._rebalanced = rebalanced
+        self._unfit = unfit
         self._model, self._checkpoint, self._group, self._dummy = model, checkpoint, group, dummy
         self._alone = distributed.get_world_size(group) == 1
         self._packs = packs(model)
@@ -81,11 +80,12 @@ class SGLangLoader(EngineLoader):
 
         Raises:
             ManifestError: names the first parameter that is unknown, missing, or of another shape or dtype.
-            ConfigError: this release of SGLang cannot load into a model of this kind a second time, or moves experts.
+            ConfigError: this release of SGLang cannot load into a model of this kind a second time, or the engine is
+                unfit.
         """
         params = tuple(params)
-        if self._rebalanced:
-            raise rebalanced()
+        if self._unfit is not None:
+            raise self._unfit
         if self._params == params:
             return
         if self._packs and not can_unpack():

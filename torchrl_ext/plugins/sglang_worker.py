@@ -72,7 +72,7 @@ class SGLangWorker:
         **settings: of `SGLangLoader`.
     """
 
-    def __init__(self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, **settings: bool) -> None:
+    def __init__(self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, **settings: Any) -> None:
         self._group, self._checkpoint = group, checkpoint
         self._loader = SGLangLoader(model, checkpoint, group, **settings)
         self._receiver = WeightReceiver(self._loader, rank=distributed.get_rank(group))
