@@ -130,7 +130,7 @@ CELLS = (
         **by(tensor_parallel_size=2, flags=("--ep-size", "2", "--enable-eplb")),
         refused=r"moves experts between its workers while it serves \(EPLB\)",
     ),
-    sglang("qwen3", parallel="dp 2", **by(flags=("--dp-size", "2"))),
+    sglang("qwen3", parallel="dp 2", **by(flags=("--dp-size", "2")), transports=("disk", "delta")),
     *(
         sglang(kind, does_not_start="imports sgl_kernel.mamba, for which the environment for CPUs has no stand-in")
         for kind in ("falcon-h1", "qwen3-next")
