@@ -38,11 +38,12 @@ def marked(cell):
 STARTING = [cell for cell in CELLS if not cell.does_not_start]
 FOLLOWING = [marked(cell) for cell in STARTING if not cell.refused]
 REFUSING = [marked(cell) for cell in STARTING if cell.refused]
-WITHOUT_REPAIR = Cell(
-    engine="vllm",
-    kind="qwen3-moe",
-    settings={"environ": {"TORCHRL_EXT_LEAVE_OUT": "experts.process_weights_after_loading"}},
-)
+WITHOUT_REPAIR = [
+    ("experts.process_weights_after_loading", "qwen3-moe", "float32", "mlp.experts", "paused"),
+    ("tied lm_head.process_weights_after_loading", "qwen3-tied", "float32", "lm_head", "serving"),
+    ("mixer.conv_weights", "mamba2", "bfloat16", "mixer", "serving"),
+]
+"""A step, a kind that needs it, the layer that it is for, and whether the engine can go on when it was left out."""
 
 
 class Trainer:
@@ -207,11 +208,20 @@ def test_an_engine_that_cannot_follow_says_why_before_any_weight_travels(cell, t
         noted.update(outcome="refused", gap_cold=cold, reason=found[0])
 
 
-def test_without_the_step_that_vllms_reload_leaves_out_the_layers_are_refused_by_name(tmp_path):
-    trainer, cell = Trainer(WITHOUT_REPAIR), WITHOUT_REPAIR
-    words = r"2 layer\(s\) of this engine wrong: model\.layers\.\d\.mlp\.experts.*stays paused.*start the engine again"
-    refused = pytest.raises(WeightSyncError, match=words)
+@pytest.mark.parametrize(
+    ("step", "kind", "dtype", "layer", "state"),
+    [pytest.param(*row, marks=pytest.mark.exhaustive if i else (), id=row[1]) for i, row in enumerate(WITHOUT_REPAIR)],
+)
+def test_without_a_step_that_vllms_reload_leaves_out_layers_are_refused_by_name(
+    step, kind, dtype, layer, state, tmp_path
+):
+    cell = Cell(engine="vllm", kind=kind, dtype=dtype, settings={"environ": {"TORCHRL_EXT_LEAVE_OUT": step}})
+    words = rf"\d layer\(s\) of this engine wrong: [\w.]*{re.escape(layer)} \("
+    trainer, refused = Trainer(cell), pytest.raises(WeightSyncError, match=words)
     with started(cell, tmp_path) as engine:
+        before = engine.says()
         with engine.sender("disk", tmp_path / "disk") as (sender, _), refused as error:
-            sender.update_weights(trainer.next())
-        assert [row.state for row in error.value.rows] == ["paused"] and engine.served.paused()
+            trainer.next()
+            sender.update_weights(trainer.weights)
+        assert [row.state for row in error.value.rows] == [state]
+        assert engine.served.paused() if state == "paused" else engine.says() == before
