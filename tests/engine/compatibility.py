@@ -20,8 +20,8 @@ __all__ = ["kinds_table", "write_between"]
 BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
 _PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 _HEAD = (
-    "| engine | kind | workers | dtype | outcome | proof | gap cold | gap after | repairs |",
-    "|---|---|---|---|---|---|---|---|---|",
+    "| engine | kind | workers | dtype | outcome | proof | gap cold | gap after | to a cold start | repairs |",
+    "|---|---|---|---|---|---|---|---|---|---|",
 )
 _NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 _KEY = ("engine", "kind", "parallel", "quantisation", "dtype")
@@ -36,7 +36,7 @@ def kinds_table(results: Iterable[Mapping]) -> str:
     latest = {tuple(result[field] for field in _KEY): result for result in results}
     rows, reasons = [], []
     for cell in CELLS:
-        found = latest.get(tuple(getattr(cell, field) for field in _KEY), {})
+        found = {} if cell.does_not_start else latest.get(tuple(getattr(cell, field) for field in _KEY), {})
         rows.append(_row(cell, found))
         why = cell.does_not_start or found.get("reason", "")
         if why:
@@ -60,8 +60,9 @@ def write_between(text: str, page: str) -> str:
 def _row(cell: Cell, found: Mapping) -> str:
     outcome = "does not start" if cell.does_not_start else found.get("outcome", "not run")
     engine = _NAMES[cell.engine] + (f" {found['version']}" if found else "")
-    told = (_gap(found, "gap_cold"), _gap(found, "gap_after"), ", ".join(found.get("repairs", ())))
-    columns = (engine, cell.kind, _workers(cell), _form(cell), outcome, found.get("proof", ""), *told)
+    gaps = (_gap(found, field) for field in ("gap_cold", "gap_after", "as_cold"))
+    told = (found.get("proof", ""), *gaps, ", ".join(found.get("repairs", ())))
+    columns = (engine, cell.kind, _workers(cell), _form(cell), outcome, *told)
     return f"| {' | '.join(columns)} |"
 
 
@@ -74,7 +75,7 @@ def _form(cell: Cell) -> str:
 
 
 def _gap(found: Mapping, field: str) -> str:
-    return f"{found[field]:.1e}" if field in found else ""
+    return f"{found[field]:.1e}".replace("0.0e+00", "0") if field in found else ""
 
 
 def main(argv: list[str] | None = None) -> None:

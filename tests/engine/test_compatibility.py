@@ -16,6 +16,7 @@ RESULT = {
     "proof": "rehearsed",
     "gap_cold": 1e-5,
     "gap_after": 2e-5,
+    "as_cold": 0.0,
     "repairs": ["a step"],
 }
 
@@ -32,7 +33,7 @@ def test_every_cell_has_a_row_and_those_without_results_were_not_run():
 
 def test_the_last_result_of_a_cell_counts():
     table = kinds_table([{**RESULT, "outcome": "failed"}, RESULT])
-    expected = "| vLLM 0.32.0 | mixtral | one worker | float32 | proved | rehearsed | 1.0e-05 | 2.0e-05 | a step |"
+    expected = "| vLLM 0.32.0 | mixtral | one worker | float32 | proved | rehearsed | 1.0e-05 | 2.0e-05 | 0 | a step |"
     assert expected in table and "failed" not in table
 
 
