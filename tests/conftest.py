@@ -23,6 +23,7 @@ def pytest_addoption(parser):
         help="what runs on real vLLM, SGLang and routers, and nothing else; they are installed once per machine",
     )
     group.addoption("--exhaustive", action="store_true", help="also further settings of what the other tests show")
+    group.addoption("--kind-results", help="file that gets a line per kind of model, for tests.engine.compatibility")
 
 
 def pytest_configure(config):

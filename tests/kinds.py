@@ -81,8 +81,9 @@ def _deepseek_v3():
         n_shared_experts=1,
         n_group=2,
         topk_group=1,
-        topk_method="noaux_tc",  # vLLM takes how to route from these two
+        topk_method="noaux_tc",  # engines take how to route from these two
         scoring_func="sigmoid",
+        moe_layer_freq=1,  # SGLang asks for it
         routed_scaling_factor=1.5,
         first_k_dense_replace=1,
     )

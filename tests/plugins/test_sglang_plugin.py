@@ -71,7 +71,8 @@ pieces = {
     "both": [Piece(destination=full.clone(), offset=0, strides=(6, 1))],
     "half": [Piece(destination=full[:2].clone(), offset=0, strides=(6, 1))],
 }
-params = [ParamMeta.of(name, full) for name in pieces]
+params = [ParamMeta.of(name, full) for name in ("packed on one", *pieces)]
+pieces |= {} if rank else {"packed on one": []}  # the other one cannot tell what it holds of this one
 found = combine(Patcher(pieces).held(), pieces, params, group)
 assert {name: digest.hex() for name, digest in found.items()} == dict.fromkeys(
     ("rows", "columns", "both"), position_digest(full).hex()

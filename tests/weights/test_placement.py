@@ -133,3 +133,17 @@ def test_a_cast_on_the_way_is_lossy_only_where_values_are_lost():
 )
 def test_widening_within_a_kind_keeps_values(source, target, kept):
     assert keeps_values(source, target) is kept
+
+
+def test_a_live_copy_that_a_layer_derives_keeps_its_values():
+    """As SGLang's latent attention, which computes with a part of a weight that it copies after loading."""
+    weight, derived = meta(4, 6), torch.ones(2, 6)
+
+    def load(pairs):
+        for _, tensor in pairs:
+            weight.copy_(tensor)
+        derived.copy_(weight[:2] * 2)
+
+    placement = record(load, [ParamMeta("w", torch.float32, (4, 6))], {"weight": weight})
+    assert [landing.param for landing in placement.landings["w"]] == ["weight"]
+    assert torch.equal(derived, torch.ones(2, 6))

@@ -13,6 +13,7 @@ __all__ = [
     "UNCHANGED",
     "incomplete",
     "missing",
+    "rebalanced",
     "refuse_other_shapes",
     "refuse_rounding",
     "refuse_unfinished",
@@ -116,4 +117,14 @@ def unreadable() -> ConfigError:
     return ConfigError(
         "this engine cannot read its weights back, and they are not those that it was started with",
         hint="let the trainer send a full version first: leave base= out",
+    )
+
+
+def rebalanced() -> ConfigError:
+    """Experts move between workers (EPLB)."""
+    return ConfigError(
+        "this engine moves experts between its workers while it serves (EPLB)",
+        expected="an engine started without --enable-eplb",
+        state=UNCHANGED,
+        hint="where an expert's weights lie changes from step to step, so that no update could be proved",
     )

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_ext.plugins import sglang_adapters
+from torchrl_ext.plugins import sglang_adapters, sglang_cpu
 from torchrl_ext.types import CHANNEL
 
 __all__ = ["register"]
@@ -53,6 +53,7 @@ def register() -> None:
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         **{f"{_UPDATER}.{name}": load_past_us for name in _WAYS_PAST_US},
         **sglang_adapters.HOOKS,
+        **({} if torch.accelerator.is_available() else sglang_cpu.HOOKS),
     }
     for target, hook in hooks.items():
         known = any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ()))
@@ -156,18 +157,34 @@ def _agreed(success: bool, message: str, words: str) -> tuple[bool, str]:
 
 def _worker(runner: Any) -> Any:
     """The part of ours that keeps this runner's model up to date; there is one per model and process."""
-    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+    from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from torchrl_ext.errors import ConfigError
     from torchrl_ext.plugins.sglang_worker import SGLangWorker
 
-    if get_pp_group().world_size > 1:
-        raise ConfigError("the plugin does not know engines with pipeline stages", expected="--pp-size 1")
     model = runner.model
     if model not in _workers:
-        dummy = str(runner.server_args.load_format) == "dummy"
-        _workers[model] = SGLangWorker(model, runner.model_config.model_path, get_tp_group().cpu_group, dummy=dummy)
+        _workers[model] = SGLangWorker(
+            model,
+            runner.model_config.model_path,
+            get_tp_group().cpu_group,
+            dummy=str(runner.server_args.load_format) == "dummy",
+            unfit=_unfit(runner),
+        )
     return _workers[model]
+
+
+def _unfit(runner: Any) -> Any:
+    """Why an engine of these settings takes no update; None where it does."""
+    from sglang.srt.distributed.parallel_state import get_pp_group
+
+    from torchrl_ext.errors import ConfigError
+    from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
+
+    if get_pp_group().world_size > 1:
+        return ConfigError(
+            "the plugin does not know engines with pipeline stages", expected="--pp-size 1", state=UNCHANGED
+        )
+    return None if getattr(runner, "eplb_manager", None) is None else rebalanced()
 
 
 def _exists(target: str) -> bool:

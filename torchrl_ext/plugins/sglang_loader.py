@@ -45,12 +45,20 @@ class SGLangLoader(EngineLoader):
         checkpoint: the directory that the model was loaded from.
         group: the tensor-parallel workers, on the CPU.
         dummy: the model was filled with random numbers instead.
+        unfit: why no update can be taken by an engine of these settings.
     """
 
     def __init__(
-        self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, *, dummy: bool = False
+        self,
+        model: nn.Module,
+        checkpoint: str,
+        group: distributed.ProcessGroup,
+        *,
+        dummy: bool = False,
+        unfit: ConfigError | None = None,
     ) -> None:
         super().__init__()
+        self._unfit = unfit
         self._model, self._checkpoint, self._group, self._dummy = model, checkpoint, group, dummy
         self._alone = distributed.get_world_size(group) == 1
         self._packs = packs(model)
@@ -73,9 +81,12 @@ class SGLangLoader(EngineLoader):
 
         Raises:
             ManifestError: names the first parameter that is unknown, missing, or of another shape or dtype.
-            ConfigError: this release of SGLang cannot load into a model of this kind a second time.
+            ConfigError: this release of SGLang cannot load into a model of this kind a second time, or the engine is
+                unfit.
         """
         params = tuple(params)
+        if self._unfit is not None:
+            raise self._unfit
         if self._params == params:
             return
         if self._packs and not can_unpack():
@@ -264,18 +275,25 @@ class SGLangLoader(EngineLoader):
                 self._agreed[name] = placement.landings[name]
         kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
         embeddings = [pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")]
-        for name in placement.nowhere():  # a tied output embedding: it is where the input embedding is
-            kept.update({name: embeddings[0]} if embeddings else {})
+        for (
+            name
+        ) in placement.nowhere():  # a tied output embedding is where the input embedding is; others have no place
+            kept[name] = embeddings[0] if embeddings and self._is_tied_head(name) else []
         return kept
 
     def _refuse(self, placement: Placement, targets: Mapping[str, Tensor]) -> None:
-        for name in placement.nowhere():
-            if not self._is_tied_head(name) and not name.endswith("rotary_emb.inv_freq"):  # SGLang skips any name
+        for name in placement.nowhere():  # SGLang skips any name
+            elsewhere = self._shares_experts() and (name in self._shapes or not self._shapes)
+            if not (elsewhere or self._is_tied_head(name) or name.endswith("rotary_emb.inv_freq")):
                 raise unknown(name)
         for param, target in targets.items():
             if isinstance(target, nn.Parameter) and placement.written[param] < target.numel():
                 raise incomplete(placement, param, target.numel())
         refuse_rounding(placement)
+
+    def _shares_experts(self) -> bool:
+        """Whether workers hold different experts (expert parallelism): what lands nowhere here lands on another one."""
+        return any(getattr(module, "moe_ep_size", 1) > 1 for module in self._model.modules())
 
     def _is_tied_head(self, name: str) -> bool:
         """Whether ``name`` is the output embedding of a model in which that is the input embedding."""

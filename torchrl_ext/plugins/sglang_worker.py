@@ -69,14 +69,12 @@ class SGLangWorker:
         model: the worker's model.
         checkpoint: the directory that it was loaded from.
         group: the tensor-parallel workers of this server, on the CPU.
-        dummy: the model was filled with random numbers instead.
+        **settings: of `SGLangLoader`.
     """
 
-    def __init__(
-        self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, *, dummy: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, **settings: Any) -> None:
         self._group, self._checkpoint = group, checkpoint
-        self._loader = SGLangLoader(model, checkpoint, group, dummy=dummy)
+        self._loader = SGLangLoader(model, checkpoint, group, **settings)
         self._receiver = WeightReceiver(self._loader, rank=distributed.get_rank(group))
         self._job: Future[None] | None = None
         self._after: Callable[[], None] = lambda: None

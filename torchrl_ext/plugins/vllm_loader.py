@@ -24,11 +24,11 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from torchrl_ext.errors import ConfigError, NotConnectedError
+from torchrl_ext.errors import NotConnectedError
 from torchrl_ext.plugins.refusals import (
-    UNCHANGED,
     incomplete,
     missing,
+    rebalanced,
     refuse_other_shapes,
     refuse_rounding,
     refuse_unfinished,
@@ -90,12 +90,7 @@ class VLLMLoader(EngineLoader):
         """
         params = tuple(params)
         if self._config.parallel_config.enable_eplb:
-            raise ConfigError(
-                "this engine moves experts between its workers while it serves (EPLB)",
-                expected="an engine started without --enable-eplb",
-                state=UNCHANGED,
-                hint="where an expert's weights lie changes from step to step, so that no update could be proved",
-            )
+            raise rebalanced()
         if self._placement is not None and self._placement.params == params:
             return
         refuse_other_shapes(params, self._shapes)
@@ -347,12 +342,12 @@ class VLLMLoader(EngineLoader):
                 layer._non_persistent_buffers_set.update(transient)
 
     def _refuse_strangers(self, placement: Placement) -> None:
-        """Names that land nowhere. Where workers hold different parts of the model, that says nothing."""
+        """Names that land nowhere. Where workers hold different parts of the model, the checkpoint's own names may."""
         parallel = self._config.parallel_config
-        if parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel:
-            return
+        shared = parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel
         for name in placement.nowhere():
-            if not (self._is_tied() and name.endswith("lm_head.weight")):
+            elsewhere = shared and (name in self._shapes or not self._shapes)
+            if not (elsewhere or (self._is_tied() and name.endswith("lm_head.weight"))):
                 raise unknown(name)
 
     def _is_tied(self) -> bool:

@@ -72,10 +72,14 @@ def _made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tupl
 
 
 def _multiplies_packed(layer: nn.Module) -> bool:
-    """Whether it computes with a packed copy (`dispatch_cpu_unquantized_gemm`).
+    """Whether it computes with a packed copy (`dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel`).
 
-    What it calls holds the copy in its closure; where nothing was packed, it holds nothing.
+    What it calls holds the copy in its closure; where nothing was packed, it holds nothing. A quantised one's kernel
+    keeps the handle.
     """
+    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+    if getattr(kernel, "dnnl_handler", None) is not None:
+        return True
     return bool(getattr(getattr(layer, "cpu_linear", None), "__closure__", None))
 
 
@@ -131,17 +135,17 @@ def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Modul
     return packed
 
 
-def _follow_convolution(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
-    """Bring a mixer's view of its convolution's weight along.
+def _follow_convolutions(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Let the views of convolution weights that state-space mixers (`MambaMixer2`) took at first follow these.
 
-    `MambaMixer2` (0.32) keeps the weight as a buffer of another shape, made when the model was; on a CPU with bfloat16
-    instructions the convolution's own is packed into other memory, and the buffer stays what it was.
+    A CPU packs such a weight in bfloat16 into other memory, and keeps the loaded one beside it: the view shows neither.
     """
     followed = []
     for mixer in model.modules():
-        unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
-        if unpacked is not None and "conv_weights" in mixer._buffers and mixer.conv1d in layers:
-            mixer.conv_weights.copy_(unpacked)
+        view = dict(mixer._buffers).get("conv_weights")
+        loaded = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if view is not None and loaded is not None and view.shape == loaded.shape:
+            view.copy_(loaded)
             followed.append(mixer)
     return followed
 
@@ -149,7 +153,7 @@ def _follow_convolution(model: nn.Module, layers: Collection[nn.Module]) -> list
 REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]] = {
     "experts.process_weights_after_loading": _pack_experts,
     "tied lm_head.process_weights_after_loading": _pack_tied,
-    "mixer.conv_weights.copy_": _follow_convolution,
+    "mixer.conv_weights": _follow_convolutions,
 }
 """Name -> step; takes the model and the layers that were loaded, returns the layers that it finished."""
 

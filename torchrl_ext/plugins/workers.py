@@ -16,6 +16,7 @@ __all__ = ["agree", "combine", "joined"]
 
 _WORDS_BYTES = 4096  # of each worker's failure that the others get to see
 _SIGN = 1 << 63
+_UNKNOWN = [0, 0, -1, 0]
 
 
 def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
@@ -54,20 +55,27 @@ def combine(
 ) -> dict[str, PositionDigest]:
     """Digests of the tensors that the workers hold together; tensors whose parts overlap are left out.
 
+    Workers need not know the same tensors: by expert parallelism one may hold packed what another does not hold at all.
+
     Args:
-        own: what this worker holds of each tensor.
+        own: what this worker holds of each tensor; tensors that it cannot tell of are left out for all.
         pieces: where it holds it.
         params: the tensors, in the same order on every worker.
         group: the workers.
     """
-    known = [meta for meta in params if meta.name in own]
+    known = tuple(params)
     if not known:
         return {}
-    rows = torch.tensor([_row(own[meta.name], pieces[meta.name]) for meta in known], dtype=torch.int64)
+    rows = torch.tensor(
+        [_row(own[meta.name], pieces[meta.name]) if meta.name in own else _UNKNOWN for meta in known],
+        dtype=torch.int64,
+    )
     every = _gather(rows, group)
     found = {}
     for index, meta in enumerate(known):
         shares = {tuple(row[index].tolist()) for row in every}  # equal shares are one share, held twice
+        if tuple(_UNKNOWN) in shares:
+            continue
         if sum(share[2] for share in shares) == layout_of(meta.dtype).count(meta):
             found[meta.name] = sum(
                 (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in shares), PositionDigest()

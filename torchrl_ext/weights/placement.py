@@ -171,6 +171,8 @@ class _Observer(TorchDispatchMode):
         if packet in _WRITES and isinstance(args[0], Tensor) and _key(args[0]) in self._targets:
             self._write(args[0], args[1] if len(args) > 1 else None)
             return args[0]
+        if packet in _WRITES and _keeps_data(*args):
+            return args[0]  # the live copy that a layer derives from its weights (SGLang's latent attention)
         out = func(*args, **kwargs)
         origin = self._origin((args, kwargs))
         for tensor in _tensors(out):
@@ -219,6 +221,11 @@ _WRITES = {torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_}
 def _key(tensor: Tensor) -> int:
     """Identity of the storage; meta tensors have no addresses that could tell them apart."""
     return tensor.untyped_storage()._cdata
+
+
+def _keeps_data(target: Any, source: Any = None, *_: Any) -> bool:
+    """Whether a tensor with data would be overwritten with one without."""
+    return isinstance(source, Tensor) and source.is_meta and not target.is_meta
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
