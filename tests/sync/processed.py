@@ -154,11 +154,13 @@ class ProcessedLoader(EngineLoader):
     Args:
         weights: what it is started with.
         sabotage: `Sabotage`, or None for a loader that is sound.
-        repairs: names of layer kinds whose processing the engine's own reload leaves out, and a repair does.
+        lacks: names of layer kinds whose processing the engine's own reload leaves out.
+        knows: those of them that a repair processes.
+        careless: take a weight for one that can be written in place although a product of it is multiplied.
     """
 
-    def __init__(self, weights, sabotage=None, lacks=(), knows=()):
-        self.lacks, self._knows = frozenset(lacks), tuple(knows)
+    def __init__(self, weights, sabotage=None, lacks=(), knows=(), careless=False):
+        self.lacks, self._knows, self._careless = frozenset(lacks), tuple(knows), careless
         super().__init__()
         self.model, self._start, self.sabotage = Model(), weights, None
         self._params, self._placement, self._whole = (), None, []
@@ -222,7 +224,8 @@ class ProcessedLoader(EngineLoader):
         found = {}
         for meta in params:
             landings = self._placement.landings[meta.name]
-            if all(live[one.param].shape == targets[one.param].shape for one in landings) and ".kv" not in meta.name:
+            derived = ".kv" in meta.name and not self._careless
+            if all(live[one.param].shape == targets[one.param].shape for one in landings) and not derived:
                 found[meta.name] = [Piece.of(live[one.param], one) for one in landings]
         agreed = {name for name in found if holds(found[name], self._start[name])} if not self.touched else set()
         self._pieces = {name: pieces for name, pieces in found.items() if name in agreed}

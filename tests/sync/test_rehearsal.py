@@ -69,6 +69,14 @@ def test_changes_land_where_the_bytes_are_the_checkpoints_and_never_by_shape(tmp
     assert loader.patchable("blocks.0.Fused.q") and not loader.patchable("blocks.0.Shuffled.experts.0")
 
 
+def test_where_changes_would_leave_a_derived_copy_behind_the_model_is_loaded_whole(tmp_path):
+    loader = ProcessedLoader(checkpoint(0), careless=True)
+    sender, engine = sending(loader, tx.make_transport("delta", root=tmp_path))
+    for seed in (1, 2, 3):
+        assert sender.update_weights(checkpoint(seed)).proof == "rehearsed" and holds(loader, seed)
+    assert engine.rehearsed[0]["changes"] == "by reload" and not loader.patchable("blocks.0.Fused.q")
+
+
 def test_never_proves_what_was_sent_and_no_more():
     loader = ProcessedLoader(checkpoint(0), lacks=["Absorbed"])
     sender, _ = sending(loader, rehearse="never")
