@@ -77,6 +77,7 @@ class SGLangWorker:
         self._loader = SGLangLoader(model, checkpoint, group, **settings)
         self._receiver = WeightReceiver(self._loader, rank=distributed.get_rank(group))
         self._job: Future[None] | None = None
+        self._settled = False  # what was begun last came to a good end
         self._after: Callable[[], None] = lambda: None
         self._joined: tuple[str, Any] | None = None
 
@@ -171,7 +172,7 @@ class SGLangWorker:
         """Start ``work`` in a thread of its own; ``after`` follows in this one, on all workers together."""
         self._together(self._stop)
         job: Future[None] = Future()
-        self._job, self._after = job, after
+        self._job, self._after, self._settled = job, after, False
         Thread(target=_resolve, args=(job, work), name="torchrl_ext", daemon=True).start()
 
     def _poll(self) -> bool:
@@ -181,6 +182,8 @@ class SGLangWorker:
             EngineError: it failed on a worker.
         """
         job = self._job
+        if job is None and self._settled:
+            return False  # another replica of a data-parallel server is still at it, and all are asked
         if job is None:
             raise NotConnectedError("nothing was begun", hint="connect or prefetch first")
         error = job.exception() if job.done() else EngineError(STILL_STAGING)
@@ -194,6 +197,7 @@ class SGLangWorker:
             return True
         self._job = None
         self._together(self._after)
+        self._settled = True
         return False
 
     def _stop(self) -> None:

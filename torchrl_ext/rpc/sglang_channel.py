@@ -9,7 +9,7 @@ from typing import final
 
 from torchrl_ext.errors import DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.types import CHANNEL, Info
+from torchrl_ext.types import CHANNEL, Info, least
 
 __all__ = ["LONGEST_S", "PLUGIN", "SHORTEST_S", "SGLangChannel"]
 
@@ -59,7 +59,9 @@ class SGLangChannel:
         for answer in answers:
             working = merged.get("working", False) or answer.get("working", False)
             flushed = merged.get("flushed", True) and answer.get("flushed", True)
-            merged = {**merged, **answer, "working": working, "flushed": flushed}
+            both = [row for row in (merged, answer) if "proof" in row]
+            needed = {"needed": any(row["needed"] for row in both), "proof": least(row["proof"] for row in both)}
+            merged = {**merged, **answer, "working": working, "flushed": flushed, **(needed if both else {})}
         return merged
 
     def await_idle(self, what: str, timeout_s: float) -> None:
