@@ -197,9 +197,7 @@ class SGLangLoader(EngineLoader):
     # what a rehearsal asks
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        if self._dummy:
-            return None if self._made_up is None else self._made_up.items()
-        return self._as_announced() if self._shapes else None
+        return self._started_with(self._params)
 
     def ready(self) -> None:
         if not self._params and self._shapes:
@@ -227,10 +225,16 @@ class SGLangLoader(EngineLoader):
             self._rehearsing = False
             self._made_up = None if self._rehearsed is not None else self._made_up
 
-    def _as_announced(self) -> Iterator[tuple[str, Tensor]]:
+    def _started_with(self, params: Iterable[ParamMeta]) -> Iterable[tuple[str, Tensor]] | None:
+        """What the engine was started with, as an update of ``params`` would name it."""
+        if self._dummy:
+            return None if self._made_up is None else self._made_up.items()
+        return self._as_announced(params) if self._shapes else None
+
+    def _as_announced(self, params: Iterable[ParamMeta]) -> Iterator[tuple[str, Tensor]]:
         """The start checkpoint, in the dtypes of the update where that loses nothing."""
         own = next(self._model.parameters()).dtype
-        announced = {meta.name: meta.dtype for meta in self._params}
+        announced = {meta.name: meta.dtype for meta in params}
         for name, tensor in CheckpointSource(self._checkpoint):
             if name in announced:
                 exact = announced[name] == own or keeps_values(tensor.dtype, announced[name])
@@ -270,14 +274,12 @@ class SGLangLoader(EngineLoader):
             absorbed = any("kv_b_proj" in landing.param for landing in landings)  # MLA computes with a product of it
             if landings and exact and not absorbed and not meta.dtype.is_complex:
                 found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
-        for name, tensor in self.start_weights() or () if not self.touched else ():
+        for name, tensor in self._started_with(placement.params) or () if not self.touched else ():
             if name in found and holds(found[name], tensor):
                 self._agreed[name] = placement.landings[name]
         kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
         embeddings = [pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")]
-        for (
-            name
-        ) in placement.nowhere():  # a tied output embedding is where the input embedding is; others have no place
+        for name in placement.nowhere():  # a tied output embedding is where the input embedding is
             kept[name] = embeddings[0] if embeddings and self._is_tied_head(name) else []
         return kept
 

@@ -181,7 +181,10 @@ def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
     except IntegrityError as error:
         log.warning("changes cannot be written in place: %s", error)
         return False
-    return not cold.differing(_Snapshot(loader))
+    left = cold.differing(_Snapshot(loader))
+    if left:
+        log.warning("changes that are written in place leave something else than a cold start: %s", left)
+    return not left
 
 
 def _load(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> None:
