@@ -77,6 +77,29 @@ def test_where_changes_would_leave_a_derived_copy_behind_the_model_is_loaded_who
     assert engine.rehearsed[0]["changes"] == "by reload" and not loader.patchable("blocks.0.Fused.q")
 
 
+def test_where_nobody_knows_what_lands_where_nothing_is_called_in_place_and_what_stays_is_found():
+    loader = ProcessedLoader(checkpoint(0))
+    loader.landings, loader.patchable = lambda name: (), lambda name: False
+    sender, _ = sending(loader)
+    assert sender.update_weights(checkpoint(1)).proof == "rehearsed" and holds(loader, 1)
+    loader = ProcessedLoader(checkpoint(0))
+    loader.landings, loader.patchable, loader.load = lambda name: (), lambda name: False, lambda pairs: None
+    loader._late = {}
+    sender, _ = sending(loader)
+    with pytest.raises(WeightSyncError, match="stays what it was"):
+        sender.update_weights(checkpoint(1))
+
+
+def test_an_engine_that_was_not_brought_back_takes_nothing_even_unproved():
+    loader = ProcessedLoader(checkpoint(0), lacks=["Packed"])
+    engine = InProcessEngine(WeightReceiver(loader))
+    for how, words in (("once", "Packed"), ("never", "start the engine again")):
+        sender = tx.WeightSender(tx.make_transport("memory"), engine, rehearse=how)
+        with pytest.raises(WeightSyncError, match=words):
+            sender.update_weights(checkpoint(1))
+    assert engine.rows()[0].state == "paused"
+
+
 def test_never_proves_what_was_sent_and_no_more():
     loader = ProcessedLoader(checkpoint(0), lacks=["Absorbed"])
     sender, _ = sending(loader, rehearse="never")

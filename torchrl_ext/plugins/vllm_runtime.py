@@ -5,6 +5,7 @@ Nothing of vLLM is patched: each repair calls a public step of the layer itself,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -18,6 +19,8 @@ from torchrl_ext.weights.placement import Placement
 from torchrl_ext.weights.runtime import Reading, reachable
 
 __all__ = ["REPAIRS", "also_packed", "kernel_of", "made_up", "readings"]
+
+log = logging.getLogger("torchrl_ext")
 
 _ROWS = 4
 
@@ -34,9 +37,9 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
     yield from reachable(model)
     for path, layer in model.named_modules():
         if isinstance(layer, (LinearBase, ParallelLMHead)) and (_multiplies_packed(layer) or _is_quantised(layer)):
-            fixed = torch.randn(_ROWS, _inputs(layer), generator=torch.Generator().manual_seed(0)).to(dtype)
-            answer = layer.quant_method.apply(layer, fixed.to(_device(layer)), None)
-            yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
+            answer = _answer(layer, dtype)
+            if answer is not None:
+                yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
 
 
 def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]] | None:
@@ -69,6 +72,16 @@ def _made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tupl
             block = filled.as_strided(landing.shape, landing.strides, landing.offset)
             tensor.view(-1).as_strided(landing.shape, landing.source_strides, landing.source_offset).copy_(block)
         yield meta.name, tensor
+
+
+def _answer(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """What it makes of a fixed input; None where it wants to be asked otherwise."""
+    fixed = torch.randn(_ROWS, _inputs(layer), generator=torch.Generator().manual_seed(0)).to(dtype)
+    try:
+        return layer.quant_method.apply(layer, fixed.to(_device(layer)), None)
+    except Exception as error:  # whatever a kernel of somebody else's says
+        log.warning("a %s gives no answer of its own", type(layer).__name__, exc_info=error)
+        return None
 
 
 def _multiplies_packed(layer: nn.Module) -> bool:

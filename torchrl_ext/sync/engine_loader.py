@@ -102,14 +102,17 @@ class EngineLoader(WeightLoader):
         self.refuse_unsound()
         return found.to_json()
 
-    def refuse_unsound(self) -> None:
+    def refuse_unsound(self, *, unproved: bool = False) -> None:
         """Take no update that was shown to go wrong.
+
+        Args:
+            unproved: the trainer accepts that nothing is proved; not of an engine that was not brought back.
 
         Raises:
             EngineRefusedError, IntegrityError: see `rehearse`.
         """
         found = self._rehearsed
-        if found is None or not found.refused:
+        if found is None or not found.refused or (unproved and found.restored):
             return
         named = "; ".join(f"{layer.name} ({layer.kernel}): {layer.why}" for layer in found.refused[:_NAMED])
         what = f"an update would leave {len(found.refused)} layer(s) of this engine wrong: {named}"

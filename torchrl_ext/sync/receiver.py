@@ -51,8 +51,7 @@ class WeightReceiver:
         """
         loader = self._require_loader()
         loader.check(tuple(ParamMeta.from_json(row) for row in info["params"]))
-        if not info.get("unproved"):
-            loader.refuse_unsound()
+        loader.refuse_unsound(unproved=bool(info.get("unproved")))
         if self._transport is not None:
             self._transport.shutdown()
         self._transport = transports.load(info["transport"]).from_info(info)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -153,7 +153,8 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
             found.changes = BY_RELOAD
             loader.land_whole()
             _load(loader, start.changed())
-            _take_back(loader, start, cold)
+            if not _take_back(loader, start, cold):
+                found.wrong[""] = "changes do not land, neither in place nor by loading the whole model"
         found.loads += 1
     except Exception as error:  # a loader says no in any way that its author liked
         log.warning("a rehearsal failed", exc_info=error)
@@ -334,6 +335,8 @@ def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Sna
     for key, reading in still.items():
         if reading.derived and reading.tensor.dim() > 1 and not any(word in key.lower() for word in _TABLES):
             found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
+        elif not start.arriving and not reading.derived and not any(word in key.lower() for word in _TABLES):
+            found[reading.layer] = f"{reading.name} stays what it was when everything is loaded again"
     near = [reading for reading in still.values() if reading.layer not in found]
     for name, tensor in start if near else ():
         parents = {_parent(landing.param.rpartition(".")[0]) for landing in loader.landings(name)}
@@ -391,13 +394,18 @@ def _parent(layer: str) -> str:
     return layer.rpartition(".")[0]
 
 
+def _all_in_place(loader: EngineLoader, names: Collection[str]) -> bool:
+    """Whether every tensor of a layer is written where it lies; where nobody knows of any, it is not."""
+    return bool(names) and all(loader.patchable(name) for name in names)
+
+
 def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
-    for layer in dict.fromkeys((*start.layers, *attempt.wrong)):
+    for layer in dict.fromkeys((*start.layers, *attempt.wrong)) or ("",):
         verdict, why = BY_RELOAD, ""
         if layer in attempt.wrong:
             verdict, why = REFUSED, attempt.wrong[layer]
         elif layer in attempt.repaired:
             verdict, why = REPAIRED, attempt.repaired[layer]
-        elif attempt.changes == IN_PLACE and all(loader.patchable(name) for name in start.layers[layer]):
+        elif attempt.changes == IN_PLACE and _all_in_place(loader, start.layers.get(layer, ())):
             verdict = IN_PLACE
         yield Layer(name=layer or "the model", kernel=loader.kernel(layer), verdict=verdict, why=why)

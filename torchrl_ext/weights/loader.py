@@ -131,7 +131,7 @@ class WeightLoader(ABC):
         """
         return self.rehearsal()
 
-    def refuse_unsound(self) -> None:  # noqa: B027 - only a rehearsal can show it
+    def refuse_unsound(self, *, unproved: bool = False) -> None:  # noqa: B027 - only a rehearsal can show it
         """Raises EngineRefusedError where a rehearsal showed that an update would go wrong."""
 
     def digests(self) -> dict[str, str]:
