@@ -23,7 +23,7 @@ from torchrl_ext.weights.scoring import score
 
 pytestmark = pytest.mark.engine
 
-FAR = {"float32": 1e-4, "bfloat16": 1.0, "quantised": 5.0}  # nats; other weights are 12 to 26 away
+FAR = {"float32": 1e-4, "bfloat16": 1.0, "quantised": 5.0, "routed": 5.0}  # nats; other weights are 12 to 26 away
 PROMPTS = [
     [5, 17, 99, 23, 42, 7, 256, 300, 11, 400, 33, 12],
     [71, 450, 8, 311, 19, 128, 64, 205, 377, 90, 14, 263],
@@ -156,7 +156,8 @@ def test_an_engine_of_this_kind_says_what_the_trainer_says(cell, tmp_path, noted
     with started(cell, tmp_path) as engine:
         note_start(noted, cell, engine)
         cold = engine.gap(trainer.model)
-        far = FAR["quantised" if cell.quantisation else cell.dtype]
+        rounds = cell.dtype == "bfloat16" and "moe" in cell.kind  # what is rounded may choose another expert
+        far = FAR["quantised" if cell.quantisation else "routed" if rounds else cell.dtype]
         bound, worst, proofs, repairs = max(far, 1.5 * cold), 0.0, set(), set()
         for transport in cell.transports:
             with engine.sender(transport, tmp_path / transport) as (sender, client):
