@@ -22,12 +22,13 @@ from torchrl_ext.plugins.refusals import (
 from torchrl_ext.plugins.sglang_model import can_unpack, pack, packs, stand_ins, unpack
 from torchrl_ext.plugins.workers import combine
 from torchrl_ext.sync.engine_loader import EngineLoader
+from torchrl_ext.sync.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.landing import Coverage, Patcher, Piece, compare, holds, read
 from torchrl_ext.weights.loader import Staging
-from torchrl_ext.weights.placement import Landing, Placement, keeps_values, record
+from torchrl_ext.weights.placement import Landing, Placement, record
 from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.runtime import Reading, reachable
 
@@ -73,7 +74,7 @@ class SGLangLoader(EngineLoader):
         self._handed: dict[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
         self._made_up: dict[str, Tensor] | None = None  # the dummy weights, as a checkpoint would have them
-        self._open = self._rehearsing = self._whole_model = False
+        self._open = self._whole_model = False
         self.prepared = False  # somebody else unpacks layers before a load, and packs them after it
 
     def check(self, params: Iterable[ParamMeta]) -> None:
@@ -218,27 +219,17 @@ class SGLangLoader(EngineLoader):
         self._whole_model, self._patcher = True, Patcher({})
 
     def rehearse(self) -> Info:
-        self._rehearsing = True
         try:
             return super().rehearse()
         finally:
-            self._rehearsing = False
             self._made_up = None if self._rehearsed is not None else self._made_up
 
     def _started_with(self, params: Iterable[ParamMeta]) -> Iterable[tuple[str, Tensor]] | None:
         """What the engine was started with, as an update of ``params`` would name it."""
         if self._dummy:
             return None if self._made_up is None else self._made_up.items()
-        return self._as_announced(params) if self._shapes else None
-
-    def _as_announced(self, params: Iterable[ParamMeta]) -> Iterator[tuple[str, Tensor]]:
-        """The start checkpoint, in the dtypes of the update where that loses nothing."""
         own = next(self._model.parameters()).dtype
-        announced = {meta.name: meta.dtype for meta in params}
-        for name, tensor in CheckpointSource(self._checkpoint):
-            if name in announced:
-                exact = announced[name] == own or keeps_values(tensor.dtype, announced[name])
-                yield name, tensor.to(announced[name]) if exact else tensor
+        return announced(CheckpointSource(self._checkpoint), params, own) if self._shapes else None
 
     def _readable(self, name: str) -> bool:
         """Whether this worker holds the tensor whole, as it came."""

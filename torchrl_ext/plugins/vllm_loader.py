@@ -39,12 +39,13 @@ from torchrl_ext.plugins.refusals import (
 from torchrl_ext.plugins.vllm_patches import VLLMPatches
 from torchrl_ext.plugins.vllm_runtime import REPAIRS, also_packed, kernel_of, made_up, readings
 from torchrl_ext.sync.engine_loader import EngineLoader
+from torchrl_ext.sync.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.landing import Piece, holds, read
 from torchrl_ext.weights.loader import Staging
-from torchrl_ext.weights.placement import Landing, Placement, keeps_values, record
+from torchrl_ext.weights.placement import Landing, Placement, record
 from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.runtime import Reading
 
@@ -75,7 +76,7 @@ class VLLMLoader(EngineLoader):
         self._digests: dict[str, str] = {}
         self._repaired: dict[str, str] = {}
         self._forms: Mapping[str, Tensor] = {}
-        self._loading = self._rehearsing = self._whole_model = False
+        self._loading = self._whole_model = False
 
     @property
     def placement(self) -> Placement | None:
@@ -205,7 +206,9 @@ class VLLMLoader(EngineLoader):
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         if self._config.load_config.load_format == "dummy":
             return made_up(self._placement, self._forms) if self._placement is not None else None
-        return self._as_announced() if self._shapes else None
+        params = self._placement.params if self._placement is not None else ()
+        model = self._config.model_config
+        return announced(CheckpointSource(model.model), params, model.dtype) if self._shapes else None
 
     def ready(self) -> None:
         if self._placement is None and self._shapes:
@@ -229,20 +232,7 @@ class VLLMLoader(EngineLoader):
 
     @torch.no_grad()
     def rehearse(self) -> Info:
-        self._rehearsing = True
-        try:
-            return super().rehearse()
-        finally:
-            self._rehearsing = False
-
-    def _as_announced(self) -> Iterator[tuple[str, Tensor]]:
-        """The start checkpoint, in the dtypes of the update where that loses nothing."""
-        own = self._config.model_config.dtype
-        announced = {meta.name: meta.dtype for meta in self._placement.params} if self._placement is not None else {}
-        for name, tensor in CheckpointSource(self._config.model_config.model):
-            if name in announced:
-                exact = announced[name] == own or keeps_values(tensor.dtype, announced[name])
-                yield name, tensor.to(announced[name]) if exact else tensor
+        return super().rehearse()
 
     def _repair(self, layers: Collection[nn.Module]) -> None:
         names = {id(layer): name for name, layer in self._model.named_modules()}

@@ -31,6 +31,7 @@ class EngineLoader(WeightLoader):
         self.touched = False
         self.repairs: frozenset[str] = frozenset(self.known_repairs())
         self._rehearsed: Rehearsal | None = None
+        self._rehearsing = False
 
     # what an engine's loader says of its model
 
@@ -96,8 +97,11 @@ class EngineLoader(WeightLoader):
         self.ready()
         if self.touched or self.start_weights() is None:
             return self.rehearsal()
-        found = rehearse(self)
-        self._rehearsed = found
+        self._rehearsing = True
+        try:
+            found = self._rehearsed = rehearse(self)
+        finally:
+            self._rehearsing = False
         self.touched = not found.restored
         self.refuse_unsound()
         return found.to_json()

@@ -10,11 +10,32 @@ from torch import Tensor
 
 from torchrl_ext.codecs.layout import layout_of, units
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
+from torchrl_ext.kernels.base import Words, flat_bits
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.placement import keeps_values
 
-__all__ = ["TakenBack", "changed", "places"]
+__all__ = ["TakenBack", "announced", "changed", "content", "minus", "places", "plus"]
+
+_AT_ONCE = 1 << 22  # elements
 
 _PERIOD, _EVERY, _SMALL = 257, 32, 1 << 14
+
+
+def announced(
+    start: Iterable[tuple[str, Tensor]], params: Iterable[ParamMeta], own: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a start checkpoint that an update names, in the dtypes of the update where that loses nothing.
+
+    Args:
+        start: a pass over the checkpoint.
+        params: the update's.
+        own: in which the engine computes.
+    """
+    dtypes = {meta.name: meta.dtype for meta in params}
+    for name, tensor in start:
+        if name in dtypes:
+            exact = dtypes[name] == own or keeps_values(tensor.dtype, dtypes[name])
+            yield name, tensor.to(dtypes[name]) if exact else tensor
 
 
 def places(name: str, tensor: Tensor) -> Tensor:
@@ -81,3 +102,22 @@ class TakenBack:
         """The tensors of the start checkpoint."""
         wanted: Collection[str] = frozenset(names)
         return ((name, tensor) for name, tensor in self._start() if name in wanted)
+
+
+def content(tensor: Tensor) -> Words:
+    """Sums of the elements' bits and of their squares, modulo 2^64: the same for the same elements in another order."""
+    one = two = 0
+    for part in flat_bits(tensor).split(_AT_ONCE):
+        wide = part.to(torch.int64)
+        one, two = one + int(wide.sum()), two + int((wide * wide).sum())
+    return one % 2**64, two % 2**64
+
+
+def minus(one: Words, other: Words) -> Words:
+    """What is in one content and not in another."""
+    return (one[0] - other[0]) % 2**64, (one[1] - other[1]) % 2**64
+
+
+def plus(one: Words, other: Words) -> Words:
+    """Two contents together."""
+    return (one[0] + other[0]) % 2**64, (one[1] + other[1]) % 2**64

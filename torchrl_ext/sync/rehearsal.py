@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.kernels.base import Words, flat_bits
-from torchrl_ext.sync.known_weights import TakenBack, changed, places
+from torchrl_ext.kernels.base import Words
+from torchrl_ext.sync.known_weights import TakenBack, changed, content, minus, places, plus
 from torchrl_ext.types import Info
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.placement import Landing
@@ -41,7 +41,6 @@ __all__ = ["IN_PLACE", "Layer", "Rehearsal", "rehearse"]
 
 log = logging.getLogger("torchrl_ext")
 
-_AT_ONCE = 1 << 22  # elements
 IN_PLACE, BY_RELOAD, REPAIRED, REFUSED = "in place", "by reload", "repaired", "refused"
 
 
@@ -269,23 +268,6 @@ def _digest(tensor: Tensor) -> str:
     return tensor_digest(tensor) if tensor.device.type == "cpu" else position_digest(tensor).hex()
 
 
-def content(tensor: Tensor) -> Words:
-    """Sums of the elements' bits and of their squares, modulo 2^64: the same for the same elements in another order."""
-    one = two = 0
-    for part in flat_bits(tensor).split(_AT_ONCE):
-        wide = part.to(torch.int64)
-        one, two = one + int(wide.sum()), two + int((wide * wide).sum())
-    return one % 2**64, two % 2**64
-
-
-def _minus(one: Words, other: Words) -> Words:
-    return (one[0] - other[0]) % 2**64, (one[1] - other[1]) % 2**64
-
-
-def _plus(one: Words, other: Words) -> Words:
-    return (one[0] + other[0]) % 2**64, (one[1] + other[1]) % 2**64
-
-
 @dataclass
 class _Arriving:
     """What the checkpoint brings to one runtime parameter."""
@@ -302,8 +284,8 @@ class _Arriving:
         self.blocks.append((name, landing))
         self.exact = self.exact and landing.exact and before is not None
         if self.exact and before is not None:
-            self.before = _plus(self.before, content(_block(before, landing)))
-            self.after = _plus(self.after, content(_block(after, landing)))
+            self.before = plus(self.before, content(_block(before, landing)))
+            self.after = plus(self.after, content(_block(after, landing)))
 
 
 def _block(tensor: Tensor, landing: Landing) -> Tensor:
@@ -320,8 +302,8 @@ def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Sna
         known = key in cold.readings and key in moved.readings
         if own not in off.get(layer, ()) if known else not off.get(layer):
             found[layer] = f"{what.names[0]} does not reach it when it is loaded again"
-        elif known and what.exact and _minus(cold.contents[key], what.before) in _paddings(moved.tensors[key], what):
-            if _minus(cold.contents[key], what.before) != _minus(moved.contents[key], what.after):
+        elif known and what.exact and minus(cold.contents[key], what.before) in _paddings(moved.tensors[key], what):
+            if minus(cold.contents[key], what.before) != minus(moved.contents[key], what.after):
                 found[layer] = f"not all of {', '.join(dict.fromkeys(what.names))} reaches it when it is loaded again"
         elif key in cold.answers and key in moved.answers:
             for name, landing in what.blocks:
