@@ -212,17 +212,21 @@ class VLLMCollectiveTransport(Transport):
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         group = self._member.group()
         incoming = self._incoming(group, info, into)
-        name = None
+        name, told = None, False
         try:
-            for name, tensor in incoming.pairs(lambda: acks.acknowledge(group, info)):
+            for name, tensor in incoming.pairs():
                 yield name, tensor
-        except GeneratorExit:
-            self._drain(group, incoming, info, f"it stopped loading after {name!r}")
-            raise
+            acks.acknowledge(group, info)  # only now has the loader taken the last one, too
+            told = True
         except WeightSyncError as error:
             raise acks.receiving_failed(group, info, error) from error
+        except (GeneratorExit, Exception) as error:
+            stopped = f"it stopped loading after {name!r}"
+            self._drain(group, incoming, info, stopped if type(error) is GeneratorExit else acks.why(error))
+            told = True
+            raise
         finally:
-            if not incoming.complete:
+            if not told:
                 group.sever()
 
     def decline(self, info: Info, error: BaseException) -> None:
@@ -241,8 +245,6 @@ class VLLMCollectiveTransport(Transport):
 
     def _drain(self, group: Group, incoming: Incoming, info: Info, words: str) -> None:
         """Take and drop what is on its way, so that the group stays in step, and tell the trainer why."""
-        if incoming.complete:
-            return
         try:
             incoming.drain()
             acks.acknowledge(group, info, words)

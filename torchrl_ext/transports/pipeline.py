@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -119,8 +119,6 @@ class Incoming:
         params: what arrives.
         into: tensors that may be filled directly.
         bucket_bytes: of the sender.
-
-    `complete` says whether every byte is here.
     """
 
     def __init__(
@@ -133,31 +131,25 @@ class Incoming:
         bucket_bytes: int,
     ) -> None:
         self._group, self._params, self._into = group, params, into
-        self.complete = False
-        self._rest = iter(pieces)
+        self._rest = deque(pieces)
         self._window = Window(group, bucket_bytes)
         self._pool = BufferPool(group.device)
         self._capacity = max((piece.nbytes for piece in pieces if not piece.direct), default=0)
 
-    def pairs(self, landed: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pairs in order; ``landed`` is called when every byte is here, before the last are yielded.
+    def pairs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pairs in order; whoever takes them may stop at any of them, and `drain` then takes the rest.
 
         Raises:
             TransportError, DeadlineError: as `Group.wait`.
         """
-        for piece in self._rest:
-            while self._window.packed_full and not piece.direct:
+        while self._rest:
+            while self._window.packed_full and not self._rest[0].direct:
                 yield from self._land()
-            self._window.start(piece, *self._place(piece, self._into))
+            self._begin_next(self._into)
             while self._window.full:
                 yield from self._land()
-        while len(self._window) > 1:
+        while self._window:
             yield from self._land()
-        last = self._window.land() if self._window else None
-        self.complete = True
-        landed()
-        if last is not None:
-            yield from self._unpacked(*last)
 
     def drain(self) -> None:
         """Receive the rest and drop it, so that the group stays in step.
@@ -167,13 +159,23 @@ class Incoming:
         """
         while self._window:
             self._window.land()
-        for piece in self._rest:
-            self._window.start(piece, *self._place(piece, {}))
+        while self._rest:
+            self._begin_next({})
             while self._window.full:
                 self._window.land()
         while self._window:
             self._window.land()
-        self.complete = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte is here."""
+        return not self._rest and not self._window
+
+    def _begin_next(self, into: Mapping[str, Tensor]) -> None:
+        """Let the next piece come. It leaves the list only when it is on its way, so that none is ever skipped."""
+        piece = self._rest[0]
+        self._window.start(piece, *self._place(piece, into))
+        self._rest.popleft()
 
     def _place(self, piece: Piece, into: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor]:
         """Bytes to receive into, and the tensor or buffer that they belong to."""
