@@ -41,6 +41,22 @@ def test_a_worker_that_cannot_take_the_weights_says_so_to_the_trainer_and_stays_
         assert same(received, sent)
 
 
+def test_a_version_that_only_some_took_keeps_its_number_and_the_next_one_has_another():
+    first, second = weights(0), weights(1)
+    with group(3) as (trainer, took, refused):
+
+        def refuse():
+            with pytest.raises(ManifestError):
+                refused.receive_weights(weights={"other": torch.zeros(1)})
+
+        told, received, _ = beside(lambda: trainer.send_weights("policy", first), took.receive_weights, refuse)
+        assert isinstance(told, TransportError) and same(received, first)
+        assert (took.received_version, trainer.latest_version()) == (1, 1)
+        _, *both = beside(lambda: trainer.send_weights("policy", second), took.receive_weights, refused.receive_weights)
+        assert all(same(one, second) for one in both)
+        assert [took.received_version, refused.received_version, trainer.latest_version()] == [2, 2, 2]
+
+
 def test_a_worker_that_stops_half_way_says_so_to_the_trainer_and_stays_in_step():
     sent = weights()
     with group(3) as (trainer, whole, broken):

@@ -126,7 +126,7 @@ class Transport(ABC):
         """Every engine serves ``version`` or a later one, and reads nothing older: what is older may go."""
 
     def latest_version(self) -> int:
-        """The newest version that this transport knows to exist; 0 before the first."""
+        """The newest version that this transport knows to exist, or tried to send; 0 before the first."""
         return self._last_version
 
     # worker end
@@ -222,12 +222,11 @@ class Transport(ABC):
             model_id, weights = "policy", model_id
         with self.exclusive("send_weights"):
             source = as_source(weights)
-            version = self.latest_version() + 1
+            version = self._last_version = self.latest_version() + 1  # taken: some may get it even if others do not
             for handoff in self.prepare(source, version):
                 self.announce({**handoff.info, "model_id": model_id})
                 handoff.transfer()
                 handoff.release()
-            self._last_version = version
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
