@@ -25,6 +25,8 @@ from torchrl_ext.types import Info
 
 __all__ = ["Hub", "Link", "dial"]
 
+_HELLO_S = 10.0
+_LONGEST_BYTES = 256 << 20  # a list of a million parameters
 _LOOK_S = 0.2
 """How often a wait for workers looks whether one of them has ended."""
 
@@ -46,25 +48,38 @@ class Link:
         self._received = bytearray()
         self._closed = False
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(True)
+        connection.setblocking(False)
 
-    def put(self, message: Info) -> None:
+    def put(self, message: Info, timeout_s: float) -> None:
         """Send one message.
 
         Raises:
             NotConnectedError: the other end is gone.
+            DeadlineError: it does not read; the connection is closed, for it may have got a part.
         """
         data = json.dumps(message).encode()
-        try:
-            self._socket.sendall(len(data).to_bytes(4, "big") + data)
-        except OSError as error:
-            raise self._lost() from error
+        rest, until = memoryview(len(data).to_bytes(4, "big") + data), deadline(timeout_s)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                if self._ready(selectors.EVENT_WRITE, max(0.0, until - time.monotonic())):
+                    continue
+                self.close()
+                raise DeadlineError(
+                    f"{self.peer} did not read what it was told ({len(data):,} bytes) within {timeout_s:g} s",
+                    expected="a process that runs; a message is read as soon as it comes",
+                    state="it may have got a part of the message, so the connection was closed",
+                    hint="look for what keeps it from running, or start it again",
+                ) from None
+            except OSError as error:
+                raise self._lost() from error
 
     def get(self, timeout_s: float | None) -> Info | None:
         """The next message, or None after ``timeout_s`` seconds (None: wait for as long as the other end lives).
 
         Raises:
-            NotConnectedError: the other end is gone.
+            NotConnectedError: the other end is gone, or is no end of ours.
         """
         until = None if timeout_s is None else deadline(timeout_s)
         while True:
@@ -73,10 +88,12 @@ class Link:
                 return message
             wait_s = None if until is None else max(0.0, until - time.monotonic())
             try:
-                if not self._readable(wait_s):
+                if not self._ready(selectors.EVENT_READ, wait_s):
                     return None
                 data = self._socket.recv(1 << 16)
-            except (OSError, ValueError) as error:
+            except BlockingIOError:  # another thread took it
+                continue
+            except OSError as error:
                 raise self._lost() from error
             if not data:
                 raise self._lost()
@@ -87,8 +104,10 @@ class Link:
         if self._closed:
             return False
         try:
-            return not self._readable(0) or bool(self._socket.recv(1, socket.MSG_PEEK))
-        except (OSError, ValueError):
+            return not self._ready(selectors.EVENT_READ, 0) or bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
             return False
 
     def close(self) -> None:
@@ -99,20 +118,39 @@ class Link:
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
 
-    def _readable(self, wait_s: float | None) -> bool:
+    def _ready(self, event: int, wait_s: float | None) -> bool:
         with _Selector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
+            try:
+                selector.register(self._socket, event)
+            except ValueError as error:  # closed by another thread
+                raise self._lost() from error
             return bool(selector.select(wait_s))
 
     def _next(self) -> Info | None:
         if len(self._received) < 4:
             return None
-        end = 4 + int.from_bytes(self._received[:4], "big")
-        if len(self._received) < end:
+        size = int.from_bytes(self._received[:4], "big")
+        if size > _LONGEST_BYTES:
+            raise self._foreign(f"announces a message of {size:,} bytes")
+        if len(self._received) < 4 + size:
             return None
-        message = json.loads(bytes(self._received[4:end]))
-        del self._received[:end]
+        try:
+            message = json.loads(bytes(self._received[4 : 4 + size]))
+        except (ValueError, RecursionError):
+            message = None
+        del self._received[: 4 + size]
+        if not isinstance(message, dict):
+            raise self._foreign("sends what is no JSON object")
         return message
+
+    def _foreign(self, does: str) -> NotConnectedError:
+        self.close()
+        return NotConnectedError(
+            f"{self.peer} {does}",
+            expected="the other end of a scheme of torchrl_ext",
+            state="the connection was closed",
+            hint="use one release of torchrl_ext on both ends",
+        )
 
     def _lost(self) -> NotConnectedError:
         return NotConnectedError(f"{self.peer} closed its connection or died")
@@ -179,21 +217,23 @@ class Hub:
     def admit(self, link: Link) -> None:
         """Let one in that dialled, or tell it why not."""
         try:
-            hello = link.get(10.0) or {}
+            hello = link.get(_HELLO_S) or {}
             refusal = self._refusal(hello, link)
             if refusal is not None:
-                link.put({"refused": refusal})
+                link.put({"refused": refusal}, _HELLO_S)
                 link.close()
-        except (NotConnectedError, ValueError):
+        except (NotConnectedError, DeadlineError):
             link.close()
 
     def _refusal(self, hello: Info, link: Link) -> str | None:
         """Why not; or None, and the worker is in."""
         if not hmac.compare_digest(str(hello.get("token", "")), self.token):
             return "this is another trainer's address"
-        idx, pid = int(hello["worker"]), int(hello["pid"])
-        if hello["model_id"] != self._model_id:
-            return f"this scheme carries model {self._model_id!r}, not {hello['model_id']!r}"
+        idx, pid, model_id = hello.get("worker"), hello.get("pid"), hello.get("model_id")
+        if type(idx) is not int or type(pid) is not int or not 0 <= idx < self._workers:
+            return f"worker {idx!r} (pid {pid!r}) is none of the {self._workers} workers of model {self._model_id!r}"
+        if model_id != self._model_id:
+            return f"this scheme carries model {self._model_id!r}, not {model_id!r}"
         with self._changed:
             known = self.links.get(idx)
             if known is not None and not known.alive():
@@ -203,7 +243,7 @@ class Hub:
             if len(self.links) >= self._workers:
                 return f"all {self._workers} workers of model {self._model_id!r} are connected already"
             link.peer = f"worker {idx} of model {self._model_id!r} (pid {pid})"
-            link.put({"welcome": self._welcome(idx)})
+            link.put({"welcome": self._welcome(idx)}, _HELLO_S)
             self.links[idx], self.pids[idx] = link, pid
             self._changed.notify_all()
         return None
@@ -253,13 +293,14 @@ def dial(address: tuple[str, int], model_id: str, worker: int, token: str, timeo
             hint="the trainer must call init_on_sender before its workers start",
         ) from error
     link = Link(connection, trainer)
-    link.put({"token": token, "model_id": model_id, "worker": worker, "pid": os.getpid()})
+    link.put({"token": token, "model_id": model_id, "worker": worker, "pid": os.getpid()}, timeout_s)
     answer: Any = link.get(timeout_s)
     if answer is None or "welcome" not in answer:
         link.close()
         if answer is None:
             raise DeadlineError(f"{trainer} did not answer {who} within {timeout_s:g} s")
         raise NotConnectedError(
-            f"{trainer} refused {who}: {answer['refused']}", expected="one scheme per model, one worker per index"
+            f"{trainer} refused {who}: {answer.get('refused', 'it gives no reason')}",
+            expected="one scheme per model, one worker per index",
         )
     return link, answer["welcome"]

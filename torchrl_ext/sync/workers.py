@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreacha
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.links import Link
 from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.transports.base import deadline
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["Station", "WorkerEngine"]
@@ -20,6 +22,8 @@ __all__ = ["Station", "WorkerEngine"]
 log = logging.getLogger("torchrl_ext")
 _GRACE_S = 5.0
 """How much longer the trainer waits than a transport does, so that the transport's own error arrives."""
+_ANSWER_S = 60.0
+"""How long an answer may wait for a trainer that does not read."""
 
 
 class WorkerEngine(EngineClient):
@@ -107,23 +111,25 @@ class WorkerEngine(EngineClient):
         """
         number = next(self._numbers)
         try:
-            self.link.put({"number": number, "ask": what, "argument": argument})
+            self.link.put({"number": number, "ask": what, "argument": argument}, self._timeout_s)
+            until = deadline(self._timeout_s)
             answer = self.link.get(self._timeout_s)
-            while answer is not None and answer["number"] != number:  # late, of an ask that was given up
-                answer = self.link.get(self._timeout_s)
+            while answer is not None and answer.get("number") != number:  # late, of an ask that was given up
+                answer = self.link.get(max(0.0, until - time.monotonic()))
         except NotConnectedError as error:
             raise EngineUnreachableError(
                 f"{self.url} ended during {what!r}", state=f"its last weights version was {self._version}"
             ) from error
         if answer is None:
             raise DeadlineError(f"{self.url} did not answer {what!r} within {self._timeout_s:g} s")
-        if "error" in answer:
-            error = answer["error"]
+        error = answer.get("error")
+        if error is not None:
+            parts = error if isinstance(error, dict) else {"what": error}
             raise EngineRefusedError(
-                f"{self.url}: {error['what']}",
-                expected=error["expected"],
-                state=error["state"],
-                hint=error["hint"],
+                f"{self.url}: {parts.get('what')}",
+                expected=parts.get("expected"),
+                state=parts.get("state"),
+                hint=parts.get("hint"),
             )
         return answer.get("told")
 
@@ -159,7 +165,7 @@ class Station:
             failure = self._answer(asked)
             if failure is not None:
                 raise failure
-            if asked["ask"] in ("finish", "keep"):
+            if asked.get("ask") in ("finish", "keep"):
                 return
 
     def start(self) -> None:
@@ -192,18 +198,18 @@ class Station:
                 asked = self._link.get(None)
                 if asked is not None:
                     self._answer(asked)
-        except NotConnectedError:
+        except (NotConnectedError, DeadlineError) as error:
             if not self._stopped:
-                log.debug("%s is gone; this worker keeps its weights", self._link.peer)
+                log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
 
     def _answer(self, asked: Info) -> Exception | None:
-        number, what, argument = asked["number"], asked["ask"], asked["argument"]
+        number, what, argument = asked.get("number"), asked.get("ask"), asked.get("argument")
         try:
             told = self._do(what, argument)
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
-            self._link.put({"number": number, "error": _described(error)})
+            self._link.put({"number": number, "error": _described(error)}, _ANSWER_S)
             return error
-        self._link.put({"number": number, "told": told})
+        self._link.put({"number": number, "told": told}, _ANSWER_S)
         return None
 
     def _do(self, what: str, argument: Any) -> Any:
