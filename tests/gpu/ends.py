@@ -49,6 +49,9 @@ def end(role, transport, place):
     """One end, not connected yet."""
     if transport == "collective":
         return tx.VLLMCollectiveTransport("127.0.0.1", int(place), int(role == "worker"), 2, timeout_s=WAIT_S)
+    if transport == "broadcast":
+        own = {"master_port": int(place), "rank": int(role == "worker"), "world_size": 2}
+        return tx.make_transport("delta", carrier="collective", timeout_s=WAIT_S, **own)
     if transport == "delta":
         own = {"baseline_device": DEVICE} if role == "trainer" else {}
         return tx.make_transport("delta", root=place, timeout_s=WAIT_S, **own)
@@ -63,7 +66,7 @@ def _settle():
 def main(role, transport, place, megabytes):
     megabytes = int(megabytes)
     own = end(role, transport, place)
-    if transport == "collective":
+    if transport in ("collective", "broadcast"):
         own.init_all_workers_group({name: (torch.bfloat16, torch.Size(SHAPE)) for name in names(megabytes)})
     print("up", flush=True)
     if role == "trainer":

@@ -1,4 +1,4 @@
-"""The connection between a scheme's trainer end and its workers: deadlines, and peers that speak no language of ours."""
+"""The connection between a scheme's trainer end and its workers: deadlines, and peers that speak another language."""
 
 from __future__ import annotations
 
@@ -80,10 +80,11 @@ class TestDeadlines:
         monkeypatch.setattr("torchrl_ext.sync.links._HELLO_S", 0.3)
         hub = Hub("127.0.0.1", "policy", 2, lambda idx: LARGE if idx == 0 else {})
         with socket.create_connection(hub.address) as silent:
-            silent.sendall(frame(json.dumps({"token": hub.token, "model_id": "policy", "worker": 0, "pid": 1}).encode()))
+            hello = {"token": hub.token, "model_id": "policy", "worker": 0, "pid": 1}
+            silent.sendall(frame(json.dumps(hello).encode()))
             link, _ = within(dial, hub.address, "policy", 1, hub.token, WAIT_S)
             assert link.alive()
-            with pytest.raises(DeadlineError, match="1 of 2 workers .* 0[.]"):
+            with pytest.raises(DeadlineError, match=r"1 of 2 workers .* 0\."):
                 hub.wait(0.5)
         hub.close()
 

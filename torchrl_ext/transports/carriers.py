@@ -1,4 +1,4 @@
-"""How a version that the trainer published gets to its workers: through files that all see, or by a broadcast."""
+"""How a version that the trainer published gets to its workers; here: through files that all of them see."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
-from torchrl_ext.stores import LocalStore, Versions, open_store, version_name
+from torchrl_ext.stores import Manifest, open_store, version_name
 from torchrl_ext.stores.base import Root
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.full import FullWriter
 from torchrl_ext.transports.hooks import load_hook
+from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.transports.wire import VersionWire, private_root
+from torchrl_ext.transports.ways import FullVersion
 from torchrl_ext.types import Handoff, Info
 
-__all__ = ["Broadcast", "Carrier", "SharedFiles"]
+__all__ = ["Carrier", "SharedFiles"]
 
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
@@ -38,6 +39,10 @@ class Carrier(ABC):
 
     def __init__(self) -> None:
         self.run_id = uuid.uuid4().hex
+
+    @abstractmethod
+    def open_full(self, number: int, manifest: Manifest) -> FullVersion:
+        """A keyframe, open for reading."""
 
     def init_group(self) -> None:
         """Enter the group of an address that every end was given, where there is one."""
@@ -58,12 +63,16 @@ class Carrier(ABC):
         """
 
     @abstractmethod
+    def keyframes(self, shard_bytes: int, files: Any) -> Any:
+        """Writes keyframes; has the methods of `FullWriter`, whose arguments these are."""
+
     def written(self, version: int) -> None:
         """A version is complete."""
+        return None
 
-    @abstractmethod
     def push(self, version: int) -> None:
         """Return when the workers have a version, as far as that is this end's to do."""
+        return None
 
     # worker end
 
@@ -84,9 +93,9 @@ class Carrier(ABC):
             known: the one that the reader has.
         """
 
-    @abstractmethod
     def read(self) -> None:
         """The newest version was read and is held."""
+        return None
 
     # both ends
 
@@ -94,9 +103,9 @@ class Carrier(ABC):
     def alive(self) -> bool:
         """Whether the road is open, once it was used."""
 
-    @abstractmethod
     def abort(self) -> None:
         """End waits of other threads."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -127,6 +136,12 @@ class SharedFiles(Carrier):
         self._shared = SharedRoot(self.store, self.run_id)
         self._wrote, self._reading = load_hook(post_write_hook), load_hook(pre_read_hook)
 
+    def keyframes(self, shard_bytes: int, files: Any) -> FullWriter:
+        return FullWriter(shard_bytes, files)
+
+    def open_full(self, number: int, manifest: Manifest) -> FullVersion:
+        return PublishedVersion(self.store, number, manifest)
+
     def open(self, workers: int) -> Handoff:
         return Handoff(info=self._shared.invite())
 
@@ -135,9 +150,6 @@ class SharedFiles(Carrier):
 
     def written(self, version: int) -> None:
         self._wrote(self.store.url, version_name(version))
-
-    def push(self, version: int) -> None:
-        return None
 
     def join(self, info: Info, timeout_s: float, aborted: threading.Event) -> None:
         self._shared.find(info, timeout_s, aborted)
@@ -156,69 +168,9 @@ class SharedFiles(Carrier):
                 return None
             pause = min(2 * pause, _LONGEST_S)
 
-    def read(self) -> None:
-        return None
-
     def alive(self) -> bool:
         return self.store.available()
-
-    def abort(self) -> None:
-        return None
 
     def close(self) -> None:
         if self.store.owned:
             self._shared.clear()
-
-
-@final
-class Broadcast(Carrier):
-    """A collective group; each end keeps the files in a directory of its own.
-
-    Args:
-        group: of the trainer and its workers.
-    """
-
-    keeps_base: ClassVar[bool] = False
-
-    def __init__(self, group: VLLMCollectiveTransport) -> None:
-        super().__init__()
-        self.store = LocalStore(private_root(self))
-        self._wire, self._versions = VersionWire(group, self.store), Versions(self.store)
-
-    def init_group(self) -> None:
-        self._wire.inner.init_all_workers_group({})  # what travels is files, whatever the model
-
-    def open(self, workers: int) -> Handoff:
-        group = self._wire.open(workers)
-        return Handoff(info={"wire": group.info}, transfer=group.transfer)
-
-    def begin(self) -> None:
-        self._wire.require_trainer()
-
-    def written(self, version: int) -> None:
-        return None
-
-    def push(self, version: int) -> None:
-        self._wire.push(version)
-
-    def join(self, info: Info, timeout_s: float, aborted: threading.Event) -> None:
-        self._wire.join({**info["wire"], "rank": info["rank"]})
-
-    def look(self, version: int) -> None:
-        self._wire.await_version(version)
-
-    def newer(self, latest: Callable[[], int], known: int, timeout_s: float, aborted: threading.Event) -> int | None:
-        return self._wire.pull(timeout_s)
-
-    def read(self) -> None:
-        """What the next delta builds on is kept by this worker alone, so the files before the newest may go."""
-        self._versions.prune(before=self._versions.latest())
-
-    def alive(self) -> bool:
-        return self._wire.inner.check_connection()
-
-    def abort(self) -> None:
-        self._wire.inner.abort()
-
-    def close(self) -> None:
-        self._wire.inner.shutdown()

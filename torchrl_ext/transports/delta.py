@@ -18,13 +18,12 @@ from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Changes, Transport, deadline
-from torchrl_ext.transports.carriers import Broadcast, Carrier, SharedFiles
+from torchrl_ext.transports.broadcast import Broadcast
+from torchrl_ext.transports.carriers import Carrier, SharedFiles
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.transports.follower import Follower
 from torchrl_ext.transports.foreign import ForeignVersions
-from torchrl_ext.transports.full import FullWriter
 from torchrl_ext.transports.host_copies import HostCopies
-from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.transports.publisher import Publisher
 from torchrl_ext.transports.shared_root import VISIBLE_S
 from torchrl_ext.transports.ways import Way
@@ -42,9 +41,9 @@ class DeltaTransport(Transport):
 
     Args:
         root: directory that the trainer and every worker reach under the same path; or the URL of an object store.
-            None with carrier ``"collective"``: each end then keeps a private directory.
+            None with carrier ``"collective"``.
         carrier: ``"disk"``, where workers read what the trainer publishes under ``root``; or ``"collective"``, where
-            the same files are broadcast to them.
+            the same versions are broadcast to them, and each end keeps in its memory what it needs.
         encoding: one of `encodings`.
         keyframe_every: every so many versions a full one is published beside the delta; 0 for the first one only.
         base: checkpoint directory that the readers hold already; the first version of a root is a delta on it then.
@@ -126,18 +125,13 @@ class DeltaTransport(Transport):
             self._chain,
             self._carrier.run_id,
             codec=self._codec,
-            full=FullWriter(shard_bytes, files),
+            full=self._carrier.keyframes(shard_bytes, files),
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
             baseline_device=None if baseline_device is None else torch.device(baseline_device),
         )
-        self._follower = Follower(
-            self._chain,
-            lambda number, manifest: PublishedVersion(self._store, number, manifest),
-            self._base,
-            HostCopies(local_dir),
-        )
+        self._follower = Follower(self._chain, self._carrier.open_full, self._base, HostCopies(local_dir))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         self._opened: Way | None = None
         self._connected = self._alone = self._needs_base = False
@@ -162,6 +156,8 @@ class DeltaTransport(Transport):
         return self._store.url
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
+        if not self._carrier.keeps_base:  # who comes in may be new, and hold nothing
+            self._publisher.restart()
         self._carrier.init_group()
         self._connected = True
 

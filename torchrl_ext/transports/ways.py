@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,15 +15,29 @@ from torchrl_ext.stores.deltas import DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.routes import Held, Route
 from torchrl_ext.transports.containers import Decode, container_of
-from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["OpenFull", "Way", "open_way", "patched", "same_params", "verified", "wrong_base"]
+__all__ = ["FullVersion", "OpenFull", "Way", "open_way", "patched", "same_params", "verified", "wrong_base"]
 
-OpenFull = Callable[[int, Manifest], PublishedVersion]
 _ATTEMPTS = 20
+
+
+class FullVersion(Protocol):
+    """A keyframe, open for reading."""
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        """What it holds, in order."""
+
+    def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in order, each verified before it is yielded, and filled into ``into`` where it can be."""
+
+    def close(self) -> None:
+        """Let go of it. May be called twice."""
+
+
+OpenFull = Callable[[int, Manifest], FullVersion]
 
 
 class Way:
@@ -46,7 +61,7 @@ class Way:
         held: Held | None,
         reached: Held,
         params: tuple[ParamMeta, ...],
-        published: PublishedVersion | None,
+        published: FullVersion | None,
         manifests: tuple[tuple[str, DeltaManifest], ...],
         steps: tuple[Mapping[str, Decode], ...],
         base: WeightSource | None = None,

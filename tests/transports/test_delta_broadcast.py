@@ -1,0 +1,185 @@
+"""Delta by broadcast: what is kept where, who holds which version, and what a group may deliver."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from tests.processes import python
+from tests.transports.contract import WAIT_S
+from tests.transports.members import beside, free_port, same
+from torchrl_ext.errors import ConfigError, StoreError, TransportError, WeightSyncError
+from torchrl_ext.stores import version_name
+from torchrl_ext.transports.broadcast import Broadcast
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+
+
+def weights(value=0.0):
+    return {"a": torch.full((300,), value), "b": torch.arange(600.0).reshape(20, 30), "empty": torch.empty(0)}
+
+
+def member(port, rank, size=2, **settings):
+    settings = {"encoding": "xor", "timeout_s": WAIT_S, **settings}
+    return tx.DeltaTransport(carrier="collective", master_port=port, rank=rank, world_size=size, **settings)
+
+
+@contextmanager
+def group(size=2, **settings):
+    port = free_port()
+    members = [member(port, rank, size, **settings) for rank in range(size)]
+    try:
+        assert beside(*(lambda one=one: one.init_all_workers_group({}) for one in members)) == [None] * size
+        yield members
+    finally:
+        for one in members:
+            one.shutdown()
+
+
+def exchange(trainer, *workers, value):
+    """Send; what each worker received or raised, and the trainer's error."""
+    calls = [lambda one=one: one.receive_weights(WAIT_S) for one in workers]
+    *received, error = beside(*calls, lambda: trainer.send_weights("policy", weights(value)))
+    return received, error
+
+
+def test_it_needs_no_filesystem_for_a_model():
+    python(WITHOUT_FILES)
+
+
+WITHOUT_FILES = """
+import resource, signal, torch, torchrl_ext as tx
+from torch import nn
+policy, served = (nn.Linear(1000, 1000) for _ in range(2))
+sender = tx.WeightSender(tx.make_transport("delta", carrier="collective", encoding="xor"), tx.InProcessEngine(served))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # a file as large as the model fits nowhere
+for step in range(3):
+    with torch.no_grad():
+        policy.weight[step] += 1
+    report = sender.update_weights(policy)
+    assert report.verified and torch.equal(policy.weight, served.weight)
+assert report.density < 0.01
+sender.shutdown()
+"""
+
+
+def test_ends_that_left_keep_no_weights():
+    with group() as (trainer, worker):
+        for step in range(3):
+            received, error = exchange(trainer, worker, value=float(step))
+            assert error is None and same(received[0], weights(float(step)))
+            assert not trainer._store.tensors(version_name(1)) and not worker._store.tensors(version_name(1))
+        assert worker._store.list() == ["latest", version_name(3)]
+    assert trainer._store.list() == worker._store.list() == ["latest"]
+
+
+def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
+    with group() as (trainer, worker):
+        exchange(trainer, worker, value=1.0)
+        exchange(trainer, worker, value=2.0)
+        worker.shutdown()
+        again = member(trainer._carrier._group.master_port, 1)
+        assert beside(*(lambda one=one: one.init_all_workers_group({}) for one in (trainer, again))) == [None, None]
+        for value in (3.0, 4.0, 5.0):
+            (received,), error = exchange(trainer, again, value=value)
+            assert error is None and same(received, weights(value))
+        again.shutdown()
+
+
+def test_a_worker_that_lacks_the_base_is_named_and_the_version_after_is_a_full_one():
+    with group(3) as (trainer, whole, lacking):
+        exchange(trainer, whole, lacking, value=1.0)
+        lacking._store.delete(version_name(1))
+        received, error = exchange(trainer, whole, lacking, value=2.0)
+        assert same(received[0], weights(2.0)) and isinstance(received[1], StoreError)
+        assert isinstance(error, TransportError)
+        assert "rank 2" in str(error) and "does not hold" in str(error) and "rank 1" not in str(error)
+        for value in (3.0, 4.0):
+            received, error = exchange(trainer, whole, lacking, value=value)
+            assert error is None and all(same(one, weights(value)) for one in received)
+
+
+def test_what_a_group_leaves_on_a_device_lands_on_the_host(monkeypatch):
+    class OnDevice(torch.Tensor):
+        def numpy(self, *_, **__):
+            raise TypeError("can't convert a device tensor to numpy")
+
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+    receive = VLLMCollectiveTransport.receive
+
+    def on_device(self, info, into):
+        return ((name, tensor.as_subclass(OnDevice)) for name, tensor in receive(self, info, into))
+
+    monkeypatch.setattr(VLLMCollectiveTransport, "receive", on_device)
+    with group() as (trainer, worker):
+        for value in (1.0, 2.0):
+            (received,), error = exchange(trainer, worker, value=value)
+            assert error is None and same(received, weights(value))
+
+
+def test_damage_on_the_way_is_found_by_name_and_changes_no_model():
+    policy, served = nn.Linear(30, 40), nn.Linear(30, 40)
+    before = served.weight.detach().clone()
+    with group() as (trainer, worker):
+        receive = worker._carrier._group.receive
+        worker._carrier._group.receive = lambda info, into: (
+            (name, tensor + 1 if name.endswith("/weight") else tensor) for name, tensor in receive(info, into)
+        )
+        error, _ = beside(
+            lambda: worker.receive_weights(WAIT_S, model=served), lambda: trainer.send_weights("policy", policy)
+        )
+        assert isinstance(error, WeightSyncError) and "'weight' of version 1 came damaged" in str(error)
+        assert torch.equal(served.weight, before)
+
+
+def test_a_trainer_of_another_release_is_refused_before_anything_is_joined():
+    worker = Broadcast(VLLMCollectiveTransport("127.0.0.1", 1, 1, 2, "cpu"))
+    with pytest.raises(ConfigError, match="broadcasts versions in format 1"):
+        worker.join({"wire": {}, "rank": 1}, WAIT_S, None)
+
+
+class _Told:
+    """A group whose trainer says what a test likes."""
+
+    rank, timeout_s = 1, 0.0
+
+    def __init__(self, info, pairs):
+        self._info, self._pairs = info, pairs
+
+    def poll(self, timeout_s):
+        return self._info
+
+    def receive(self, info, into):
+        return iter(self._pairs)
+
+    def decline(self, info, error):
+        assert isinstance(error, WeightSyncError)
+
+
+def test_whatever_a_trainer_announces_ends_in_a_version_or_an_error_of_ours():
+    draw, ended = random.Random(7), {True: 0, False: 0}
+    odd = [None, -1, 1.5, "1", [], {}, True, 1 << 80]
+    names = ["file/manifest.json", "file/../x", "file/", "tensor/a", "x", "file//etc/passwd", "file/delta/changes"]
+    tensors = [torch.zeros(4, dtype=torch.uint8), torch.zeros(2), torch.zeros(2, 2, dtype=torch.uint8)]
+    for _ in range(300):
+        info = {"version": draw.choice([1, 2, 7]), "base": draw.choice([None, 0, 1])}
+        pairs = [("file/manifest.json", tensors[0]), ("file/changes", tensors[0]), ("tensor/a", tensors[1])]
+        for _ in range(draw.randrange(3)):
+            info[draw.choice([*info])] = draw.choice(odd)
+            pairs[draw.randrange(3)] = (draw.choice(names), draw.choice(tensors))
+        carrier = Broadcast(_Told(info, pairs))
+        before = carrier.store.list()
+        try:
+            assert carrier.newer(lambda: 0, 0, 0.0, None) == info["version"]
+            ended[True] += 1
+        except WeightSyncError:
+            assert carrier.store.list() == before
+            ended[False] += 1
+    assert min(ended.values()) > 10, ended
