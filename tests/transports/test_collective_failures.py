@@ -11,9 +11,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import torchrl_ext as tx
-from tests.processes import running_python
+from tests.processes import finished, running_python
 from tests.transports.members import WAIT_S, beside, free_port, group, member, same, weights
 from torchrl_ext.errors import (
     ConfigError,
@@ -22,8 +23,10 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.loader import TensorsLoader
 from torchrl_ext.weights.source import WeightSource
 
 
@@ -170,6 +173,58 @@ def test_a_rank_offset_that_does_not_fit_is_refused():
 def test_a_world_size_other_than_the_engines_is_refused():
     with pytest.raises(ConfigError, match=r"world_size 2, but the engines have 3 workers.*world_size 4"):
         member(0, 0, 2).open(3, ())
+
+
+# a process that ends after a failure
+
+
+class Refusing(TensorsLoader):
+    """Does not like one of them."""
+
+    def __init__(self, target, name):
+        super().__init__(target)
+        self._name = name
+
+    def load(self, pairs):
+        for name, _ in pairs:
+            if name == self._name:
+                raise ValueError(f"not {name}")
+
+
+LEFT_HALF_WAY = """
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from tests.transports.members import group, weights
+with ThreadPoolExecutor(1) as pool:
+    entered = group(2)
+    trainer, worker = entered.__enter__()
+    sent = pool.submit(trainer.send_weights, "policy", weights(count=60))
+    pairs = worker.receive(worker.poll(60), {})
+    next(pairs)
+    worker.abort()
+    print("rank 1" in str(sent.exception(60)), flush=True)
+"""
+
+
+def test_a_process_that_holds_both_ends_ends_in_peace_after_a_failed_update():
+    done = finished(LEFT_HALF_WAY)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr[-2000:]
+
+
+def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error_is_still_held():
+    policy, served = (nn.Sequential(*(nn.Linear(70, 70) for _ in range(8))) for _ in range(2))
+    with group(2) as (trainer, worker):
+        receiver = WeightReceiver(Refusing(served, "5.weight"), worker)
+        receiver.start()
+
+        def load():
+            receiver.load(worker.poll(WAIT_S))
+
+        told, held = beside(lambda: trainer.send_weights("policy", policy), load)
+        assert isinstance(held, ValueError)
+        assert isinstance(told, TransportError) and "rank 1" in str(told) and "stopped loading after" in str(told)
+        _, received = beside(lambda: trainer.send_weights("policy", policy), worker.receive_weights)
+        assert same(received, dict(policy.named_parameters()))
 
 
 # processes that die or freeze

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -147,7 +148,8 @@ class WeightReceiver:
         if self._intact:  # what was staged is another version
             self._intact = False
             loader.start()
-        loader.load(transport.receive(info, loader.targets()))
+        with closing(_passed_on(transport.receive(info, loader.targets()))) as pairs:
+            loader.load(pairs)
 
     def finish(self, version: int) -> None:
         """Everything arrived."""
@@ -220,3 +222,8 @@ class WeightReceiver:
         if self._transport is None:
             raise NotConnectedError("this receiver joined no transport", hint="connect first")
         return self._transport
+
+
+def _passed_on(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same pairs. Closed, it closes those of a transport at once; an error's traceback would keep them half-way."""
+    yield from pairs

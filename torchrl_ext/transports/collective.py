@@ -245,6 +245,8 @@ class VLLMCollectiveTransport(Transport):
 
     def _drain(self, group: Group, incoming: Incoming, info: Info, words: str) -> None:
         """Take and drop what is on its way, so that the group stays in step, and tell the trainer why."""
+        if not group.alive:  # nothing comes; and the interpreter may be ending, which lets go of what was left half-way
+            return
         try:
             incoming.drain()
             acks.acknowledge(group, info, words)
