@@ -141,6 +141,14 @@ class TestDamage:
         with pytest.raises(IntegrityError, match=rf"model-00010-of-00010\.safetensors.*{said}"):
             worker.receive_weights(0.0)
 
+    @pytest.mark.parametrize("link", [None, "/dev/zero", "../../elsewhere"], ids=["a pipe", "a device", "a link out"])
+    def test_a_shard_that_is_no_file_of_the_root_is_refused_at_once(self, root, folder, worker, link):
+        shard = folder / "model-00010-of-00010.safetensors"
+        shard.rename(root.parent / "elsewhere")
+        os.mkfifo(shard) if link is None else shard.symlink_to(link)
+        with pytest.raises(IntegrityError, match=r"model-00010-of-00010\.safetensors is (no regular file|a link to)"):
+            worker.receive_weights(0.0)
+
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 
 import pytest
 import torch
@@ -65,6 +67,43 @@ def test_a_name_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
     with pytest.raises(IntegrityError, match="twice"):
         TensorFile(tmp_path / "file")
+
+
+def stand_in(path, kind):
+    """Put something else than a file at ``path``."""
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a socket":
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(os.path.relpath(path))
+        listening.close()
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to(path)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a socket", "a device", "a circle of links"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
+    stand_in(tmp_path / "file", kind)
+    with pytest.raises(IntegrityError, match=r"file (is no regular file|cannot be opened)"):
+        TensorFile(tmp_path / "file")
+
+
+def test_a_link_that_leaves_its_place_is_refused_and_one_within_it_is_followed(tmp_path):
+    (tmp_path / "root" / "version").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "root"):
+        save_file({"a": torch.zeros(1)}, folder / "own")
+    inside, outside = (tmp_path / "root" / "version" / name for name in ("inside", "outside"))
+    inside.symlink_to("../own")
+    outside.symlink_to("../../own")
+    (tmp_path / "mount").symlink_to("root")
+    TensorFile(tmp_path / "mount" / "version" / "inside", within=tmp_path / "mount").close()
+    TensorFile(outside).close()
+    with pytest.raises(IntegrityError, match=r"outside is a link to .*own"):
+        TensorFile(outside, within=tmp_path / "root")
 
 
 def test_dtypes_and_names_that_the_format_lacks_are_refused_by_name():

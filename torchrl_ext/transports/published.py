@@ -134,7 +134,7 @@ class PublishedVersion:
 
     def _open_file(self, name: str) -> TensorFile:
         try:
-            return TensorFile(self._path / name)
+            return TensorFile(self._path / name, within=self._path.parent)
         except FileNotFoundError as error:
             if not self._path.is_dir():  # pruned in between
                 raise

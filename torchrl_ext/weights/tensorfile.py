@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,18 +141,30 @@ class TensorFile:
 
     Args:
         path: the file.
+        within: a directory that the file has to lie in, whatever links lead to it; None for anywhere.
 
     Raises:
         FileNotFoundError: no such file.
-        IntegrityError: truncated, or a header that cannot be right.
+        IntegrityError: truncated, a header that cannot be right, or no file but a pipe or a device; or outside of
+            ``within``.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> None:
         self.path = os.fspath(path)
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        if within is not None:
+            self._check_place(os.fspath(within))
         try:
-            self.nbytes = os.fstat(self._descriptor).st_size
-            self._entries = self._parse()
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:  # a socket, a circle of links, no permission
+            raise self._damaged(f"cannot be opened: {error}") from error
+        try:
+            found = os.fstat(self._descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise self._damaged("is no regular file")
+            self.nbytes = found.st_size
+            self._entries, self._metadata = self._parse()
         except BaseException:
             self.close()
             raise
@@ -159,6 +172,21 @@ class TensorFile:
     def params(self) -> tuple[ParamMeta, ...]:
         """What the file holds, in the order of its header."""
         return tuple(entry.meta for entry in self._entries.values())
+
+    def no_payloads(self) -> None:
+        """Make sure that this is no file of a delta, whose metadata give the checksum of each tensor.
+
+        Raises:
+            IntegrityError: it is one.
+        """
+        name = next((name for name in self._entries if name in self._metadata), None)
+        if name is not None:
+            raise IntegrityError(
+                f"{self.path} holds what changed in {name!r}",
+                expected="whole tensors, as a full version has",
+                state="nothing was read",
+                hint="the index of this version is damaged; let the trainer publish a full one",
+            )
 
     def read(self, name: str, into: Tensor | None = None) -> tuple[Tensor, str]:
         """One tensor, and the xxh3-128 of the bytes that were read (32 hex digits).
@@ -200,12 +228,25 @@ class TensorFile:
 
     def _fill(self, view: memoryview, offset: int) -> None:
         while view:
-            count = os.preadv(self._descriptor, [view], offset)
+            try:
+                count = os.preadv(self._descriptor, [view], offset)
+            except OSError as error:
+                raise self._damaged(f"cannot be read at byte {offset:,}: {error}") from error
             if count == 0:
                 raise self._damaged(f"ends at byte {offset:,}")
             view, offset = view[count:], offset + count
 
-    def _parse(self) -> dict[str, _Entry]:
+    def _check_place(self, within: str) -> None:
+        real, root = os.path.realpath(self.path), os.path.realpath(within)
+        if os.path.commonpath((real, root)) != root:
+            raise IntegrityError(
+                f"{self.path} is a link to {real}",
+                expected=f"a file in {within}",
+                state="nothing was read",
+                hint="put the file itself there",
+            )
+
+    def _parse(self) -> tuple[dict[str, _Entry], dict[str, Any]]:
         size = bytearray(8)
         if self.nbytes < 8:
             raise self._damaged(f"has only {self.nbytes} bytes")
@@ -217,7 +258,7 @@ class TensorFile:
         self._fill(memoryview(text), 8)
         try:
             rows = json.loads(text, object_pairs_hook=_unique)
-            rows.pop("__metadata__", None)
+            metadata = dict(rows.pop("__metadata__", {}))
             entries = [_entry(name, row, 8 + length) for name, row in rows.items()]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError) as error:
             raise self._damaged(f"has a header that cannot be read: {error}") from None
@@ -228,7 +269,7 @@ class TensorFile:
             at += entry.meta.nbytes
         if at != self.nbytes:
             raise self._damaged(f"has {self.nbytes:,} bytes instead of the {at:,} that its header describes")
-        return {entry.meta.name: entry for entry in entries}
+        return {entry.meta.name: entry for entry in entries}, metadata
 
     def _damaged(self, how: str) -> IntegrityError:
         return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint="write it again")
