@@ -28,6 +28,7 @@ def test_what_was_put_can_be_got_listed_and_deleted(store):
     assert (store.get("a/b/one"), store.get("a/two"), store.get("three")) == (b"1", b"2", b"")
     assert store.list() == ["a", "three"]
     assert store.list("a") == ["b", "two"]
+    assert (store.sizes("a"), store.sizes("a/b"), store.sizes("c")) == ({"two": 1}, {"one": 1}, {})
     store.delete("a")
     assert store.list() == ["three"]
     store.delete("a")

@@ -37,6 +37,7 @@ def test_values_come_back_are_listed_and_go(store):
     store.put("a/one", b"4")
     assert store.get("a/one") == b"4"
     assert (store.list(), store.list("a")) == (["a", "b"], ["one"])
+    assert (store.sizes("a"), store.sizes("c")) == ({"one": 1}, {})
     store.delete("a")
     store.delete("a")
     assert store.list() == ["b"]

@@ -12,8 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
 from tests.transports.contract import WAIT_S
+from torchrl_ext.codecs.flush import build_flush, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
+
+METAS = [ParamMeta.of(name, tensor) for name, tensor in weights().items()]
 
 
 @pytest.fixture
@@ -80,11 +84,169 @@ class TestFilesOfOthers:
             shutil.copytree(folder(made, version), folder(root, version))
             (folder(root, version) / "manifest.json").unlink()
         checkpoint(folder(root, 1), history[1])
+        assert same(trainer_at(root).receive_weights(WAIT_S), history[3])  # nothing says that 4 is complete
+        (folder(root, 4) / "DONE").touch()
         assert same(trainer_at(root).receive_weights(WAIT_S), history[4])
         del base
         shutil.rmtree(folder(root, 2))
         with pytest.raises(IntegrityError, match="weight_v000002"):
             trainer_at(root).receive_weights(WAIT_S)
+
+
+class TestFilesThatCome:
+    """The first format has no last file: what says that a version is complete is the next one, or a file `DONE`."""
+
+    @pytest.fixture
+    def made(self, tmp_path):
+        """A chain of versions 1 to 3 of two flush files each, its history, and the checkpoint that it begins with."""
+        _, _, history = published(tmp_path / "made", 4, encoding="deltas", keyframe_every=0)
+        for version in (2, 3, 4):
+            renumber(folder(tmp_path / "made", version), folder(tmp_path / "chain", version - 1), version - 1)
+        return tmp_path / "chain", history, checkpoint(tmp_path / "base", history[1])
+
+    def test_a_version_is_taken_when_all_of_it_is_there_and_never_before(self, made, root):
+        source, history, base = made
+        reader, late = trainer_at(root, base=base), None
+        for version in (1, 2, 3):
+            folder(root, version).mkdir(parents=True)
+            before = reader.receive_weights(0.0)
+            assert before is None if version == 1 else same(before, history[version])
+            for file in sorted(folder(source, version).iterdir()):
+                partly = folder(root, version) / f"{file.name}.tmp"
+                partly.write_bytes(file.read_bytes()[:100])
+                assert reader.receive_weights(0.0) is None
+                partly.unlink()
+                shutil.copy(file, folder(root, version))
+                assert reader.receive_weights(0.0) is None, file.name
+                late = trainer_at(root, base=base).receive_weights(0.0)
+                assert late is None if version == 1 else same(late, history[version])
+        (folder(root, 3) / "DONE").touch()
+        assert same(reader.receive_weights(WAIT_S), history[4])
+        assert same(trainer_at(root, base=base).receive_weights(WAIT_S), history[4])
+
+    def test_who_was_told_of_a_version_before_all_of_it_was_there_gets_all_of_it_when_told_again(self, made, root):
+        source, history, base = made
+        engine = trainer_at(root, base=base)
+        engine.retain(lambda name: True)
+        files = sorted(folder(source, 1).iterdir())
+        folder(root, 1).mkdir(parents=True)
+        for count, file in enumerate(files, 1):
+            shutil.copy(file, folder(root, 1))
+            changes = engine.changes(1, dict)
+            assert changes is None  # what it holds under this number, if anything, is something else
+            received = dict(engine.receive({"version": 1}, {}))
+            assert same(received, history[2]) == (count == len(files))
+        assert engine.changes(1, dict).held == engine.changes(1, dict).reached
+
+    @pytest.mark.parametrize("left", ["a gap", "a temporary"])
+    def test_a_version_that_was_left_unfinished_is_named(self, made, root, left):
+        source, _, base = made
+        shutil.copytree(source, root)
+        first = min(folder(root, 2).iterdir())
+        if left == "a gap":
+            first.unlink()
+        else:
+            first.rename(f"{first}.tmp")
+        with pytest.raises(IntegrityError, match=r"weight_v000002.*rank0000_flush000000"):
+            (folder(root, 3) / "DONE").touch()
+            trainer_at(root, base=base).receive_weights(WAIT_S)
+
+    def test_a_sync_without_changes_leaves_an_empty_folder_and_is_a_version(self, made, root):
+        source, history, base = made
+        reader = trainer_at(root, base=base)
+        folder(root, 1).mkdir(parents=True)
+        for version in (1, 2, 3):
+            renumber(folder(source, version), folder(root, version + 1), version + 1)
+        folder(root, 5).mkdir()
+        assert same(reader.receive_weights(WAIT_S), history[4])
+        assert reader.received_version == 4
+        (folder(root, 5) / "DONE").touch()
+        assert same(reader.receive_weights(WAIT_S), history[4])
+        assert reader.received_version == 5
+        assert same(trainer_at(root, base=base).receive_weights(WAIT_S), history[4])
+
+    def test_an_empty_folder_in_another_format_is_no_version(self, tmp_path, root):
+        own, old = weights(), weights()
+        base = checkpoint(tmp_path / "base", own)
+        step(own, 1)
+        write_slime(folder(root, 1), 1, old, own, "xor", "xxh3-128")
+        folder(root, 2).mkdir()
+        assert same(trainer_at(root, base=base).receive_weights(WAIT_S), own)
+        write_slime(folder(root, 3), 3, own, own, "xor", "xxh3-128")
+        with pytest.raises(IntegrityError, match=r"weight_v000002.*is missing"):
+            trainer_at(root, base=base).receive_weights(WAIT_S)
+
+
+class TestIndexes:
+    @pytest.fixture
+    def chain(self, tmp_path, root):
+        """Two deltas on a checkpoint."""
+        own = weights()
+        base = checkpoint(tmp_path / "base", own)
+        for version in (1, 2):
+            old = {name: tensor.clone() for name, tensor in own.items()}
+            step(own, version)
+            write_slime(folder(root, version), version, old, own, "xor", "xxh3-128")
+        return base
+
+    @pytest.mark.parametrize("number", [2, 3, 7])
+    def test_a_base_that_is_not_an_earlier_version_is_refused(self, chain, root, number):
+        edit_index(root, 2, lambda index: index["metadata"].update(base_version=f"{number:06d}"))
+        with pytest.raises(IntegrityError, match=r"weight_v000002/model.safetensors.index.json.*base"):
+            trainer_at(root, base=chain).receive_weights(WAIT_S)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda index: index["metadata"].pop("delta_encoding"),
+            lambda index: index["metadata"].clear(),
+            lambda index: index.pop("metadata"),
+            lambda index: index.update(metadata=None),
+            lambda index: index.update(metadata=[]),
+            lambda index: index.update(metadata="xor"),
+            lambda index: index.update(metadata={}, weight_map={}),
+            lambda index: index["metadata"].update(version="000001"),
+        ],
+    )
+    def test_a_delta_whose_metadata_is_damaged_does_not_pass_for_a_full_version(self, chain, root, change):
+        edit_index(root, 2, change)
+        with pytest.raises(IntegrityError, match="weight_v000002"):
+            trainer_at(root, base=chain).receive_weights(WAIT_S)
+
+    def test_a_full_version_is_taken_when_every_file_that_its_index_names_is_there(self, chain, root):
+        own, index = weights(4), {"metadata": {"total_size": 1}, "weight_map": {}}
+        folder(root, 3).mkdir()
+        reader = trainer_at(root, base=chain)
+        assert reader.receive_weights(WAIT_S) is not None
+        for number, (name, tensor) in enumerate(own.items(), 1):
+            index["weight_map"][name] = f"model-{number:05d}-of-00003.safetensors"
+            save_file({name: tensor}, folder(root, 3) / index["weight_map"][name])
+        late = folder(root, 3) / "model-00002-of-00003.safetensors"
+        moved = late.rename(root / "late")
+        (folder(root, 3) / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert reader.receive_weights(0.0) is None
+        moved.rename(late)
+        assert same(reader.receive_weights(WAIT_S), own)
+        index["weight_map"]["c.count"] = late.name
+        (folder(root, 3) / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(IntegrityError, match=rf"{late.name} does not hold 'c.count'"):
+            trainer_at(root).receive_weights(WAIT_S)
+
+
+def renumber(source, target, version):
+    """Copy a version of the first format without our manifest, under another number."""
+    target.mkdir(parents=True)
+    for file in source.glob("rank*"):
+        content = parse_flush(file.read_bytes(), file.name, {meta.name: meta for meta in METAS})
+        data = build_flush(content.patches, content.encoding, current_version=str(version))
+        (target / file.name).write_bytes(data)
+
+
+def edit_index(root, version, change):
+    path = folder(root, version) / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
 
 
 def raw(tensor):

@@ -28,6 +28,7 @@ __all__ = [
     "Shard",
     "build_shard",
     "checksum",
+    "full_index",
     "parse_shard",
     "shard_name",
     "split_shards",
@@ -167,9 +168,7 @@ class DeltaIndex:
             raise IntegrityError(f"{where} is no index of a delta version: {metadata!r}")
         if not all(_VERSION.fullmatch(word) for word in words[:2]):
             raise IntegrityError(f"{where} gives versions {words[:2]}", expected="whole numbers")
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or not _FILE.fullmatch(file):
-                raise IntegrityError(f"{where} keeps tensor {name!r} in {file!r}", expected="a plain file name")
+        _plain(weight_map, where)
         extra = {key: value for key, value in metadata.items() if key not in _KEYS}
         version, base_version, encoding, compression, algorithm = words
         return cls(
@@ -188,6 +187,31 @@ class DeltaIndex:
 
 
 _KEYS: Final = ("version", "base_version", "delta_encoding", "compression_format", "checksum_format")
+
+
+def full_index(data: Buffer, where: str) -> Mapping[str, str] | None:
+    """Tensor name -> file name, by the index of a full checkpoint; None where it says that it is one of a delta.
+
+    Raises:
+        IntegrityError: neither, or file names that lead elsewhere; names the file.
+    """
+    try:
+        document = json.loads(bytes(data))
+        metadata, weight_map = document.get("metadata", {}), document["weight_map"]
+        if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
+            raise TypeError("metadata and weight_map are no objects")
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise IntegrityError(f"{where} is damaged: {error!r}", state="nothing was read") from None
+    if any(key in metadata for key in _KEYS[1:]):  # a full one may well say its version
+        return None
+    return _plain(weight_map, where)
+
+
+def _plain(weight_map: Mapping[str, Any], where: str) -> Mapping[str, str]:
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise IntegrityError(f"{where} keeps tensor {name!r} in {file!r}", expected="a plain file name")
+    return weight_map
 
 
 def split_shards(sizes: Iterable[tuple[str, int]], shard_bytes: int) -> list[list[str]]:

@@ -46,6 +46,10 @@ class Store(ABC):
         """Names directly under ``folder``, sorted; temporaries of writers are left out; [] where nothing is."""
 
     @abstractmethod
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of each value directly under ``folder``, by name; {} where nothing is."""
+
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Remove a value, or everything under a folder; readers see all of it or nothing. Missing is fine.
 

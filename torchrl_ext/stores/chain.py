@@ -44,7 +44,7 @@ class Chain:
         self._keyframes: dict[int, bool] = {}
 
     def latest(self) -> int:
-        """The newest version: what the pointer says, else the newest one that another library wrote; 0 if none.
+        """The newest version: what the pointer says, else the newest that another library completed; 0 if none.
 
         Raises:
             IntegrityError: the pointer holds something else than a number.
@@ -54,8 +54,8 @@ class Chain:
             return pointed
         for number in reversed(self.versions.numbers()):
             with suppress(FileNotFoundError):
-                self._foreign.base(number)
-                return number
+                if self._foreign.finished(number):
+                    return number
         return 0
 
     def version(self, number: int) -> Found:
@@ -121,6 +121,12 @@ class Chain:
         full, delta = self.version(number)
         return full.run_id if full is not None else delta[1].run_id  # type: ignore[index]
 
+    def _run_there(self, number: int) -> str:
+        """The run that published a version, where that can still be found out, else ""."""
+        with suppress(FileNotFoundError, IntegrityError):
+            return self.run_id(number) if number else ""
+        return ""
+
     def params(self, number: int) -> tuple[ParamMeta, ...]:
         """Every parameter of a version; raises as `version`."""
         full, delta = self.version(number)
@@ -180,7 +186,7 @@ class Chain:
         number, missing = target, None
         while True:
             if held is not None and number == held[1]:
-                run = deltas[-1][1].base_run_id if deltas else self.run_id(number)
+                run = (deltas and deltas[-1][1].base_run_id) or self._run_there(number)
                 if run in ("", held[0]):
                     routes.append(Route(keyframe=None, deltas=tuple(reversed(deltas))))
                     break

@@ -181,6 +181,15 @@ class LocalStore(Root):
                 return []
         return sorted(name for name in names if not name.startswith("."))
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        found = {}
+        for name in self.list(folder):
+            with suppress(FileNotFoundError), self._reported("list", missing=True):
+                path = self.path(folder) / name
+                if path.is_file():
+                    found[name] = path.stat().st_size
+        return found
+
     # its helpers
 
     def _lock(self, descriptor: int) -> bool:

@@ -31,6 +31,10 @@ class MemoryStore(Store):
         names = {key[len(prefix) :].split("/")[0] for key in list(self._values) if key.startswith(prefix)}
         return sorted(name for name in names if not name.startswith("."))
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        keys = {name: f"{folder}/{name}" for name in self.list(folder)}
+        return {name: len(self._values[key]) for name, key in keys.items() if key in self._values}
+
     def delete(self, key: str) -> None:
         inside = f"{checked_key(key)}/"
         for known in list(self._values):

@@ -131,6 +131,14 @@ class ObjectStore(Root):
         names = {name.rstrip("/").rsplit("/", 1)[-1] for name in found if name.rstrip("/") != base}
         return sorted(name for name in names if name and not name.startswith("."))
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        try:
+            found = self._call("list", folder, lambda path: self._fs.ls(path, detail=True))
+        except FileNotFoundError:
+            return {}
+        sizes = {row["name"].rsplit("/", 1)[-1]: row["size"] for row in found if row["type"] == "file"}
+        return {name: size for name, size in sizes.items() if not name.startswith(".")}
+
     @contextmanager
     def local(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
         staging = Path(tempfile.mkdtemp(prefix="torchrl-ext-"))

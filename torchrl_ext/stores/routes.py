@@ -22,11 +22,20 @@ Found = tuple[Manifest | None, "tuple[str, DeltaManifest] | None"]
 class Foreign(Protocol):
     """Reads versions that another library wrote, which have no manifest of ours."""
 
-    def base(self, number: int) -> int | None:
-        """The base of a version, 0 being the checkpoint that everything began with; None for a full version.
+    def finished(self, number: int) -> bool:
+        """Whether all of a version is there, as far as whoever was not told of it can know.
 
         Raises:
-            FileNotFoundError: there is no such version that is complete.
+            FileNotFoundError: there is no such version.
+            IntegrityError: it is damaged.
+        """
+
+    def base(self, number: int) -> int | None:
+        """The earlier version that is a version's base, 0 being the first checkpoint; None for a full version.
+
+        Raises:
+            FileNotFoundError: there is no such version, or a part of it only, and it is being written.
+            IntegrityError: it is damaged, or was left unfinished.
         """
 
     def read(self, number: int, params: tuple[ParamMeta, ...]) -> Found:

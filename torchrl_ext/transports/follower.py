@@ -101,15 +101,32 @@ class Follower:
         """
         self._catch_up()
         follows = self.held is not None and bool(self._params) and all(m.name in self.mirror for m in self._params)
-        if follows:
+        if follows and self._leads(target):
             return open_way(self.chain, self._open_full, target, self.held)
         base = None if self._base is None else CheckpointSource(self._base)
         return open_way(self.chain, self._open_full, target, None, base)
 
+    def _leads(self, target: int) -> bool:
+        """False, and nothing is held, where what is held was replaced under its number and only the base leads on.
+
+        Raises:
+            IntegrityError: neither leads to ``target``.
+        """
+        try:
+            self.chain.route(target, self.held)
+        except IntegrityError:
+            origin = None if self._base is None else self.chain.origin(target)
+            if origin is None:
+                raise
+            self.chain.route(target, (origin.base_run_id, 0))
+            self.held, self.mirror = None, {}
+            return False
+        return True
+
     def changes(self, target: int) -> Changes | None:
         """What leads from the version held to ``target``; None where only a full version leads there."""
         self._catch_up()
-        if self.held is None:
+        if self.held is None or not self._leads(target):
             return None
         way = open_way(self.chain, self._open_full, target, self.held)
         if way.published is not None:

@@ -7,20 +7,20 @@ the number before them.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing
 from typing import Any, ClassVar, final
 
+import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json, make_codec
-from torchrl_ext.codecs.flush import parse_flush
+from torchrl_ext.codecs.flush import flush_name, parse_flush
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
-from torchrl_ext.codecs.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, checksum, parse_shard
+from torchrl_ext.codecs.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, checksum, full_index, parse_shard
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.stores import Manifest, Placed, Root, version_name
+from torchrl_ext.stores import Manifest, Placed, Root, Versions, version_name
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.routes import Found
@@ -32,14 +32,18 @@ from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["ForeignFlushes", "ForeignVersions", "ForeignWhole"]
 
-_RUN = "foreign"
-_FLUSH = re.compile(r"rank\d+_flush\d+\.safetensors")
-_FULL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+_DONE = "DONE"
+_LONE = "model.safetensors"
+_FLUSH = re.compile(r"rank(\d{1,9})_flush(\d{1,9})\.safetensors")
 
 
 @final
 class ForeignVersions:
     """`torchrl_ext.stores.chain.Foreign`.
+
+    With an index, a version is complete when every file that it names is there. The first format has no last file: its
+    writer begins a version when it is done with the one before, and its documentation promises a file ``DONE``. A
+    version without changes is an empty folder there.
 
     Args:
         store: where they are.
@@ -53,61 +57,113 @@ class ForeignVersions:
         if self._base is None:
             raise ConfigError(
                 f"the versions in {self._store.url} lead back to a checkpoint that is not among them",
-                hint="pass base=, the directory of the checkpoint with which their trainer started",
+                hint="name the directory of the checkpoint with which their trainer started (base=, or --base on the "
+                "command line)",
             )
         return CheckpointSource(self._base).params()
 
+    def finished(self, number: int) -> bool:
+        names = self._names(number)
+        if INDEX_NAME in names:
+            return names.issuperset(self._index(number)[1].values())
+        return self.base(number) is None or self._over(number, names)
+
     def base(self, number: int) -> int | None:
-        folder = version_name(number)
-        names = self._store.list(folder)
-        if MANIFEST not in names:
-            if INDEX_NAME in names:
-                index = self._index(folder)
-                return None if index is None else index.base_version
-            if any(_FLUSH.fullmatch(name) for name in names) and not any(name.endswith(".tmp") for name in names):
-                return number - 1
-            if "model.safetensors" in names:
-                return None
-        raise FileNotFoundError(f"{self._store.url}/{folder}")
+        names = self._names(number)
+        if INDEX_NAME in names:
+            delta, _ = self._index(number)
+            return None if delta is None else delta.base_version
+        if _LONE in names:
+            return None
+        flushes, lacks = _flushes(names), _lacks(names)
+        if lacks is None and (flushes or self._unchanged(number, names)):
+            return number - 1
+        if flushes and self._over(number, names):
+            raise IntegrityError(
+                f"{self._store.url}/{version_name(number)} was left unfinished: {lacks}",
+                expected="the flush files of every rank, counted from 0, before the next version begins",
+                state="nothing was read",
+                hint="let the trainer publish a full version",
+            )
+        raise FileNotFoundError(f"{self._store.url}/{version_name(number)}")
 
     def read(self, number: int, params: tuple[ParamMeta, ...]) -> Found:
-        folder = version_name(number)
-        names = self._store.list(folder)
-        if INDEX_NAME not in names and any(_FLUSH.fullmatch(name) for name in names):
-            files = {name: 0 for name in names if _FLUSH.fullmatch(name)}
-            rows = tuple(DeltaParam(meta=meta, digest="") for meta in params)
-            return None, (folder, _delta(number, number - 1, "foreign flushes", (), rows, files))
-        index = self._index(folder) if INDEX_NAME in names else None
-        if index is None:
-            return self._full(number, folder, [name for name in names if _FULL.fullmatch(name)]), None
-        return None, (folder, self._changes(number, folder, index, params))
+        folder, names = version_name(number), self._names(number)
+        if INDEX_NAME in names:
+            delta, where = self._index(number)
+            if delta is None:
+                return self._full(number, folder, where), None
+            return None, (folder, self._changes(folder, delta, params))
+        if _LONE in names:
+            return self._full(number, folder, None), None
+        rows = tuple(DeltaParam(meta=meta, digest="") for meta in params)
+        files = self._sizes(folder, _flushes(names))
+        return None, (folder, _delta(number, number - 1, _run(files), "foreign flushes", (), rows, files))
 
-    def _index(self, folder: str) -> DeltaIndex | None:
-        """None for a full version's."""
-        data, where = self._store.get(f"{folder}/{INDEX_NAME}"), f"{self._store.url}/{folder}/{INDEX_NAME}"
-        try:
-            full = "delta_encoding" not in (json.loads(data).get("metadata") or {})
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"{where} is damaged: {error}", state="nothing was read") from None
-        return None if full else DeltaIndex.from_bytes(data, where)
+    def _names(self, number: int) -> frozenset[str]:
+        names = frozenset(self._store.list(version_name(number)))
+        if MANIFEST in names:  # it is one of ours
+            raise FileNotFoundError(f"{self._store.url}/{version_name(number)}")
+        return names
 
-    def _full(self, number: int, folder: str, names: list[str]) -> Manifest:
-        placed: dict[str, Placed] = {}
-        sizes = {}
-        with self._store.local(folder, names) as path:
-            for name in names:
-                file = TensorFile(os.path.join(path, name))
-                try:
-                    sizes[name] = file.nbytes
-                    placed |= {meta.name: Placed(meta=meta, file=name, checksum="") for meta in file.params()}
-                finally:
-                    file.close()
-        return Manifest(version=number, run_id=_RUN, params=tuple(placed.values()), files=sizes)
+    def _sizes(self, folder: str, names: Collection[str]) -> dict[str, int]:
+        sizes = self._store.sizes(folder)
+        return {name: sizes[name] for name in sorted(names) if name in sizes}
 
-    def _changes(self, number: int, folder: str, index: DeltaIndex, params: tuple[ParamMeta, ...]) -> DeltaManifest:
-        where = f"{self._store.url}/{folder}/{INDEX_NAME}"
+    def _over(self, number: int, names: Collection[str]) -> bool:
+        """Whether the writer is done with a version of the first format."""
+        return _DONE in names or any(other > number for other in Versions(self._store).numbers())
+
+    def _unchanged(self, number: int, names: frozenset[str]) -> bool:
+        """Whether a folder is a version without changes: empty, complete, and between others of the first format."""
+        numbers = Versions(self._store).numbers()
+        if names - {_DONE} or number not in numbers or not self._over(number, names):
+            return False
+        sides = [other for other in numbers if other > number], [other for other in numbers[::-1] if other < number]
+        nearest = (next(filter(None, (self._store.list(version_name(other)) for other in side)), ()) for side in sides)
+        return any(_flushes(held) and MANIFEST not in held for held in nearest)
+
+    def _index(self, number: int) -> tuple[DeltaIndex | None, Mapping[str, str]]:
+        """The index of a delta, if it is one; and which file holds which tensor."""
+        key = f"{version_name(number)}/{INDEX_NAME}"
+        data, where = self._store.get(key), f"{self._store.url}/{key}"
+        full = full_index(data, where)
+        if full is not None:
+            return None, full
+        index = DeltaIndex.from_bytes(data, where)
         if index.version != number:
             raise IntegrityError(f"{where} says that it is version {index.version}")
+        if index.base_version >= number:
+            raise IntegrityError(
+                f"{where} says that its base is version {index.base_version}",
+                expected=f"a version before {number}",
+                state="nothing was read",
+            )
+        return index, index.weight_map
+
+    def _full(self, number: int, folder: str, where: Mapping[str, str] | None) -> Manifest:
+        """A checkpoint; ``where`` is its index, if it has one."""
+        placed: dict[str, Placed] = {}
+        names = {_LONE} if where is None else {*where.values()}
+        with self._store.local(folder, names) as path:
+            for name in sorted(names):
+                with closing(TensorFile(path / name, within=path.parent)) as file:
+                    file.no_payloads()
+                    held = file.params()
+                placed |= {meta.name: Placed(meta=meta, file=name, checksum="") for meta in held}
+        for tensor, name in (where or {}).items():
+            if tensor not in placed or placed[tensor].file != name:
+                raise IntegrityError(
+                    f"{self._store.url}/{folder}/{name} does not hold {tensor!r}, as the index says",
+                    state="nothing was read",
+                )
+        if not placed:
+            raise IntegrityError(f"{self._store.url}/{folder} is a full version without tensors")
+        files = self._sizes(folder, names)
+        return Manifest(version=number, run_id=_run(files), params=tuple(placed.values()), files=files)
+
+    def _changes(self, folder: str, index: DeltaIndex, params: tuple[ParamMeta, ...]) -> DeltaManifest:
+        where = f"{self._store.url}/{folder}/{INDEX_NAME}"
         if index.delta_encoding not in ("xor", "overwrite") or index.compression_format != "zstd":
             raise ManifestError(
                 f"{where} is coded as {index.delta_encoding!r} in {index.compression_format!r}",
@@ -126,13 +182,37 @@ class ForeignVersions:
             for meta in params
         )
         codecs = (make_codec(index.delta_encoding).to_json(),)
-        files = dict.fromkeys(index.files(), 0)
-        return _delta(number, index.base_version, "foreign whole", codecs, rows, files)
+        files = self._sizes(folder, index.files())
+        run_id = _run(files, index.to_bytes())
+        return _delta(index.version, index.base_version, run_id, "foreign whole", codecs, rows, files)
+
+
+def _flushes(names: Iterable[str]) -> list[str]:
+    return [name for name in names if _FLUSH.fullmatch(name)]
+
+
+def _lacks(names: Collection[str]) -> str | None:
+    """What a folder of flush files lacks, as far as that can be seen."""
+    numbers: dict[str, set[int]] = {}
+    for rank, number in (match.groups() for match in map(_FLUSH.fullmatch, names) if match):
+        numbers.setdefault(rank, set()).add(int(number))
+    for rank, found in sorted(numbers.items()):
+        gap = next((number for number in range(len(found)) if number not in found), None)
+        if gap is not None:
+            return f"{flush_name(int(rank), gap)} is missing"
+    partly = min((name for name in names if name.endswith(".tmp")), default=None)
+    return None if partly is None else f"{partly} stayed"
+
+
+def _run(files: Mapping[str, int], index: bytes = b"") -> str:
+    """What tells a version from another one that had its number before."""
+    return f"foreign-{xxhash.xxh3_64_hexdigest(repr(sorted(files.items())).encode() + index)}"
 
 
 def _delta(
     number: int,
     base: int,
+    run_id: str,
     container: str,
     codecs: tuple[Any, ...],
     params: tuple[DeltaParam, ...],
@@ -141,7 +221,7 @@ def _delta(
     return DeltaManifest(
         version=number,
         base_version=base,
-        run_id=_RUN,
+        run_id=run_id,
         base_run_id="",  # whatever has the number
         container=container,
         codecs=codecs,
