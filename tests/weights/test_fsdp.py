@@ -146,6 +146,45 @@ for kind in ("qwen3_moe", "qwen2_5_vl", "hrm_text"):
     for name, tensor in as_source(served):
         assert torch.equal(tensor, found[name]) == (rank == 0), (rank, name)
 """,
+    "what FSDP1 holds in flat pieces is refused on every rank, and nothing is published": """
+import os
+from tensordict import TensorDict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torchrl_ext.errors import ConfigError, ManifestError
+
+def flat(**how):
+    torch.manual_seed(0)
+    how["device_id"] = torch.device("cpu")
+    outside = FullyShardedDataParallel(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2)), **how)
+    inside = nn.Sequential(nn.Linear(6, 6), FullyShardedDataParallel(nn.Linear(6, 9), **how))
+    return outside, inside
+
+for original in (False, True):
+    for policy in flat(use_orig_params=original):
+        sender = tx.WeightSender(tx.DiskTransport(folder), rank=rank)
+        sender.register_model(policy)
+        for send in (sender.update_weights, sender.init_all_workers_group, lambda: sender.update_weights(policy)):
+            try:
+                send()
+            except ConfigError as error:
+                assert "FSDP1" in str(error) and "fully_shard" in str(error), error
+            else:
+                raise AssertionError("a flat piece was taken for a checkpoint")
+        try:
+            sender._transport.send_weights("policy", policy)
+        except ConfigError as error:
+            assert "FSDP1" in str(error), error
+        else:
+            raise AssertionError("a flat piece was taken for a checkpoint")
+        sender.shutdown()
+        try:
+            as_source(TensorDict.from_module(policy).data).params()
+        except ManifestError as error:
+            assert "FSDP1" in str(error) and "fully_shard" in str(error), error
+        else:
+            raise AssertionError("a flat piece was taken for a parameter")
+assert not os.path.exists(folder) or not [name for name in os.listdir(folder) if name.startswith("weight_v")]
+""",
     "a parameter that diverges from the manifest is named and leaves no rank waiting": """
 class Wrong(tx.WeightSource):
     def __init__(self, source):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.peft import is_peft
-from torchrl_ext.weights.source import WeightSource, full
+from torchrl_ext.weights.source import WeightSource, full, require_whole
 from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["ADAPTER_CONFIG", "AdapterFolder", "AdapterSource", "as_adapter"]
@@ -126,6 +126,7 @@ def as_adapter(model: Any, adapter: str | None = None) -> WeightSource:
     if isinstance(model, (str, os.PathLike)):
         return AdapterFolder(model)
     if isinstance(model, nn.Module) and is_peft(model):
+        require_whole(model)
         return AdapterSource(model, adapter)
     raise ConfigError(
         f"a {type(model).__name__} holds no LoRA adapter",

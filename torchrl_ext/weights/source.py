@@ -20,7 +20,7 @@ from torchrl_ext.types import ParamMeta
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked"]
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class WeightSource(ABC):
@@ -182,6 +182,12 @@ def _flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
     for key, value in weights.items():
         name = prefix + (".".join(key) if isinstance(key, tuple) else str(key))
         if isinstance(value, Tensor):
+            if "_fsdp_wrapped_module" in name or name.rpartition(".")[2] == "_flat_param":
+                raise ManifestError(
+                    f"{name!r} is a flat piece of this rank, as FullyShardedDataParallel (FSDP1) holds parameters",
+                    expected="whole tensors, or DTensors",
+                    hint="shard by FSDP2 (fully_shard), or gather FSDP1's full state dict on every rank",
+                )
             yield name, value
         elif is_mapping(value):
             yield from _flatten(value, name + ".")
@@ -201,7 +207,7 @@ def is_mapping(value: Any) -> bool:
 class ModuleSource(_TensorsSource):
     """Parameters, then persistent buffers, of a module, in registration order.
 
-    DTensors (FSDP2, tensor parallel) are gathered one at a time. Names that `torch.compile`, FSDP1 and activation
+    DTensors (FSDP2, tensor parallel) are gathered one at a time. Names that `torch.compile` and activation
     checkpointing wrap into the path are unwrapped.
 
     Args:
@@ -236,10 +242,32 @@ def named_tensors(module: nn.Module, *, scratch: bool = False) -> Iterator[tuple
 
 
 def unwrapped(name: str) -> str:
-    """A name without what `torch.compile`, FSDP1 and activation checkpointing wrap into it."""
+    """A name without what `torch.compile` and activation checkpointing wrap into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def require_whole(module: nn.Module) -> None:
+    """Refuse a module that `FullyShardedDataParallel` (FSDP1) holds, wholly or in part.
+
+    Its parameters are flat pieces of this rank, and nothing about such a tensor says which part of which parameter it
+    is; a DTensor of FSDP2 does.
+
+    Raises:
+        ConfigError: some part of ``module`` is one.
+    """
+    for path, part in module.named_modules():
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
+            where = f"its part {path!r}" if path else "it"
+            raise ConfigError(
+                f"a {type(module).__name__} cannot be sent: {where} is sharded by FullyShardedDataParallel (FSDP1), so "
+                "this rank holds a flat piece of its parameters",
+                expected="a module whose parameters are whole, or sharded as DTensors",
+                state="nothing was sent",
+                hint="shard it by FSDP2 (torch.distributed.fsdp.fully_shard); or gather FSDP1's full state dict on "
+                "every rank, and send that",
+            )
 
 
 def as_source(weights: Any) -> WeightSource:
@@ -248,7 +276,7 @@ def as_source(weights: Any) -> WeightSource:
     A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.groups`).
 
     Raises:
-        ConfigError: nothing knows how to read it.
+        ConfigError: nothing knows how to read it, or FSDP1 holds it in pieces.
     """
     import os
 
@@ -259,6 +287,7 @@ def as_source(weights: Any) -> WeightSource:
         from torchrl_ext.weights.peft import PeftSource, is_peft
 
         weights = _inner(weights)
+        require_whole(weights)
         return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
