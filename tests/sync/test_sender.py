@@ -14,6 +14,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.transports.contract import WAIT_S, same_bits
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
+from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.loader import TensorsLoader
 from torchrl_ext.weights.source import as_source
 
@@ -165,6 +166,26 @@ class TestRegistration:
         sender.update_weights(nn.Linear(2, 2))
         assert collector.version == 2
 
+    def test_a_collector_that_is_registered_twice_counts_once(self, transport):
+        sender, collector = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2))), Collector()
+        sender.register_collector(collector)
+        sender.register_collector(collector)
+        sender.update_weights(nn.Linear(2, 2))
+        assert collector.version == 1
+
+    def test_a_collector_that_raises_makes_no_failure_of_an_accepted_update(self, transport, caplog):
+        class Broken(Collector):
+            def increment_version(self):
+                raise RuntimeError("this collector was shut down")
+
+        sender = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2)))
+        broken, sound = Broken(), Collector()
+        sender.register_collector(broken)
+        sender.register_collector(sound)
+        assert sender.update_weights(nn.Linear(2, 2)).engines[0].state == "serving"
+        assert (sender.version, sound.version) == (1, 1)
+        assert "this collector was shut down" in caplog.text
+
     def test_metadata_may_be_given_or_derived(self, transport):
         policy = nn.Linear(2, 3)
         for metadata in ({"weight": (torch.float32, (3, 2)), "bias": (torch.float32, torch.Size([3]))}, None):
@@ -286,6 +307,132 @@ class TestFailures:
             sender.update_weights(Failing())
         assert engine.serving.is_set()
         assert sender.update_weights(nn.Linear(3, 2)).engines[0].state == "serving"
+
+
+class Passes(tx.WeightSource):
+    """Counts the tensors that are read."""
+
+    read = 0
+
+    def params(self):
+        return as_source({f"w{i}": torch.zeros(3) for i in range(8)}).params()
+
+    def __iter__(self):
+        for i in range(8):
+            self.read += 1
+            yield f"w{i}", torch.full((3,), float(i))
+
+
+class TestAlone:
+    """A trainer of one process: nobody waits in a gather, so that a failed update reads nothing for nobody."""
+
+    def test_a_refused_connection_reads_nothing(self, transport):
+        class Refusing(tx.InProcessEngine):
+            def connect(self, info, on_failure=lambda: None):
+                raise ConfigError("these weights cannot land here")
+
+        source = Passes()
+        with pytest.raises(UpdateError, match="cannot land here"):
+            tx.WeightSender(transport, Refusing(nn.Linear(2, 2))).update_weights(source)
+        assert source.read == 0
+
+    def test_an_interrupted_pass_is_not_finished(self):
+        class Interrupted(tx.MemoryTransport):
+            def prepare(self, source, version):
+                stream = iter(source)
+                for _ in range(3):
+                    next(stream)
+                raise KeyboardInterrupt
+
+        source = Passes()
+        with pytest.raises(KeyboardInterrupt):
+            tx.WeightSender(Interrupted()).update_weights(source)
+        assert source.read == 3
+
+    def test_an_update_that_is_refused_beside_another_one_reads_nothing_and_leaves_its_report_alone(self, transport):
+        source, sender = Passes(), tx.WeightSender(transport)
+        with transport.exclusive("another update"):
+            sender._spans["prepare"] = 1.0
+            with pytest.raises(ConcurrentUpdateError):
+                sender.update_weights(source)
+            assert sender._spans == {"prepare": 1.0}
+        assert source.read == 0
+
+
+def test_a_version_number_stands_for_one_content_wherever_an_update_stops(tmp_path):
+    class Stopping(tx.MemoryTransport):
+        where, sent = None, {}
+
+        def prepare(self, source, version):
+            content = next(iter(source))[1]
+            assert self.sent.setdefault(version, content.item()) == content.item(), f"version {version} twice"
+            if self.where == "prepare":
+                raise TransportError("stopped")
+            return super().prepare(source, version)
+
+        def send_ahead(self):
+            if self.where == "send_ahead":
+                raise TransportError("stopped")
+
+    transport = Stopping()
+    loader, engine = stubborn_engine({"w": torch.zeros(1)})
+    sender = tx.WeightSender(transport, engine)
+    for number, where in enumerate((None, "prepare", "prepare", "send_ahead", "load", None, "load", "prepare", None)):
+        transport.where, loader.refusing = where, where == "load"
+        if where is None:
+            sender.update_weights({"w": torch.tensor([float(number)])})
+            continue
+        with pytest.raises(UpdateError):
+            sender.update_weights({"w": torch.tensor([float(number)])})
+    assert len(transport.sent) == 9
+    again = tx.WeightSender(transport, engine)
+    again.update_weights({"w": torch.tensor([99.0])})
+
+
+def test_a_failed_update_reports_nothing_of_the_one_before_it(tmp_path):
+    policy = {"w": torch.randn(100_000)}
+    _, engine = stubborn_engine({"w": torch.zeros(100_000)})
+    sender = tx.WeightSender(tx.DeltaTransport(tmp_path), engine)
+    sender.update_weights(policy)
+    policy["w"][::1000] += 1
+    report = sender.update_weights(policy)
+    assert 0 < report.density < 0.01
+    with pytest.raises(UpdateError) as told:
+        sender.update_weights({"other": torch.zeros(3)})
+    failed = told.value.report
+    assert (failed.bytes, failed.density, failed.model_bytes) == (0, 0.0, 12)
+    assert "publish" not in failed.spans
+    sender.shutdown()
+
+
+def test_digests_are_taken_only_for_engines_that_compare_them(transport, monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        "torchrl_ext.sync.sources.tensor_digest", lambda tensor: taken.append(tensor) or tensor_digest(tensor)
+    )
+
+    class Unable(tx.InProcessEngine):
+        verifies = False
+
+    report = tx.WeightSender(transport, Unable(nn.Linear(3, 2))).update_weights(nn.Linear(3, 2))
+    assert (taken, report.proof) == ([], "sent")
+    assert tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(3, 2))).update_weights(nn.Linear(3, 2)).verified
+    assert len(taken) == 2
+
+
+def test_a_sender_lets_go_of_its_transport_also_where_the_engine_does_not_let_go(tmp_path):
+    class Stuck(tx.InProcessEngine):
+        def close(self):
+            raise TransportError("the engine does not answer")
+
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), Stuck(nn.Linear(2, 2)))
+    sender.update_weights(nn.Linear(2, 2))
+    with pytest.raises(TransportError, match="does not answer"):
+        sender.shutdown()
+    assert not sender.check_connection()
+    other = tx.WeightSender(tx.DiskTransport(tmp_path), tx.InProcessEngine(nn.Linear(2, 2)))
+    assert other.update_weights(nn.Linear(2, 2)).version == 2
+    other.shutdown()
 
 
 class TestFleet:

@@ -125,6 +125,85 @@ for moment in (None, 0, 1, 4, len(as_source(policy).params())):
         assert rank == 1
     dist.barrier()
 """,
+    "rank 0 leaves no gather and no forward pass, whatever stops it before it sends": """
+from torchrl_ext.errors import ConcurrentUpdateError, StoreError
+from torchrl_ext.sync.outputs import Probe
+
+class Down(tx.MemoryTransport):
+    down = False
+    def latest_version(self):
+        if self.down:
+            raise StoreError("the store is down")
+        return super().latest_version()
+
+def together(prompts):
+    once = torch.ones(1)
+    dist.all_reduce(once)
+    return [[0.0] * (len(prompt) - 1) for prompt in prompts]
+
+class Told(tx.InProcessEngine):
+    def logprobs(self, prompts):
+        return [[0.0] * (len(prompt) - 1) for prompt in prompts]
+
+policy, served, transport = sharded(), plain(), Down()
+engine = Told(served) if rank == 0 else None
+sender = tx.WeightSender(
+    transport, engine, rank=rank, verify="outputs", probe=Probe(prompts=((1, 2),), compute=together)
+)
+sender.register_model(policy)
+for kind in (StoreError, ConcurrentUpdateError):
+    with transport.exclusive("another sender's update") if kind is ConcurrentUpdateError else torch.no_grad():
+        transport.down = rank == 0 and kind is StoreError
+        try:
+            sender.update_weights()
+        except tx.WeightSyncError as error:
+            assert rank == 0 and ("is down" in str(error) or isinstance(error, ConcurrentUpdateError)), error
+        else:
+            assert rank == 1
+    transport.down = False
+    dist.barrier()
+assert sender.update_weights().version == sender.version == 1
+""",
+    "every rank knows the version in service, and its collectors count accepted updates": """
+from torchrl_ext.errors import TransportError
+
+class Counted:
+    version = 0
+    def increment_version(self):
+        self.version += 1
+
+class Failing(tx.DiskTransport):
+    failing = False
+    def send_ahead(self):
+        if self.failing:
+            raise TransportError("no way there")
+
+for source in (sharded(), plain()):  # gathered, and replicated as under DDP
+    folder_of = f"{folder}/{type(source).__name__}"
+    if rank == 0:
+        early = tx.DiskTransport(folder_of)
+        for _ in range(4):
+            early.send_weights("policy", nn.Linear(1, 1))
+        early.shutdown()
+    transport, collector = Failing(folder_of), Counted()
+    sender = tx.WeightSender(transport, tx.InProcessEngine(plain()) if rank == 0 else None, rank=rank)
+    sender.register_model(source)
+    sender.register_collector(collector)
+    sender.init_all_workers_group()
+    assert transport.check_connection() == (rank == 0)
+    told = []
+    for step in range(4):
+        transport.failing = step in (0, 2)
+        try:
+            told.append(sender.update_weights().version)
+        except tx.WeightSyncError:
+            assert rank == 0 and step in (0, 2)
+            told.append(sender.version)
+    assert told == [0, 6, 6, 8], told
+    assert (sender.version, collector.version) == (8, 2)
+    sender.shutdown()
+    dist.barrier()
+""",
     "models that transformers converts travel under the names of their checkpoints": """
 from tests.models import converted_model
 for kind in ("qwen3_moe", "qwen2_5_vl", "hrm_text"):

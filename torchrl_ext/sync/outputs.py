@@ -160,40 +160,48 @@ class Outputs:
         self.agreed: frozenset[str] = frozenset()
         self.spans: dict[str, float] = {}
 
-    def replay(self, weights: Any, model: Any) -> None:
-        """The role of ranks that do not drive: run the trainer's side, in which other ranks may wait for this one.
+    def asked(self, weights: Any, model: Any) -> tuple[_Asked, float] | None:
+        """The trainer's side of one update, and the seconds that it took; None where nobody wants it.
+
+        Every rank comes here first, before anything that could fail on one of them alone: others may be in the same
+        forward pass.
 
         Args:
-            weights, model: as for `compared`.
-        """
-        if self._wanted:
-            self._probe.trainer(_module_of(weights, model))
-
-    @contextmanager
-    def compared(self, engine: EngineClient, source: Outgoing, weights: Any, model: Any) -> Iterator[None]:
-        """Around one update: the trainer's side comes before it, and every engine that serves its version is asked
-        after it, also when it failed for others. One that is beyond the bound, or gives no answer, is paused.
-
-        Args:
-            engine: the sender's.
-            source: what is sent; its version is looked at when the update is over.
             weights, model: what the caller wants sent (or None), and the registered model; the first of them that is a
                 module is the trainer's side, where the probe has no function of its own.
 
         Raises:
-            ConfigError: the engine, or the trainer's side, computes no log-probabilities; no engine was touched.
+            ConfigError: the trainer's side computes no log-probabilities; no engine was touched.
+        """
+        if not self._wanted:
+            return None
+        began = time.perf_counter()
+        return self._probe.trainer(_module_of(weights, model)), time.perf_counter() - began
+
+    @contextmanager
+    def compared(self, engine: EngineClient, source: Outgoing, said: tuple[_Asked, float] | None) -> Iterator[None]:
+        """Around one update: every engine that serves its version is asked after it, also when it failed for others.
+        One that is beyond the bound, or gives no answer, is paused.
+
+        Args:
+            engine: the sender's.
+            source: what is sent; its version is looked at when the update is over.
+            said: of `asked`.
+
+        Raises:
+            ConfigError: the engine computes no log-probabilities; no engine was touched.
             EngineError: engines are beyond the bound, or gave no answer; not where the update failed already.
         """
         self._findings, self.agreed, self.spans = {}, frozenset(), {}
-        if not self._wanted:
+        if said is None:
             yield
             return
+        asked, took_s = said
         began = time.perf_counter()
-        asked = self._probe.trainer(_module_of(weights, model))  # first: other ranks may be in the same forward pass
         for one in engine.each():
             one.logprobs(())  # whether it could be asked at all
         bound = bound_of(source.params()) if self._max_gap == "dtype" else self._max_gap
-        self.spans = {"probe": time.perf_counter() - began}
+        self.spans = {"probe": took_s + time.perf_counter() - began}
         try:
             yield
         except Exception:  # the engines that serve the version are asked all the same: their rows tell

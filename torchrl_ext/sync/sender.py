@@ -15,11 +15,12 @@ import torch
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.background import in_background
+from torchrl_ext.sync.collectors import Collectors
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
+from torchrl_ext.sync.ranks import Ranks
 from torchrl_ext.sync.sources import Outgoing, inner_model, source_of
-from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, SyncReport, least
-from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["WeightSender"]
 
@@ -44,7 +45,7 @@ class WeightSender:
             and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every connection before
             which nothing was loaded.
         rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
-            `update_weights` too and replay the same gathers.
+            `update_weights` too, replay the same gathers, and learn from rank 0 which version is in service.
         max_gap: of ``verify="outputs"``: the largest accepted difference of a log-probability, in nats; ``"dtype"``
             takes `torchrl_ext.sync.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
             and refuses nothing.
@@ -76,8 +77,9 @@ class WeightSender:
         self._mapper, self._dtype, self._rank = mapper, dtype, rank
         self._verify, self._rehearse = bool(verify) and engine is not None, rehearse
         self._outputs = Outputs(verify, max_gap, probe)
+        self._ranks = Ranks()
         self._model: Callable[[], Any] = lambda: None
-        self._collectors: list[weakref.ref[Any]] = []
+        self._collectors = Collectors()
         self._metadata: tuple[ParamMeta, ...] | None = None
         self._connected_to: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self._spans: dict[str, float] = {}
@@ -98,8 +100,11 @@ class WeightSender:
             self._model = lambda: model
 
     def register_collector(self, collector: Any) -> None:
-        """Bump this collector's policy version after each accepted update; held weakly."""
-        self._collectors.append(weakref.ref(collector))
+        """Bump this collector's policy version after each accepted update, on every trainer rank; held weakly.
+
+        One that raises is logged: the engines have the weights then.
+        """
+        self._collectors.add(collector)
 
     def init_all_workers_group(
         self,
@@ -120,7 +125,8 @@ class WeightSender:
             self._metadata = tuple(
                 ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()
             )
-        self._connect(self._metadata)
+        if self._rank == 0:
+            self._connect(self._metadata)
 
     def update_weights(self, weights: Any = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
@@ -132,41 +138,18 @@ class WeightSender:
             WeightSyncError: the update failed; the message says which engines serve what.
         """
         started = time.perf_counter()
-        self._spans = {}
         source = self._outgoing(weights)
+        update = self._ranks.next(self._transport.name, source.params())
         if self._rank != 0:
-            self._outputs.replay(weights, self._model())
-            source.replay()
-            self.version += 1
-            return SyncReport(version=self.version, transport=self._transport.name)
-        source.version = self._next_version()
+            return self._follow(source, weights, update)
+        accepted = False
         try:
-            with (
-                self._transport.exclusive("update_weights"),
-                self._outputs.compared(self._engine, source, weights, self._model()),
-            ):
-                self._deliver(source)
-        except ConcurrentUpdateError:
-            raise
-        except Exception as error:  # whatever it is, the caller learns who serves what
-            source.drain()
-            self._connected_to = None  # what is left of a group or a half-made update is not built upon
-            report = self._report(source.version, source, started, failed=True)
-            raise UpdateError(
-                f"weights version {source.version} did not reach every engine: {error}",
-                report=report,
-                rows=report.engines,
-            ) from error
-        except BaseException:
-            source.drain()
-            self._connected_to = None
-            raise
-        self.version = source.version
-        report = self._report(self.version, source, started)
+            report = self._drive(source, weights, started)
+            accepted = True
+        finally:
+            self._ranks.tell(update, self.version, accepted)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
-        for collector in (reference() for reference in self._collectors):
-            if collector is not None:  # its truth would be its length, and an endless collector has none
-                collector.increment_version()
+        self._collectors.bump()
         return report
 
     def check_connection(self) -> bool:
@@ -175,9 +158,53 @@ class WeightSender:
 
     def shutdown(self) -> None:
         """Leave the engines and release the transport; engines keep serving what they have."""
-        self._engine.close()
-        self._transport.shutdown()
         self._connected_to = None
+        try:
+            self._engine.close()
+        finally:
+            self._transport.shutdown()
+
+    def _drive(self, source: Outgoing, weights: Any, started: float) -> SyncReport:
+        try:
+            asked = self._outputs.asked(weights, self._model())
+            with self._transport.exclusive("update_weights"):
+                self._spans, self._transport.stats = {}, TransferStats()
+                try:
+                    source.version = self._next_version()
+                    with self._outputs.compared(self._engine, source, asked):
+                        self._deliver(source)
+                except BaseException:
+                    self._connected_to = None  # what is left of a group or a half-made update is not built upon
+                    raise
+        except BaseException as error:
+            self._drain(source)
+            if isinstance(error, ConcurrentUpdateError) or not isinstance(error, Exception):
+                raise
+            report = self._report(source.version, source, started, failed=True)
+            raise UpdateError(  # whatever it is, the caller learns who serves what
+                f"weights version {source.version} did not reach every engine: {error}",
+                report=report,
+                rows=report.engines,
+            ) from error
+        self.version = source.version
+        return self._report(self.version, source, started)
+
+    def _drain(self, source: Outgoing) -> None:
+        try:
+            source.drain()
+        except Exception:  # the caller hears of what came before it
+            log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)
+
+    def _follow(self, source: Outgoing, weights: Any, update: str) -> SyncReport:
+        """The role of ranks that do not drive: the gathers, and then what became of them."""
+        self._outputs.asked(weights, self._model())
+        source.replay()
+        self.version, accepted = self._ranks.hear(update) or (self.version + 1, True)
+        if accepted:
+            self._collectors.bump()
+        else:
+            log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
+        return SyncReport(version=self.version, transport=self._transport.name)
 
     def _deliver(self, source: Outgoing) -> None:
         """One version to every engine that answers.
@@ -189,6 +216,7 @@ class WeightSender:
         while True:
             self._connect(source.params())
             version = source.version = self._next_version()
+            source.digesting = self._verify and self._engine.verifies and not self._transport.proves
             try:
                 self._update(source, version)
             except WeightSyncError as error:
@@ -211,10 +239,10 @@ class WeightSender:
 
     # the heart
 
-    def _update(self, source: WeightSource, version: int) -> None:
+    def _update(self, source: Outgoing, version: int) -> None:
+        self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
         with self._span("prepare"):
             handoffs = self._transport.prepare(source, version)
-        self._attempted = version  # from here on an engine may have seen it
         with self._span("prefetch"), in_background(self._prefetch, version, self._transport.abort):
             self._transport.send_ahead()  # engines still generate: they fetch, check, decode, stage
         with self._span("pause"), self._engine.updating(version):  # paused only from here
@@ -222,7 +250,7 @@ class WeightSender:
                 with in_background(self._engine.load, handoff.info, self._transport.abort):
                     handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
                 handoff.release()
-            if self._verify and self._engine.verifies and not self._transport.proves:
+            if source.digesting:
                 self._engine.load({"verify": source.digests()})
 
     # its helpers
@@ -236,8 +264,7 @@ class WeightSender:
             raise NotConnectedError(
                 "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
             )
-        digests = self._verify and not self._transport.proves
-        return Outgoing(source_of(model, self._model()), mapper=self._mapper, dtype=self._dtype, digests=digests)
+        return Outgoing(source_of(model, self._model()), mapper=self._mapper, dtype=self._dtype)
 
     def _next_version(self) -> int:
         """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""
@@ -273,15 +300,16 @@ class WeightSender:
 
     def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
         total, stats = sum(meta.nbytes for meta in source.params()), self._transport.stats
+        moved = source.bytes if stats.bytes is None else stats.bytes
         rows = tuple(self._proved(row, version) for row in self._outputs.rows(self._engine.rows()))
         proof = PROOFS[0] if failed else least(row.proof for row in rows)
         return SyncReport(
             version=version,
             transport=self._transport.name,
             tensors=source.count,
-            bytes=source.bytes if stats.bytes is None else stats.bytes,
+            bytes=moved,
             model_bytes=total,
-            density=stats.density,
+            density=0.0 if failed and not moved else stats.density,
             spans={**self._spans, **self._outputs.spans, **stats.spans, "total": time.perf_counter() - started},
             engines=rows,
             verified=proof != PROOFS[0],

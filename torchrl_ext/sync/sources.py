@@ -26,10 +26,10 @@ class Outgoing(WeightSource):
         source: where the weights come from.
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
-        digests: take the digest of each tensor as it passes.
 
     Attributes:
         version: as what it is sent.
+        digesting: take the digest of each tensor as it passes.
         count, bytes: what passed in the last iteration.
 
     Raises:
@@ -42,13 +42,13 @@ class Outgoing(WeightSource):
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
-        digests: bool = False,
     ) -> None:
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
-        require_data(source)
-        self._take = digests
+        held = require_data(source)
+        self._gathers = any(meta.name not in held for meta in source.params())
+        self.digesting = False
         self._digests: dict[str, str] = {}
         self._stream: Iterator[tuple[str, Tensor]] | None = None
         self.version = self.count = self.bytes = 0
@@ -66,7 +66,7 @@ class Outgoing(WeightSource):
         self._digests, self.count, self.bytes = {}, 0, 0
         self._stream = iter(self._source)
         for meta, tensor in checked(self._stream, self._params):
-            if self._take:
+            if self.digesting:
                 self._digests[meta.name] = tensor_digest(tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
             yield meta.name, tensor
@@ -83,11 +83,13 @@ class Outgoing(WeightSource):
 
     def replay(self) -> None:
         """Take part in every gather and drop what comes: the role of ranks that do not drive."""
-        for _ in self._source:
+        for _ in self._source if self._gathers else ():
             pass
 
     def drain(self) -> None:
-        """Finish a pass that stopped half-way, or make one that never began: other ranks wait in the same gathers."""
+        """Finish a pass that stopped half-way, or make one that never began, where other ranks wait in its gathers."""
+        if self.alone or not self._gathers:
+            return
         for _ in iter(self._source) if self._stream is None else self._stream:
             pass
 
@@ -105,15 +107,21 @@ def source_of(weights: Any, registered: Any) -> WeightSource:
     return source
 
 
-def require_data(source: WeightSource) -> None:
-    """Raises ManifestError where a tensor of ``source`` is on the meta device: offloaded, or never loaded."""
-    empty = [name for name, tensor in source.held().items() if tensor.device.type == "meta"]
+def require_data(source: WeightSource) -> Mapping[str, Tensor]:
+    """What ``source`` holds as it is sent.
+
+    Raises:
+        ManifestError: a tensor is on the meta device: offloaded, or never loaded.
+    """
+    held = source.held()
+    empty = [name for name, tensor in held.items() if tensor.device.type == "meta"]
     if empty:
         raise ManifestError(
             f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",
             state="nothing was sent",
             hint="load the weights, or bring offloaded ones back, before sending them",
         )
+    return held
 
 
 def inner_model(model: Any) -> Any:
