@@ -35,6 +35,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
+from torchrl_ext.transports.host_copies import HostCopies
 
 Scheme = tx.TransportWeightSyncScheme
 
@@ -176,6 +177,19 @@ def test_a_policy_without_storage_gets_it_from_the_first_weights_and_ties_stay_t
             trained.a.weight.mul_(3)
         scheme.send()
         assert torch.equal(bare.b.weight, trained.a.weight)
+
+
+def test_no_host_copies_are_kept_for_a_policy_that_had_no_storage(monkeypatch):
+    copied, copy = [], HostCopies.copy
+    monkeypatch.setattr(HostCopies, "copy", lambda copies, tensor: copied.append(tensor) or copy(copies, tensor))
+    trained, bare, scheme = make_policy(), make_policy(), Scheme("delta")
+    TensorDict.from_module(bare).data.to("meta").apply(nn.Parameter, filter_empty=False).to_module(bare)
+    with followers(scheme, [bare], model=trained):
+        for seed in (1, 2):
+            train(trained, seed)
+            scheme.send()
+            assert same(bare.state_dict(), trained.state_dict())
+    assert not copied
 
 
 @pytest.mark.parametrize("transport", ["collective", "delta", "disk"])

@@ -96,6 +96,65 @@ def test_an_engine_follows_the_updater_of_an_llm_collector(server, settings, tra
         updater.shutdown()
 
 
+def test_torchrls_own_order_of_an_llm_update_works(server, settings):
+    """A collector, a group ahead of the weights, and a state dict to the one engine, by its number."""
+    model = tiny_model(11)
+    wrapped = TransformersWrapper(model, tokenizer=tiny_tokenizer(), input_mode="text", generate=False)
+    updater = tx.TransportWeightUpdater("disk", server.url, **settings("disk"))
+    collector = llm_collector(server, updater)
+    try:
+        updater.maybe_init_group()
+        collector.update_policy_weights_(wrapped.model.state_dict(), worker_ids=[0])
+        assert updater.report.verified
+        for _ in collector:
+            break
+        train(model)
+        collector.update_policy_weights_(wrapped.model.state_dict(), worker_ids=[0])
+        assert updater.report.verified and collector.policy_version == 2
+        updater.push_weights(model, worker_ids=0)
+        assert collector.policy_version == 3
+    finally:
+        collector.shutdown()
+        updater.shutdown()
+
+
+def test_a_group_is_formed_ahead_of_the_first_update_where_a_model_is_registered(tmp_path):
+    policy = make_policy(2)
+    updater = tx.TransportWeightUpdater("disk", make_policy(), root=tmp_path)
+    updater.register_model(policy)
+    updater.maybe_init_group()
+    assert updater.sender.check_connection() and updater.version == 0
+    updater.push_weights()
+    assert updater.version == 1
+    updater.shutdown()
+
+
+def test_what_listens_to_an_updater_is_told_once_and_cannot_undo_an_accepted_update(caplog):
+    class Elsewhere:
+        version = 0
+
+        def increment_version(self):
+            self.version += 1
+
+    class Broken(Elsewhere):
+        def increment_version(self):
+            raise RuntimeError("this collector is gone")
+
+    def broken():
+        raise RuntimeError("this hook is gone")
+
+    served, broken_one, other, calls = make_policy(1), Broken(), Elsewhere(), []
+    updater = tx.TransportWeightUpdater("memory", served)
+    for collector in (broken_one, other, other):
+        updater.register_collector(collector)
+    updater.register_post_hook(broken)
+    updater.register_post_hook(lambda: calls.append(updater.version))
+    updater.push_weights(make_policy())
+    updater(make_policy())
+    assert (other.version, calls, updater.version) == (2, [1, 2], 2)
+    assert "this collector is gone" in caplog.text and "this hook is gone" in caplog.text
+
+
 def test_a_version_that_is_a_uuid_changes_once_per_accepted_update(server, settings):
     updater = tx.TransportWeightUpdater("disk", server.url, **settings("disk"))
     collector = llm_collector(server, updater, "uuid")
@@ -184,8 +243,14 @@ def test_what_cannot_work_is_said():
     updater = tx.TransportWeightUpdater("memory", make_policy())
     with pytest.raises(NotConnectedError, match="register_model"):
         updater.push_weights()
-    with pytest.raises(ConfigError, match="worker 1 cannot be updated alone"):
-        updater.push_weights(make_policy(), worker_ids=1)
+    for some, said in ((1, "worker 1 cannot be updated alone"), ([0, 1], "worker 0, 1"), ([], "names no worker")):
+        with pytest.raises(ConfigError, match=said):
+            updater.push_weights(make_policy(), worker_ids=some)
+    with pytest.raises(ConfigError, match="worker 0 cannot be updated alone"):
+        tx.TransportWeightUpdater("memory")(make_policy(), worker_ids=[0])
+    pair = tx.Fleet([tx.InProcessEngine(make_policy(), url=name) for name in ("a", "b")])
+    with pytest.raises(ConfigError, match=r"worker 0 cannot be updated alone.*or \[0, 1\]"):
+        tx.TransportWeightUpdater("memory", pair).push_weights(make_policy(), worker_ids=[0])
     policy = make_policy(2)
     updater.register_model(policy)
     updater.init()

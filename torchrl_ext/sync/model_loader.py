@@ -79,7 +79,7 @@ class ModelLoader(WeightLoader):
         return {} if self._bare() else self._current().targets()
 
     def patchable(self, name: str) -> bool:
-        return not _is_extra(name) and not self._bare()
+        return not _is_extra(name)  # a model without storage has it by the first version, which comes in full
 
     def position_digests(self) -> dict[str, str]:
         return {} if self._bare() else self._current().position_digests()

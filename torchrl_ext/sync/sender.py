@@ -86,6 +86,11 @@ class WeightSender:
         self._attempted = 0
         self.version = 0
 
+    @property
+    def engine(self) -> EngineClient:
+        """Who is told what to do; of a data layer alone a client that drives nobody."""
+        return self._engine
+
     # TorchRL's surface
 
     def register_model(self, model: Any) -> None:

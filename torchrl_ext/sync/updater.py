@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torchrl.collectors import Collector, WeightUpdaterBase
 
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.sync.collectors import bump
 from torchrl_ext.sync.parties import as_engine, as_transport
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.sync.sources import inner_model
@@ -17,6 +19,8 @@ from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import SyncReport
 
 __all__ = ["TransportWeightUpdater"]
+
+log = logging.getLogger("torchrl_ext")
 
 
 class TransportWeightUpdater(WeightUpdaterBase):
@@ -91,42 +95,72 @@ class TransportWeightUpdater(WeightUpdaterBase):
             self.sender.register_model(inner_model(self._get_server_weights()))
         self.sender.init_all_workers_group(model_metadata)
 
+    def maybe_init_group(self) -> None:
+        """As `init`, for code written for TorchRL's own updaters: without a model the first update does it."""
+        if self._model is not None and not self.sender.check_connection():
+            self.init()
+
     def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         """Send weights, and return when every engine serves them.
 
         Args:
             policy_or_weights: module (TorchRL's LLM wrappers stand for the model inside), TensorDict, mapping,
                 checkpoint directory or `WeightSource`; None for the registered model.
-            worker_ids: must be None: engines are updated together.
+            worker_ids: None, or the number of every engine (``[0]`` of one): engines are updated together.
 
         Raises:
+            ConfigError: ``worker_ids`` names some engines and not others, or none that exists; nothing was sent.
             UpdateError: some engine does not serve them; no policy version was bumped.
         """
-        self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+        self._require_everybody(worker_ids)
+        self._push_weights(policy_or_weights=policy_or_weights)
+        bump(self.collectors or ())
         self._call_post_hooks()
-        for collector in self.collectors or ():
-            if collector is not None:
-                collector.increment_version()
 
     def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         """As `push_weights`, for a collector's `update_policy_weights_`, which bumps its own version afterwards."""
-        self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+        self._require_everybody(worker_ids)
+        self._push_weights(policy_or_weights=policy_or_weights)
+        bump(known for known in self.collectors or () if not self._calls(known))
         self._call_post_hooks()
-        for collector in self.collectors or ():
-            calls = isinstance(collector, Collector) and collector._weight_updater is self
-            if collector is not None and not calls:
-                collector.increment_version()
 
     def shutdown(self) -> None:
         """Leave the engines; they keep serving what they have."""
         if self._sender is not None:
             self._sender.shutdown()
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        if worker_id is not None:
+    def _require_everybody(self, worker_ids: Any) -> None:
+        """Engines serve one version, so that all of them are asked for, or none is named.
+
+        Raises:
+            ConfigError: ``worker_ids`` says something else.
+        """
+        if worker_ids is None:
+            return
+        named = set(worker_ids) if isinstance(worker_ids, Iterable) else {worker_ids}
+        engines = set(range(len(self.sender.engine.rows())))  # none, where data is sent without an engine client
+        if named != engines or not named:
+            told = ", ".join(sorted(map(str, named)))
             raise ConfigError(
-                f"worker {worker_id} cannot be updated alone", expected="worker_ids=None: engines serve one version"
+                f"worker {told} cannot be updated alone" if named else "worker_ids names no worker",
+                expected="worker_ids=None" + (f", or {sorted(engines)}: engines serve one version" if engines else ""),
+                state="nothing was sent",
+                hint="leave worker_ids out, or give engines that shall differ an updater each",
             )
+
+    def _calls(self, collector: Any) -> bool:
+        """Whether ``collector`` is the one that calls this updater."""
+        return isinstance(collector, Collector) and collector._weight_updater is self
+
+    def _call_post_hooks(self) -> None:
+        """Each once; the engines have the weights, so that one that raises is logged, and the others are called."""
+        for hook in self.post_hooks:
+            try:
+                hook()
+            except Exception:
+                log.error("a hook failed after new weights were put in service", exc_info=True)
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         self.report = self.sender.update_weights(server_weights)
 
     def _get_server_weights(self) -> Any:
