@@ -57,7 +57,7 @@ class FullWriter:
         """
         params = source.params()
         shards = plan_shards(params, self._shard_bytes, self._stem)
-        files = {**_checked_files(source.files()), **self._files, **self._index(shards)}
+        files = {**_checked_files(source.files()), **self._files, **self._index(shards, version)}
         sizes = {shard.name: shard.nbytes for shard in shards} | {name: len(data) for name, data in files.items()}
         where = {meta.name: shard.name for shard in shards for meta in shard.params}
         checksums = write_shards(
@@ -85,14 +85,14 @@ def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return dict(files)
 
 
-def _no_index(shards: Iterable[Any]) -> dict[str, bytes]:
+def _no_index(shards: Iterable[Any], version: int) -> dict[str, bytes]:
     """An adapter is one file."""
     return {}
 
 
-def _index(shards: Iterable[Any]) -> dict[str, bytes]:
-    """The index file of Hugging Face checkpoints: which file holds which tensor."""
+def _index(shards: Iterable[Any], version: int) -> dict[str, bytes]:
+    """The index file of Hugging Face checkpoints, which file holds which tensor; and the version, for other readers."""
     where = {meta.name: shard.name for shard in shards for meta in shard.params}
     total = sum(meta.nbytes for shard in shards for meta in shard.params)
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+    index = {"metadata": {"total_size": total, "version": f"{version:06d}"}, "weight_map": where}
     return {_INDEX: (json.dumps(index, indent=2) + "\n").encode()}
