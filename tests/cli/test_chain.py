@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 import torchrl_ext as tx
 from tests.models import tiny_model
+from tests.transports.chains import checkpoint, folder, step, weights
 from tests.transports.contract import same_bits
+from tests.transports.test_delta_foreign import write_slime
 from torchrl_ext.cli.main import main
 
 
@@ -44,6 +46,12 @@ def test_ls_names_kind_base_bytes_encoding_and_density(root, capsys):
     assert "keyframe+delta" in capsys.readouterr().out
 
 
+def test_what_somebody_began_to_write_is_no_version(root, capsys):
+    (root / "weight_v000005").mkdir()
+    assert [row["version"] for row in asked(capsys, "ls", root)["versions"]] == [1, 2, 3, 4]
+    assert [row["version"] for row in asked(capsys, "verify", root)["versions"]] == [1, 2, 3, 4]
+
+
 def test_show_lists_the_tensors_of_a_version(root, capsys):
     found = asked(capsys, "show", root, 2)
     assert [(row["name"], row["changed"]) for row in found["tensors"]] == [("a", 1), ("b", 0)]
@@ -60,6 +68,65 @@ def test_verify_recomputes_and_names_what_is_damaged(root, capsys):
     assert found["damaged"][0] == 3
     assert "model.safetensors is damaged" in found["versions"][2]["error"]
     assert "'b'" in found["versions"][2]["error"]
+
+
+class TestChainsOfSlime:
+    @pytest.fixture
+    def slime(self, tmp_path):
+        """Two deltas on a checkpoint, a full version, and a delta on that; returns root and checkpoint."""
+        own, root = weights(), tmp_path / "slime"
+        base = checkpoint(tmp_path / "base", own)
+        for version in (1, 2, 4):
+            old = {name: tensor.clone() for name, tensor in own.items()}
+            step(own, version)
+            write_slime(folder(root, version), version, old, own, "xor", "xxh3-128")
+            if version == 2:
+                checkpoint(folder(root, 3), own)
+        return root, base
+
+    def test_verify_with_the_base_finds_an_intact_chain_intact(self, slime, capsys):
+        root, base = slime
+        found = asked(capsys, "verify", root, "--base", base)
+        assert [row["ok"] for row in found["versions"]] == [True] * 4
+
+    def test_verify_without_the_base_says_what_it_cannot_check_and_how_it_could(self, slime, capsys):
+        root, _ = slime
+        found = asked(capsys, "verify", root, status=1)
+        assert found["damaged"] == [] and found["unchecked"] == [1, 2]
+        assert [row["ok"] for row in found["versions"]] == [None, None, True, True]
+        assert "--base" in found["versions"][0]["error"]
+        assert main(["chain", "verify", str(root)]) == 1
+        told = capsys.readouterr()
+        assert "damaged" not in told.out + told.err and "version 1: not checked" in told.err
+
+    def test_verify_names_what_is_damaged_there(self, slime, capsys):
+        root, base = slime
+        file = folder(root, 2) / "model-00000-of-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-5] + b"wrong")
+        found = asked(capsys, "verify", root, "--base", base, status=1)
+        assert found["damaged"] == [2] and found["unchecked"] == []
+
+    def test_ls_knows_the_bytes_of_every_version(self, slime, capsys):
+        root, base = slime
+        rows = {row["version"]: row for row in asked(capsys, "ls", root, "--base", base)["versions"]}
+        for version, row in rows.items():
+            size = sum(file.stat().st_size for file in folder(root, version).glob("*.safetensors"))
+            assert row["keyframe_bytes" if version == 3 else "bytes"] == size > 0
+        assert "--base" in asked(capsys, "ls", root, status=1)["error"]
+
+
+def test_verify_without_the_base_of_a_chain_of_ours_calls_nothing_damaged(tmp_path, capsys):
+    own = weights()
+    base = checkpoint(tmp_path / "base", own)
+    trainer = tx.make_transport("delta", root=tmp_path / "root", base=base, keyframe_every=0)
+    for version in (1, 2):
+        step(own, version)
+        trainer.send_weights("policy", own)
+    trainer.shutdown()
+    assert asked(capsys, "verify", tmp_path / "root", "--base", base)["unchecked"] == []
+    found = asked(capsys, "verify", tmp_path / "root", status=1)
+    assert (found["damaged"], found["unchecked"]) == ([], [1, 2])
+    assert "--base" in found["versions"][1]["error"]
 
 
 def test_gc_keeps_what_the_newest_keyframes_need(root, capsys):

@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
     action("ls", "every version: kind, base, bytes, encoding, density")
     action("show", "one version and its tensors").add_argument("version", type=int)
-    action("verify", "recompute every digest; status 1 where a version is damaged")
+    action("verify", "recompute every digest; status 1 where a version is damaged or cannot be checked")
     collect = action("gc", "remove what the newest keyframes and readers do not need")
     collect.add_argument("--keep", type=int, default=1, metavar="N", help="keyframes to keep, with all that follows")
     unpack = action("materialize", "write a version as a complete Hugging Face checkpoint")
@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one action; with ``--json`` one document. Status 1 where `verify` finds damage."""
+    """Do one action; with ``--json`` one document. Status 1 where `verify` finds damage, or cannot check a version."""
     options = dict(_option(text) for text in args.storage_option)
     chain = _Reader(open_store(args.root, options), args.base)
     if not chain.store.available():
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         print("\n".join(lines))
-    return 1 if document.get("damaged") else 0
+    return 1 if document.get("damaged") or document.get("unchecked") else 0
 
 
 class _Reader:
@@ -84,11 +84,29 @@ class _Reader:
         found.retain(lambda name: keep)
         return found
 
+    def numbers(self) -> list[int]:
+        """Every version there is; not what somebody began to write."""
+        return [number for number in self.chain.versions.numbers() if self._is_there(number)]
+
+    def _is_there(self, number: int) -> bool:
+        try:
+            self.chain.version(number)
+        except FileNotFoundError:
+            return False
+        except WeightSyncError:  # told by whoever reads it
+            pass
+        return True
+
     def way(self, version: int, follower: Follower) -> Way:
         try:
+            if self.base is None and self.chain.origin(version) is not None:
+                raise ConfigError(
+                    f"version {version} in {self.store.url} leads back to a checkpoint that is not among its versions",
+                    hint="name its directory with --base",
+                )
             return follower.open(version)
         except FileNotFoundError:
-            numbers = self.chain.versions.numbers()
+            numbers = self.numbers()
             known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
             raise ConfigError(f"{self.store.url} holds no version {version}", expected=f"one of {known}") from None
 
@@ -114,7 +132,7 @@ class _Reader:
 
 
 def _ls(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
-    rows = [reader.summary(number) for number in reader.chain.versions.numbers()]
+    rows = [reader.summary(number) for number in reader.numbers()]
     document = {"root": reader.store.url, "latest": reader.chain.latest(), "versions": rows}
     lines = [f"{'version':>8}  {'kind':<15}{'base':>8}{'delta bytes':>14}{'full bytes':>16}  {'density':>9}  encoding"]
     lines += [_line(row) for row in rows]
@@ -165,7 +183,7 @@ def _verify(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]
     from torchrl_ext.weights.digest import tensor_digest
 
     follower, rows = reader.follower(keep=True), []
-    for number in reader.chain.versions.numbers():
+    for number in reader.numbers():
         try:
             way = reader.way(number, follower)
             full = reader.chain.version(number)[0]
@@ -179,14 +197,20 @@ def _verify(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]
                 with closing(PublishedVersion(reader.store, number, full)) as published:
                     published.verify()
             rows.append({"version": number, "ok": True, "error": None})
+        except ConfigError as error:  # something that the call did not name
+            rows.append({"version": number, "ok": None, "error": str(error)})
         except WeightSyncError as error:
             rows.append({"version": number, "ok": False, "error": str(error)})
+        if not rows[-1]["ok"]:
             follower = reader.follower(keep=True)
-        print(f"version {number}: {'ok' if rows[-1]['ok'] else 'damaged'}", file=sys.stderr)
-    damaged = [row["version"] for row in rows if not row["ok"]]
-    document = {"root": reader.store.url, "versions": rows, "damaged": damaged}
+        print(f"version {number}: {_FOUND[rows[-1]['ok']]}", file=sys.stderr)
+    good, damaged, unchecked = ([row["version"] for row in rows if row["ok"] is ok] for ok in (True, False, None))
+    document = {"root": reader.store.url, "versions": rows, "damaged": damaged, "unchecked": unchecked}
     lines = [f"version {row['version']}: {row['error']}" for row in rows if not row["ok"]]
-    return document, [*lines, f"{len(rows) - len(damaged)} of {len(rows)} versions are what their digests say"]
+    return document, [*lines, f"{len(good)} of {len(rows)} versions are what their digests say"]
+
+
+_FOUND = {True: "ok", False: "damaged", None: "not checked"}
 
 
 def _gc(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
