@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -62,7 +63,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     Raises:
         ManifestError: torch has no such dtype.
     """
-    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    dtype = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise ManifestError(f"{name!r} is no dtype of torch {torch.__version__}")
     return dtype
@@ -115,8 +116,8 @@ class ParamMeta:
         """
         try:
             name, dtype, shape = row
-            sizes = tuple(int(size) for size in shape)
-            if not isinstance(name, str) or any(size < 0 for size in sizes):
+            sizes = tuple(operator.index(size) for size in shape)
+            if not isinstance(name, str) or any(not 0 <= size < 1 << 48 for size in sizes):
                 raise ValueError
         except (TypeError, ValueError):
             raise ManifestError(f"{row!r} does not describe a parameter", expected="[name, dtype, [sizes]]") from None

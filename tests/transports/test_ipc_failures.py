@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.transports import cuda_ipc, ipc, ipc_worker
 from torchrl_ext.transports.links import shared_address
 from torchrl_ext.transports.segments import attach, create
 from torchrl_ext.weights.source import MappingSource
@@ -110,6 +112,59 @@ class TestFailures:
             trainer.abort()
             with pytest.raises(TransportError, match="rank 1"):
                 sending.result(WAIT_S)
+
+    def test_a_trainer_without_memory_for_the_buffer_says_so_at_once_and_so_does_its_worker(self, make, monkeypatch):
+        def full(device, nbytes):
+            raise TransportError(f"no {nbytes} bytes of shared memory can be had")
+
+        monkeypatch.setattr(ipc, "create", full)
+        trainer, worker = make(timeout_s=10 * WAIT_S), make()
+        with ThreadPoolExecutor(1) as pool:
+            arriving = pool.submit(worker.receive_weights, WAIT_S)
+            with pytest.raises(TransportError, match="no 4096 bytes of shared memory"):
+                trainer.send_weights(weights())
+            with pytest.raises(TransportError, match="let this worker not in: no 4096 bytes of shared memory"):
+                arriving.result(WAIT_S)
+
+    def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):
+        def short(device, nbytes):
+            if nbytes > 5 << 20:
+                raise TransportError(f"no {nbytes} bytes of shared memory can be had")
+            return create(device, nbytes)
+
+        monkeypatch.setattr(ipc, "create", short)
+        for in_place in (False, True):
+            trainer, worker = make(bucket_bytes=None, in_place=in_place), make()
+            large = {str(i): torch.arange(1 << 20).share_memory_() for i in range(3)}
+            with ThreadPoolExecutor(1) as pool:
+                arriving = pool.submit(worker.receive_weights, WAIT_S)
+                trainer.send_weights(large)
+                assert all(torch.equal(arriving.result(WAIT_S)[name], tensor) for name, tensor in large.items())
+            assert trainer.staging_bytes == 4 << 20
+            trainer.shutdown()
+            worker.shutdown()
+
+    def test_why_a_worker_cannot_take_part_is_said_by_the_trainer_too(self, make, monkeypatch):
+        def unreachable(handle):
+            raise TransportError("it lies in another pid namespace")
+
+        monkeypatch.setattr(ipc_worker, "attach", unreachable)
+        trainer, worker = make(timeout_s=0.5), make()
+        with ThreadPoolExecutor(1) as pool:
+            arriving = pool.submit(worker.receive_weights, WAIT_S)
+            with pytest.raises(WeightSyncError, match="it lies in another pid namespace"):
+                trainer.send_weights(weights())
+            with pytest.raises(TransportError, match="another pid namespace"):
+                arriving.result(WAIT_S)
+
+    def test_who_was_not_let_in_is_named_when_nobody_else_comes(self, make):
+        trainer = make(timeout_s=0.3)
+        opening = trainer.open(1, ())
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect("\0" + opening.info["address"])
+            stranger.sendall(b'{"hello": {"rank": []}}\n')
+            with pytest.raises(DeadlineError, match=f"pid {os.getpid()}.* does not say who it is"):
+                opening.transfer()
 
     @pytest.mark.parametrize("settings", [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}])
     def test_settings_that_cannot_work_are_refused(self, settings):
@@ -230,3 +285,40 @@ except Exception as error:
         with pytest.raises(WeightSyncError):
             list(worker.receive({**handoff.info, **change}, into))
         assert not any(tensor.any() for tensor in into.values())
+
+
+class TestMemoryOfADevice:
+    """The driver is played by a list of its answers, so that a machine without a GPU tells too."""
+
+    @pytest.fixture
+    def driver(self, monkeypatch):
+        done, answers = [], {}
+
+        def call(name, *arguments):
+            done.append(name)
+            if answers.get(name):
+                raise answers[name].pop()
+
+        monkeypatch.setattr(cuda_ipc, "_call", call)
+        monkeypatch.setattr(cuda_ipc, "_index", lambda device: 0)
+        monkeypatch.setattr(cuda_ipc, "_context", lambda index: None)
+        monkeypatch.setattr(cuda_ipc, "CudaSegment", lambda *arguments: set())
+        monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty_cache"))
+        return done, answers
+
+    def test_what_torch_only_caches_is_given_back_before_memory_is_said_to_be_short(self, driver):
+        done, answers = driver
+        answers["cuMemAlloc_v2"] = [TransportError("out of memory")]
+        cuda_ipc.create_cuda("GPU-0", 1 << 29)
+        assert done == ["cuMemAlloc_v2", "empty_cache", "cuMemAlloc_v2", "cuIpcGetMemHandle"]
+        answers["cuMemAlloc_v2"] = [TransportError("out of memory"), TransportError("out of memory")]
+        with pytest.raises(TransportError, match="out of memory"):
+            cuda_ipc.create_cuda("GPU-0", 1 << 29)
+
+    def test_memory_that_cannot_be_shared_is_freed(self, driver):
+        done, answers = driver
+        answers["cuIpcGetMemHandle"] = [TransportError("not supported")]
+        with pytest.raises(TransportError, match="not supported"):
+            cuda_ipc.create_cuda("GPU-0", 1 << 29)
+        assert done[-1] == "cuMemFree_v2"

@@ -17,7 +17,8 @@ from tests.models import tiny_model
 from tests.processes import running_python
 from tests.transports.contract import WAIT_S, any_bits, same_bits
 from tests.transports.ipc_ends import WORKER, joined, weights
-from torchrl_ext.errors import ManifestError, WeightSyncError
+from torchrl_ext.errors import ManifestError, TransportError, WeightSyncError
+from torchrl_ext.transports import in_place
 from torchrl_ext.transports.in_place import groups, offer
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.derived import CastSource, RenamedSource
@@ -122,6 +123,44 @@ def test_views_of_one_storage_and_a_module_are_found_in_place():
     assert offered(model) is None
     model.share_memory()
     assert len(offered(model).info["rows"]) == len(as_source(model).params())
+
+
+def test_a_worker_needs_no_descriptor_per_tensor(tmp_path):
+    count, room = 150, 48
+    with running_python(FEW_DESCRIPTORS, str(tmp_path), room) as child:
+        trainer = tx.make_transport("ipc", channel=str(tmp_path), bucket_bytes=4096)
+        trainer.send_weights(shared(weights(1, count)))
+        assert [child.stdout.readline() for _ in range(2)] == ["up\n", f"1 {300 * count}\n"]
+        assert mapped(child.pid) == count
+        trainer.shutdown()
+
+
+FEW_DESCRIPTORS = """
+import os, resource, sys
+import torch, torchrl_ext as tx
+worker = tx.make_transport("ipc", channel=sys.argv[1], timeout_s=60)
+soft = len(os.listdir("/proc/self/fd")) + int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+print("up", flush=True)
+received = worker.receive_weights(60)
+print(worker.received_version, int(sum(tensor.sum() for tensor in received.values())), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_a_worker_cannot_map_is_staged_the_next_time(make, monkeypatch):
+    def refused(handle):
+        raise TransportError("too many mappings")
+
+    trainer, worker, tensors = make(), make(), shared(weights())
+    monkeypatch.setattr(in_place, "attach_plain", refused)
+    with ThreadPoolExecutor(1) as pool:
+        arriving = pool.submit(worker.receive_weights, WAIT_S)
+        with pytest.raises(TransportError, match=r"not taken by .*too many mappings|no worker is left.*many mappings"):
+            trainer.send_weights(tensors)
+        with pytest.raises(TransportError, match="too many mappings"):
+            arriving.result(WAIT_S)
+    assert torch.equal(sent(trainer, worker, tensors)["00"], tensors["00"])
 
 
 def test_what_is_cast_or_gathered_is_not_offered_and_what_is_renamed_is():

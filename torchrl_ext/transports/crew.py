@@ -3,6 +3,8 @@
 =========================================  ================================================================
 ``{"hello": {"rank", "devices"}}``         worker: who it is, and where it can take weights from, best first
 ``{"welcome": {"session", "segment"}}``    trainer: the handle of the staging buffer on the best of these
+``{"turned away": words}``                 trainer: it cannot let this worker in
+``{"leaving": words}``                     worker: it cannot take part
 ``{"announce": info}``                     trainer: a handoff comes (only where no control layer says so)
 ``{"filled": [handoff, bucket]}``          trainer: that bucket is in the half ``bucket % 2`` of the buffer
 ``{"taken": [handoff, bucket]}``           worker: its bytes are copied, the half may be filled again
@@ -16,7 +18,7 @@ cannot acknowledge any more.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import select
 import threading
 import time
@@ -31,6 +33,7 @@ from torchrl_ext.types import Info
 
 __all__ = ["Crew"]
 
+log = logging.getLogger("torchrl_ext")
 _HELLO_S = 2.0
 _GRACE_S = 2.0  # for those that still work, after somebody else failed
 _LOOK_S = 0.1
@@ -44,6 +47,7 @@ class _Worker:
         self.name = link.name if rank is None else f"rank {rank} (pid {link.pid})"
         self.taken = -1
         self.lost = self.refused = ""
+        self.unmapped = False
 
     @property
     def active(self) -> bool:
@@ -82,26 +86,37 @@ class Crew:
         """Wait until ``count`` workers (and all of ``ranks``) are connected; more are welcome.
 
         Raises:
-            DeadlineError: they did not come; names the ranks.
-            TransportError: another thread gave up.
+            DeadlineError: they did not come; names the ranks, and why those that came were not let in.
+            TransportError: another thread gave up, or there is no memory for the staging buffer.
         """
         until = deadline(self._timeout_s)
+        away: dict[str, None] = {}
         while True:
+            for worker in self._workers:
+                if not worker.link.alive and (words := _farewell(worker.link)):
+                    away[f"{worker.name}: {words}"] = None
             self._workers = [worker for worker in self._workers if worker.link.alive]
             absent = set(ranks) - {worker.rank for worker in self._workers}
             waiting = bool(absent) or len(self._workers) < count
             link = self._listener.accept(min(until, deadline(_LOOK_S)) if waiting else 0.0)
             if link is not None:
-                with contextlib.suppress(WeightSyncError):
-                    self._welcome(link)
+                try:
+                    hello = _hello(link)
+                except WeightSyncError as error:
+                    log.warning("not let in: %s", error)
+                    away[error.what] = None
+                    link.close()
+                else:
+                    self._welcome(link, hello)
             elif not waiting:
                 return
             elif self.hurry.is_set():
                 raise TransportError("waiting for workers was given up")
             elif time.monotonic() >= until:
                 who = ranks_text(absent) if absent else f"{count - len(self._workers)} of {count} workers"
+                came = f"; who came and was not let in: {'; '.join(away)}" if away else ""
                 raise DeadlineError(
-                    f"{who} did not connect within {self._timeout_s:g} s",
+                    f"{who} did not connect within {self._timeout_s:g} s{came}",
                     expected="workers on this machine, of this user",
                     state="nothing was sent",
                     hint="call receive_weights there, or let the engine connect",
@@ -116,7 +131,9 @@ class Crew:
         """Start with a handoff: everybody who is connected takes part."""
         self._handoff = handoff
         for worker in self._workers:
-            worker.taken, worker.refused, worker.lost = -1, "", "" if worker.link.alive else "it is gone"
+            worker.taken, worker.refused, worker.lost, worker.unmapped = -1, "", "", False
+            if not worker.link.alive:
+                worker.lost = _farewell(worker.link) or "it is gone"
 
     def filled(self, bucket: int) -> None:
         """Tell that a bucket is there.
@@ -162,6 +179,11 @@ class Crew:
             f"{worker.name}: {worker.lost or worker.refused}" for worker in self._workers if not worker.active
         )
 
+    @property
+    def unmapped(self) -> str:
+        """Who could not map what was offered in place, and why; empty when everybody could."""
+        return "; ".join(f"{worker.name}: {worker.refused}" for worker in self._workers if worker.unmapped)
+
     def close(self) -> None:
         """Let everybody go. May be called twice."""
         self._listener.close()
@@ -176,18 +198,21 @@ class Crew:
         if not self._active():
             raise TransportError(f"no worker is left: {self.troubles() or 'none was connected'}")
 
-    def _welcome(self, link: Link) -> None:
+    def _welcome(self, link: Link, hello: Info) -> None:
+        """Let one in; who is gone by now is not waited for.
+
+        Raises:
+            TransportError: there is no memory for the staging buffer; the worker is told.
+        """
         try:
-            hello = (link.read(deadline(_HELLO_S)) or {}).get("hello")
-            if not isinstance(hello, dict) or not isinstance(hello.get("devices"), list):
-                raise TransportError(f"{link.name} does not say who it is")
-            worker = _Worker(link, hello.get("rank"), self._segment(hello["devices"]))
-            welcome = {"session": self._session, "segment": worker.segment.handle, "timeout_s": self._timeout_s}
-            link.send({"welcome": welcome}, deadline(_HELLO_S))
-        except BaseException:
+            segment = self._segment(hello["devices"])
+        except WeightSyncError as error:
+            _try_to_send(link, {"turned away": error.what})
             link.close()
             raise
-        self._workers.append(worker)
+        welcome = {"session": self._session, "segment": segment.handle, "timeout_s": self._timeout_s}
+        if _try_to_send(link, {"welcome": welcome}):
+            self._workers.append(_Worker(link, hello["rank"], segment))
 
     def _tell(self, worker: _Worker, message: Info) -> None:
         try:
@@ -215,13 +240,51 @@ class Crew:
                 message = worker.link.read(0.0)
                 if message is None:
                     return
-                (kind, said), *_ = message.items()
-                handoff, what = said
-                if handoff == self._handoff and kind == "taken":
-                    worker.taken = max(worker.taken, int(what))
-                elif handoff == self._handoff and kind == "refused":
-                    worker.refused = str(what)
+                if isinstance(message.get("leaving"), str):
+                    return self._lose(worker, message["leaving"])
+                kind = "taken" if "taken" in message else "refused"
+                said = message.get(kind)
+                if not isinstance(said, list) or len(said) != 2 or (kind == "taken" and type(said[1]) is not int):
+                    return self._lose(worker, "it does not speak our language")
+                if said[0] == self._handoff and kind == "taken":
+                    worker.taken = max(worker.taken, said[1])
+                elif said[0] == self._handoff:
+                    worker.refused, worker.unmapped = str(said[1]), "unmapped" in message
         except WeightSyncError as error:
-            self._lose(worker, error.what)
-        except (TypeError, ValueError):
-            self._lose(worker, "it does not speak our language")
+            return self._lose(worker, error.what)
+
+
+def _hello(link: Link) -> Info:
+    """Who it is that came.
+
+    Raises:
+        TransportError: it does not say so.
+        WeightSyncError: it is gone, or speaks another language.
+    """
+    hello = (link.read(deadline(_HELLO_S)) or {}).get("hello")
+    rank = hello.get("rank") if isinstance(hello, dict) else -1
+    if (rank is not None and (type(rank) is not int or rank < 0)) or not isinstance(hello.get("devices"), list):
+        raise TransportError(f"{link.name} does not say who it is", expected="a worker of torchrl_ext")
+    return {"rank": rank, "devices": hello["devices"]}
+
+
+def _farewell(link: Link) -> str:
+    """Why one that closed its connection could not take part; empty where it does not say."""
+    words = ""
+    try:
+        while (message := link.read(0.0)) is not None:
+            words = str(message.get("leaving", words))
+    except WeightSyncError:
+        return words
+    return words
+
+
+def _try_to_send(link: Link, message: Info) -> bool:
+    """Whether one that came is still there to be told."""
+    try:
+        link.send(message, deadline(_HELLO_S))
+        return True
+    except WeightSyncError as error:
+        log.info("not let in: %s", error)
+        link.close()
+        return False

@@ -78,13 +78,21 @@ def create_cuda(device: str, nbytes: int) -> CudaSegment:
 
     Raises:
         ConfigError: this process does not see that GPU.
-        TransportError: the driver refuses, most likely for want of memory.
+        TransportError: the driver refuses, most likely for want of memory; torch's cache was emptied then.
     """
     index, pointer, exported = _index(device), ctypes.c_uint64(), _Handle()
     with torch.cuda.device(index):
         _context(index)
-        _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-        _call("cuIpcGetMemHandle", ctypes.byref(exported), pointer)
+        try:
+            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+        except TransportError:  # what torch has cached beside its tensors may be enough
+            torch.cuda.empty_cache()
+            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+        try:
+            _call("cuIpcGetMemHandle", ctypes.byref(exported), pointer)
+        except TransportError:
+            _call("cuMemFree_v2", pointer)
+            raise
     key = uuid.uuid4().hex
     handle = {"kind": "cuda", "device": device, "key": key, "handle": bytes(exported.reserved).hex(), "bytes": nbytes}
     segment = CudaSegment(int(pointer.value or 0), nbytes, index, "cuMemFree_v2", handle)

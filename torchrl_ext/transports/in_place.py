@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.errors import IntegrityError, ManifestError, TransportError
 from torchrl_ext.transports.buckets import BufferPool, as_bytes, landing
 from torchrl_ext.transports.links import Link
 from torchrl_ext.transports.segments import Segment, attach_plain, host_handle, integer
@@ -117,15 +117,20 @@ def _descriptors() -> dict[tuple[int, int], Info]:
 
 
 class Borrowed:
-    """Worker end: a trainer's own tensors, mapped for as long as the trainer lives."""
+    """Worker end: a trainer's own tensors, mapped for as long as the trainer lives.
+
+    Attributes:
+        unreachable: whether the last handoff could not be mapped; nothing is mapped then.
+    """
 
     def __init__(self) -> None:
+        self.unreachable = False
         self._lock = threading.Lock()
         self._files: dict[tuple[int, ...], Segment] = {}
         self._watched: Link | None = None
 
     def take(
-        self, info: Info, params: Sequence[ParamMeta], into: Mapping[str, Tensor], capacity: int
+        self, info: Any, params: Sequence[ParamMeta], into: Mapping[str, Tensor], capacity: int
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Copy everything, one of `groups` at a time; what was copied, in order, none of it the trainer's.
 
@@ -182,11 +187,17 @@ class Borrowed:
             self._watched = None
             self.close()
 
-    def _sources(self, info: Info, params: Sequence[ParamMeta]) -> list[np.ndarray]:
-        handles, rows = info.get("files"), info.get("rows")
+    def _sources(self, info: Any, params: Sequence[ParamMeta]) -> list[np.ndarray]:
+        handles, rows = (info.get("files"), info.get("rows")) if isinstance(info, dict) else (None, None)
         if not isinstance(handles, list) or not isinstance(rows, list) or len(rows) != len(params):
             raise IntegrityError("the trainer does not say where its tensors are", expected="files, and a row for each")
-        files = self._map(handles)
+        self.unreachable = False
+        try:
+            files = self._map(handles)
+        except TransportError:
+            self.unreachable = True
+            self.close()
+            raise
         sources = []
         for meta, row in zip(params, rows, strict=True):
             valid = isinstance(row, list) and len(row) == 2 and all(type(word) is int and word >= 0 for word in row)
@@ -201,12 +212,19 @@ class Borrowed:
         keys = []
         with self._lock:
             for handle in handles:
-                keys.append((integer(handle, "pid"), integer(handle, "bytes"), *map(int, handle.get("inode", ()))))
+                keys.append((integer(handle, "pid"), integer(handle, "bytes"), *_inode(handle)))
                 if keys[-1] not in self._files:
                     self._files[keys[-1]] = attach_plain(handle)
             for key in self._files.keys() - set(keys):
                 self._files.pop(key).close()
             return [self._files[key] for key in keys]
+
+
+def _inode(handle: Info) -> tuple[int, int]:
+    device, number = found if isinstance(found := handle.get("inode"), list) and len(found) == 2 else (None, None)
+    if type(device) is not int or type(number) is not int:
+        raise IntegrityError(f"the inode of a handle is {found!r}", expected="two whole numbers")
+    return device, number
 
 
 def _finished(

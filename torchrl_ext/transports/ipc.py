@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 import uuid
@@ -25,8 +26,12 @@ from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["IPCTransport"]
 
+log = logging.getLogger("torchrl_ext")
+
 _SMALLEST_BYTES = 2048
 _HOST_BYTES, _CUDA_BYTES = 16 << 20, 512 << 20
+_LEAST_BYTES = 1 << 20
+"""Where memory is short a default buffer is halved, down to this or the next larger half."""
 
 
 class IPCTransport(Transport):
@@ -41,7 +46,7 @@ class IPCTransport(Transport):
         channel: alone, ends of one user with the same channel name meet; an engine learns the address by `open`.
         workers: alone, how many workers a send waits for; more may come.
         bucket_bytes: size of the staging buffer, both halves, in bytes; by default 16 MiB on the host, where it
-            stays in the processor's caches, and 512 MiB on a GPU.
+            stays in the processor's caches, and 512 MiB on a GPU; less where there is not as much memory.
         device: ``"cpu"`` stages on the host even where there are GPUs; by default the trainer stages on the first GPU
             of a worker that both see, else on the host.
         in_place: hand weights that lie in shared memory already (``policy.share_memory()``) over where they are, all of
@@ -88,6 +93,8 @@ class IPCTransport(Transport):
     @property
     def staging_bytes(self) -> int:
         """Size of the staging buffer, in bytes; with GPUs, of each."""
+        if self._segments:
+            return next(iter(self._segments.values())).flat.numel()
         nbytes = self._bucket_bytes or (_HOST_BYTES if self._devices() == [HOST] else _CUDA_BYTES)
         return nbytes // SLOTS // ALIGN_BYTES * ALIGN_BYTES * SLOTS  # one size on every device, so one layout
 
@@ -170,8 +177,13 @@ class IPCTransport(Transport):
             lent.check(number, tensor)
         last = len(groups(params, self.staging_bytes // SLOTS)) - 1
         crew.filled(last)
-        for number in range(last + 1):  # one by one: each that comes is a sign of life
-            crew.await_taken(number)
+        try:
+            for number in range(last + 1):  # one by one: each that comes is a sign of life
+                crew.await_taken(number)
+        finally:
+            if crew.unmapped:
+                self._in_place = False
+                log.warning("weights are staged from now on, for they could not be mapped by %s", crew.unmapped)
 
     def _alone_crew(self, info: Info) -> Crew:
         """The workers of this channel, told of the handoff."""
@@ -196,8 +208,19 @@ class IPCTransport(Transport):
         mine = self._devices()
         device = next((device for device in devices if device in mine), HOST)
         if device not in self._segments:
-            self._segments[device] = create(device, self.staging_bytes)
+            self._segments[device] = self._created(device, self.staging_bytes)
         return self._segments[device]
+
+    def _created(self, device: str, nbytes: int) -> Segment:
+        """A staging buffer; a smaller one where memory is short, unless its size was asked for or is in use already."""
+        while True:
+            try:
+                return create(device, nbytes)
+            except TransportError as error:
+                if self._bucket_bytes or self._segments or nbytes <= _LEAST_BYTES:
+                    raise
+                nbytes //= 2
+                log.warning("the staging buffer has %d bytes only: %s", nbytes, error.what)
 
     def _devices(self) -> list[str]:
         return [HOST] if self._on_host else local_devices()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +21,13 @@ from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]
 
+log = logging.getLogger("torchrl_ext")
+
 ALIGN_BYTES = 64
 SLOTS = 2
 """Halves of the staging buffer: while workers copy out of one, the trainer fills the other."""
 
+_LARGEST_BYTES = 1 << 42  # more than any machine has memory for
 _PAUSE_S = 0.005
 _LAST_WORDS_S = 1.0
 
@@ -82,8 +86,8 @@ class IPCWorker:
             except NotConnectedError:
                 self.hang_up()  # a trainer that comes after it is as welcome
                 message = None
-            if message is not None and isinstance(message.get("announce"), dict):
-                return message["announce"]
+            if message is not None and "announce" in message:
+                return _announced(message["announce"])
             if time.monotonic() >= until or self._stop.is_set():
                 return None
 
@@ -96,10 +100,19 @@ class IPCWorker:
                 return None
             self._link.send({"hello": {"rank": self._rank, "devices": self._devices()}}, until)
         message = self._link.read(until)
+        if message is not None and "turned away" in message:
+            name = self._link.name
+            self.hang_up()
+            raise TransportError(
+                f"{name} let this worker not in: {message['turned away']}",
+                state="nothing was received",
+                hint="mend that in the trainer, and connect again",
+            )
         if message is not None and isinstance(message.get("welcome"), dict):
             try:
                 attach(message["welcome"].get("segment")).close()
-            except WeightSyncError:
+            except WeightSyncError as error:
+                self._say({"leaving": why(error)})
                 self.hang_up()  # what else it said cannot be acted upon
                 raise
             self._welcome = message["welcome"]
@@ -116,7 +129,9 @@ class IPCWorker:
         link, handoff = self._require_link(info), integer(info, "handoff")
         name, complete = None, False
         try:
-            params = self._plan.metas(info["params"])
+            params = self._plan.metas(_rows(info))
+            if sum(meta.nbytes for meta in params) > _LARGEST_BYTES:
+                raise IntegrityError(f"a handoff of more than {_LARGEST_BYTES:,} bytes", state="nothing was read")
             segment = attach(self._welcome.get("segment"))
             try:
                 count, steps = self._steps(link, info, params, into, segment, timeout_s)
@@ -133,7 +148,7 @@ class IPCWorker:
             raise
         except Exception as error:
             if not complete:
-                self.refuse(info, why(error))
+                self.refuse(info, why(error), unmapped=self._borrowed.unreachable)
             raise
 
     def _steps(
@@ -181,18 +196,24 @@ class IPCWorker:
             said = message.get("filled", message.get("stopped"))
             if not isinstance(said, list) or len(said) != 2 or said[0] != handoff:
                 continue  # what is left of a handoff that this end did not take
-            if "stopped" in message:
+            if "filled" not in message:
                 raise TransportError(f"{link.name} stopped: {said[1]}", state="a part of the version may have landed")
             if said[1] != number:
                 raise IntegrityError(f"{link.name} says bucket {said[1]!r}", expected=f"bucket {number}")
             return
 
-    def refuse(self, info: Info, words: str) -> None:
-        """Tell the trainer not to wait for this end."""
+    def refuse(self, info: Info, words: str, *, unmapped: bool = False) -> None:
+        """Tell the trainer not to wait for this end; ``unmapped``: the next handoff should be staged."""
+        refused: Info = {"refused": [info.get("handoff"), words]}
+        self._say({**refused, "unmapped": True} if unmapped else refused)
+
+    def _say(self, message: Info) -> None:
+        """What the trainer may not hear any more."""
         if self._link is not None:
             try:
-                self._link.send({"refused": [info.get("handoff"), words]}, deadline(_LAST_WORDS_S))
-            except WeightSyncError:
+                self._link.send(message, deadline(_LAST_WORDS_S))
+            except WeightSyncError as error:
+                log.info("while a handoff was given up: %s", error)
                 self.hang_up()
 
     def _require_link(self, info: Info) -> Link:
@@ -215,6 +236,24 @@ class IPCWorker:
             self._link.close()
         self._link, self._welcome = None, {}
         self._borrowed.close()
+
+
+def _announced(info: Any) -> Info:
+    """What the trainer announces.
+
+    Raises:
+        IntegrityError: it is no handoff.
+    """
+    integer(info, "version")
+    _rows(info)
+    return info
+
+
+def _rows(info: Info) -> list[Any]:
+    rows = info.get("params")
+    if not isinstance(rows, list):
+        raise IntegrityError(f"the parameters of a handoff are {str(rows)[:80]}", expected="a list")
+    return rows
 
 
 def half(segment: Segment, number: int, capacity: int) -> Tensor:

@@ -131,7 +131,7 @@ class Link:
     def _parsed(self, line: bytearray) -> Info:
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
             raise IntegrityError(

@@ -8,8 +8,10 @@ processes of the same user and the same pid namespace. On a GPU see `torchrl_ext
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import stat
@@ -86,6 +88,50 @@ class HostSegment(Segment):
     def close(self) -> None:
         self.flat = torch.empty(0, dtype=torch.uint8)
         self._give_up()
+
+
+class _Mapping:
+    """A mapping that keeps no descriptor (mmap.mmap keeps one), as numpy takes memory; unmapped with its last view."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if address == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, word, number, number, number, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, word]
+    return libc
+
+
+@final
+class MappedSegment(Segment):
+    """Memory of another process that is kept mapped. There may be one per tensor, so it holds no descriptor.
+
+    Args:
+        descriptor: of the file; the caller closes it.
+        nbytes: its size.
+        handle: as `Segment.handle`.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, handle: Info) -> None:
+        self.handle = handle
+        self.flat = torch.from_numpy(np.asarray(_Mapping(descriptor, nbytes)))
+        close_in_children(self)
+
+    def settle(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.flat = torch.empty(0, dtype=torch.uint8)
 
 
 def host_handle(descriptor: int, about: os.stat_result) -> Info:
@@ -173,6 +219,7 @@ def _attach_host(handle: Info, *, sealed: bool) -> Segment:
             state="nothing was received",
             hint="run both so, or use transport 'collective' or 'disk'",
         ) from error
+    kept = False
     try:
         fits = os.fstat(descriptor).st_size == nbytes > 0
         if not fits or (sealed and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK):
@@ -180,13 +227,19 @@ def _attach_host(handle: Info, *, sealed: bool) -> Segment:
                 f"{path} is not the memory that its handle describes",
                 expected=f"{nbytes} bytes" + ", sealed" * sealed,
             )
-        return HostSegment(descriptor, nbytes)
+        segment: Segment = HostSegment(descriptor, nbytes) if sealed else MappedSegment(descriptor, nbytes, handle)
+        kept = sealed
+        return segment
     except OSError as error:
-        os.close(descriptor)
-        raise TransportError(f"{nbytes} bytes of shared memory cannot be mapped: {error}") from error
-    except BaseException:
-        os.close(descriptor)
-        raise
+        raise TransportError(
+            f"{nbytes} bytes of shared memory cannot be mapped: {error}",
+            expected="fewer mappings than vm.max_map_count allows, and address space for this one",
+            state="nothing was received",
+            hint="send again; or give the trainer in_place=False",
+        ) from error
+    finally:
+        if not kept:
+            os.close(descriptor)
 
 
 def local_devices() -> list[str]:
@@ -198,14 +251,14 @@ def local_devices() -> list[str]:
     return [*visible(), HOST]
 
 
-def integer(message: Info, field: str) -> int:
-    """A field that has to be a whole number of 0 or more.
+def integer(message: Any, field: str) -> int:
+    """A field of a message from outside that has to be a whole number of 0 or more.
 
     Raises:
         IntegrityError: it is none.
     """
-    value = message.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    value = message.get(field) if isinstance(message, dict) else message
+    if type(value) is not int or value < 0 or not isinstance(message, dict):
         raise IntegrityError(f"{field} is {value!r}", expected="a whole number of 0 or more", state="nothing was read")
     return value
 

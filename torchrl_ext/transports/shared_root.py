@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
 import uuid
 from contextlib import suppress
 
-from torchrl_ext.errors import StoreError
+from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Root
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.transports.base import deadline
@@ -18,6 +19,7 @@ __all__ = ["VISIBLE_S", "SharedRoot"]
 
 VISIBLE_S = 2.0  # what a shared filesystem may take to show a new name
 _LOOK_S = 0.1
+_PROBE = re.compile(re.escape(f".probe{TEMPORARY}") + "[0-9a-f]{32}")
 
 
 class SharedRoot:
@@ -56,21 +58,41 @@ class SharedRoot:
 
         Raises:
             StoreError: it is not here, so the root is only visible to the trainer, or another directory.
+            IntegrityError: ``info`` is not one of `invite`.
         """
-        here, trainer = f"{self._store.url} on {socket.gethostname()}", f"{info['root']} on {info['host']}"
+        root, host, probe, token = (_text(info, field) for field in ("root", "host", "probe", "run_id"))
+        if not _PROBE.fullmatch(probe):
+            raise IntegrityError(
+                f"the probe of a shared root is {probe!r}",
+                expected="a name as the trainer gives one",
+                state="nothing was read",
+            )
+        here, trainer = f"{self._store.url} on {socket.gethostname()}", f"{root} on {host}"
         until = deadline(min(VISIBLE_S, timeout_s))
         while True:
             with suppress(FileNotFoundError):
-                found = self._store.get(info["probe"])
+                found = self._store.get(probe)
                 break
             if not self._store.available() or time.monotonic() > until:
                 raise StoreError(
                     f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the "
                     "trainer",
-                    expected=f"the file {info['probe']}",
+                    expected=f"the file {probe}",
                     state="no weights were sent; this engine serves what it has",
                     hint="pick a root on a filesystem that is mounted on both hosts under the same path",
                 )
             aborted.wait(_LOOK_S)
-        if found != info["run_id"].encode():
-            raise StoreError(f"{here} and {trainer} are different directories")
+        if found != token.encode(errors="replace"):
+            raise StoreError(
+                f"{here} and {trainer} are different directories",
+                expected="one directory that both ends see",
+                state="no weights were sent; this engine serves what it has",
+                hint="pick a root on a filesystem that is mounted on both hosts under the same path",
+            )
+
+
+def _text(info: Info, field: str) -> str:
+    value = info.get(field)
+    if not isinstance(value, str) or "\0" in value:
+        raise IntegrityError(f"{field} of a shared root is {value!r}", expected="a name", state="nothing was read")
+    return value

@@ -1,0 +1,209 @@
+"""Whatever arrives from the other end of `IPCTransport`, or with a shared root: it works, or is an error of ours."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import socket
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.stores import LocalStore
+from torchrl_ext.transports.crew import Crew
+from torchrl_ext.transports.ipc_worker import IPCWorker
+from torchrl_ext.transports.links import Link, new_address
+from torchrl_ext.transports.segments import attach, attach_plain, create
+from torchrl_ext.transports.shared_root import SharedRoot
+from torchrl_ext.weights.source import MappingSource
+
+ODD = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    1 << 70,
+    0.5,
+    math.inf,
+    -math.inf,
+    math.nan,
+    "",
+    "x",
+    "\0",
+    "../x",
+    [],
+    [[]],
+    {},
+    {"": []},
+)
+ROUNDS = 400
+
+
+def mutated(draw, value):
+    """``value`` with one odd thing in it, somewhere."""
+    if isinstance(value, dict) and value and draw.random() < 0.85:
+        key = draw.choice([*value])
+        if draw.random() < 0.2:
+            return {name: one for name, one in value.items() if name != key}
+        return {**value, key: mutated(draw, value[key])}
+    if isinstance(value, list) and value and draw.random() < 0.85:
+        at = draw.randrange(len(value))
+        return [*value[:at], *draw.choice([[], [mutated(draw, value[at])], [value[at], value[at]]]), *value[at + 1 :]]
+    if isinstance(value, int) and draw.random() < 0.5:
+        return value + draw.choice([-1, 1, 4096, -4096, 1 << 50])
+    return draw.choice(ODD)
+
+
+def message_of(draw, message):
+    """As `mutated`; what a control layer hands over is a map at least."""
+    found = mutated(draw, message)
+    return found if isinstance(found, dict) else {}
+
+
+def line(draw, message):
+    """A message on the wire, damaged in one of several ways."""
+    data = json.dumps(mutated(draw, message)).encode() + b"\n"
+    if draw.random() < 0.1:
+        at = draw.randrange(len(data))
+        data = data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
+    return b"[" * 100_000 + b"\n" if draw.random() < 0.01 else data
+
+
+@pytest.fixture
+def pair():
+    """Makes two ends of a connection: a `Link`, and the stranger's socket."""
+    opened = []
+
+    def ends():
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        opened.extend([link := Link(ours, "somebody"), theirs])
+        return link, theirs
+
+    yield ends
+    for end in opened:
+        end.close()
+
+
+@pytest.fixture
+def segment():
+    own = create("cpu", 8192)
+    yield own
+    own.close()
+
+
+def test_a_trainer_takes_any_hello_and_any_answer(pair, segment):
+    draw, let_in = random.Random(1), 0
+    hello = {"hello": {"rank": 1, "devices": ["cpu"]}}
+    answers = [{"taken": [3, 1]}, {"refused": [3, "no"]}, {"refused": [3, "no"], "unmapped": True}, {"leaving": "no"}]
+    for _ in range(ROUNDS):
+        crew = Crew(new_address(), "session", lambda devices: segment, 0.0)
+        link, theirs = pair()
+        theirs.sendall(draw.choice([line(draw, hello), json.dumps(hello).encode() + b"\n"]))
+        accepted = [link]
+        crew._listener.close()
+        crew._listener.accept = lambda until, accepted=accepted: accepted.pop() if accepted else None
+        with suppress(WeightSyncError):
+            crew.admit(1, [1])
+        crew.begin(3)
+        let_in += bool(crew.segments)
+        if crew.segments:
+            with suppress(OSError):
+                theirs.sendall(b"".join(line(draw, draw.choice(answers)) for _ in range(3)))
+            theirs.close()
+            with suppress(WeightSyncError):
+                crew.await_taken(1)
+        crew.close()
+        theirs.close()
+    assert ROUNDS // 4 < let_in < ROUNDS
+
+
+def test_a_worker_takes_any_message_of_a_trainer(pair, segment):
+    draw, welcomed = random.Random(2), 0
+    welcome = {"welcome": {"session": "s", "segment": segment.handle, "timeout_s": 1.0}}
+    params = [["a", "float32", [3]], ["b", "uint8", [2, 3]]]
+    info = {"transport": "ipc", "version": 1, "session": "s", "handoff": 5, "params": params}
+    others = [{"turned away": "no"}, {"announce": info}, {"filled": [5, 0]}, {"stopped": [5, "no"]}]
+    for _ in range(ROUNDS):
+        worker = IPCWorker(lambda: ["cpu"])
+        worker._link, theirs = pair()
+        first = draw.choice([line(draw, welcome), json.dumps(welcome).encode() + b"\n"])
+        theirs.sendall(first + b"".join(line(draw, draw.choice(others)) for _ in range(draw.randrange(3))))
+        theirs.shutdown(socket.SHUT_WR)
+        with suppress(WeightSyncError):
+            for _ in range(4):
+                told = worker._enter("", 0.0)
+                if told is not None and "announce" in told:
+                    break
+        welcomed += worker.connected
+        with suppress(WeightSyncError):
+            list(worker.receive(draw.choice([info, message_of(draw, info)]), {}, 0.0))
+        worker.hang_up()
+    worker = IPCWorker(lambda: ["cpu"])
+    for _ in range(ROUNDS):
+        with pytest.raises(WeightSyncError):
+            worker.join(message_of(draw, {"address": new_address(), "rank": 1, "session": "s"}), 0.0)
+
+
+def test_a_worker_takes_any_announcement(pair, segment):
+    draw, whole = random.Random(3), {"version": 1, "session": "s", "handoff": 5, "params": [["a", "float32", [3]]]}
+    for _ in range(ROUNDS):
+        transport = tx.make_transport("ipc", timeout_s=1.0)
+        transport._worker._link, theirs = pair()
+        transport._worker._welcome = {"session": "s", "segment": segment.handle}
+        theirs.sendall(json.dumps({"announce": mutated(draw, whole)}).encode() + b"\n" + b'{"filled": [5, 0]}\n')
+        theirs.shutdown(socket.SHUT_WR)
+        with suppress(WeightSyncError):
+            transport.receive_weights(0.0)
+        transport.shutdown()
+
+
+def test_a_worker_takes_any_place_of_tensors(segment):
+    draw, landed = random.Random(4), 0
+    tensors = {name: torch.arange(64.0).share_memory_() for name in ("a", "b")}
+    trainer = tx.make_transport("ipc", timeout_s=1.0)
+    (handoff,) = trainer.prepare(MappingSource(tensors), 1)
+    params = tuple(meta for meta in MappingSource(tensors).params())
+    worker = IPCWorker(lambda: ["cpu"])
+    for _ in range(ROUNDS):
+        with suppress(WeightSyncError):
+            landed += len(list(worker._borrowed.take(mutated(draw, handoff.info["in_place"]), params, {}, 1024)))
+    assert landed  # some changes say the same
+    worker.hang_up()
+    trainer.shutdown()
+
+
+def test_any_handle_maps_what_it_says_or_nothing(segment):
+    draw, before = random.Random(5), len(os.listdir("/proc/self/fd"))
+    shared = torch.arange(64.0).share_memory_()
+    trainer = tx.make_transport("ipc")
+    (handoff,) = trainer.prepare(MappingSource({"a": shared}), 1)
+    (plain,) = handoff.info["in_place"]["files"]
+    for _ in range(ROUNDS):
+        for whole, open_it in ((segment.handle, attach), (plain, attach_plain)):
+            with suppress(WeightSyncError):
+                open_it(mutated(draw, whole)).close()
+    trainer.shutdown()
+    del shared
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_worker_takes_any_invitation_to_a_shared_root(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchrl_ext.transports.shared_root.VISIBLE_S", 0.0)
+    store, draw = LocalStore(tmp_path), random.Random(6)
+    (tmp_path / "secret").write_text("run")
+    shared, nothing = SharedRoot(store, "run"), threading.Event()
+    info = shared.invite()
+    shared.find(info, 1.0, nothing)
+    for _ in range(ROUNDS // 4):
+        with suppress(WeightSyncError):
+            shared.find(message_of(draw, info), 0.0, nothing)
+    with pytest.raises(WeightSyncError, match="the probe of a shared root"):
+        shared.find({**info, "probe": "secret"}, 0.0, nothing)
