@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import ClassVar
 
 from torchrl_ext.errors import StoreError
 
@@ -18,6 +19,10 @@ class Store(ABC):
     A reader never sees a half-written value. What makes a *set* of keys appear as a whole is the writer's order: the
     last key put is the one that readers look for first (see `torchrl_ext.stores.versions`).
     """
+
+    locked: ClassVar[bool] = True
+    """Whether a second writer is kept out for as long as the first one lives. Where not, what is replaced may be
+    replaced late, by a writer that has lost the root; what is only ever created cannot."""
 
     @property
     @abstractmethod

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
-from torchrl_ext.errors import StoreError
+from torchrl_ext.errors import StoreError, WeightSyncError
 from torchrl_ext.stores.base import Store
 
-__all__ = ["Leases"]
+__all__ = ["Leases", "seconds_left"]
+
+log = logging.getLogger("torchrl_ext")
 
 _FOLDER = "readers"
 
@@ -26,6 +31,7 @@ class Leases:
 
     def __init__(self, store: Store, lease_s: float) -> None:
         self._store, self._lease_s = store, lease_s
+        self._told: set[str] = set()
 
     @contextmanager
     def held(self, first: int) -> Iterator[None]:
@@ -40,13 +46,36 @@ class Leases:
                 self._store.delete(key)
 
     def firsts(self) -> list[int]:
-        """The oldest version that each reader needs. What has run out, or is no lease, is removed or passed over."""
+        """The oldest version that each reader needs. What has run out is removed; what is no lease holds nothing.
+
+        A lease is a word of somebody else's. One that would hold for longer than any reader of ours asks for, or that
+        names no version, is passed over with a warning: its reader starts over when something is gone.
+        """
         found = []
         for name in self._store.list(_FOLDER):
-            with suppress(FileNotFoundError, StoreError, ValueError, TypeError, KeyError):
-                lease = json.loads(self._store.get(f"{_FOLDER}/{name}"))
-                if float(lease["until"]) > time.time():
-                    found.append(int(lease["first"]))
-                else:  # its reader died, or takes longer than it said
-                    self._store.delete(f"{_FOLDER}/{name}")
+            key = f"{_FOLDER}/{name}"
+            try:
+                lease = json.loads(self._store.get(key))
+                first, left_s = lease["first"], seconds_left(lease["until"])
+                if type(first) is not int or first < 0 or left_s is None or left_s > 2 * self._lease_s:
+                    raise ValueError(f"it holds version {first!r} until {lease['until']!r}")
+            except FileNotFoundError:
+                continue
+            except (WeightSyncError, ValueError, TypeError, KeyError, RecursionError) as error:
+                if name not in self._told:
+                    self._told.add(name)
+                    log.warning("%s/%s is no lease, and holds nothing: %s", self._store.url, key, error)
+                continue
+            if left_s > 0:
+                found.append(first)
+            else:  # its reader died, or takes longer than it said
+                with suppress(StoreError):
+                    self._store.delete(key)
         return found
+
+
+def seconds_left(until: Any) -> float | None:
+    """How long it is to a moment that somebody else wrote down, in seconds since 1970; None where it is none."""
+    if isinstance(until, bool) or not isinstance(until, (int, float)) or abs(until) > 1e15 or math.isnan(until):
+        return None
+    return until - time.time()

@@ -1,24 +1,35 @@
 """`ObjectStore`: a bucket, through fsspec (https://filesystem-spec.readthedocs.io): ``s3://``, ``gs://``, ``memory://``.
 
 A put of an object store is atomic and durable by itself, and a folder is no more than a common prefix. So a draft puts
-its files under their final names, and the last one, which readers look for first, makes it a version. Object stores
-have no locks: that one trainer writes into a root is up to whoever starts trainers.
+its files under their final names, and the last one, which readers look for first, makes it a version.
+
+Object stores have no locks. Most create a key only where there is none, and on that stands what keeps two writers
+apart: a root has an owner (`torchrl_ext.stores.owners`), a draft first claims its folder, and what it writes into it
+is created. A draft that fails removes what it wrote itself. Stores that only put are told by a warning.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.stores.base import Draft, Root, checked_key
+from torchrl_ext.stores.local import TEMPORARY
+from torchrl_ext.stores.owners import Owners
 
 __all__ = ["ObjectStore"]
 
+log = logging.getLogger("torchrl_ext")
+
+_CLAIM = ".claim"
 _Result = TypeVar("_Result")
 
 
@@ -34,6 +45,8 @@ class ObjectStore(Root):
         ConfigError: fsspec, or the package for this protocol, is not installed.
     """
 
+    locked: ClassVar[bool] = False
+
     def __init__(self, url: str, **storage_options: Any) -> None:
         try:
             from fsspec.core import url_to_fs
@@ -44,7 +57,8 @@ class ObjectStore(Root):
                 f"{url} cannot be opened: {error}", hint="pip install fsspec, and the package for the protocol (s3fs)"
             ) from error
         self._url, self._path = url.rstrip("/"), path.rstrip("/")
-        self._owned = False
+        self._owners = Owners(self)
+        self._creates = _creates(self._fs)
 
     @property
     def url(self) -> str:
@@ -54,25 +68,55 @@ class ObjectStore(Root):
 
     @property
     def owned(self) -> bool:
-        return self._owned
+        return self._owners.number > 0
 
     def own(self) -> None:
-        self._owned = True
+        if self.owned:
+            return
+        self._owners.enter()
+        if self._creates:  # some take the condition and pay no heed to it
+            self._creates = not self._overwrites()
+        if not self._creates:
+            log.warning(
+                "%s cannot create a key only where there is none: of two trainers that begin at the same moment, or "
+                "publish the same version at the same moment, neither would be noticed",
+                self._url,
+            )
 
     def disown(self) -> None:
-        self._owned = False
+        with suppress(StoreError):  # then it counts as dead a little later
+            self._owners.leave()
 
     def put(self, key: str, data: bytes) -> None:
         self._call("write", key, lambda path: self._fs.pipe_file(path, bytes(data)))
 
+    def create(self, key: str, data: bytes) -> bool:
+        """Put a value where there is none.
+
+        Returns:
+            Whether ``data`` is what lies there now: an answer that was lost, and the put repeated, looks as if another
+            writer had come first.
+
+        Raises:
+            StoreError: as `put`; then nobody knows.
+        """
+        try:
+            if self._creates:
+                self._call("create", key, lambda path: self._fs.pipe_file(path, bytes(data), mode="create"))
+                return True
+            if not self._call("look for", key, self._fs.exists):
+                self.put(key, data)
+            return self.get(key) == data
+        except FileNotFoundError:  # removed again meanwhile
+            return False
+        except StoreError:
+            with suppress(FileNotFoundError):
+                return self.get(key) == data
+            raise
+
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
-        if self.list(folder):
-            raise StoreError(
-                f"{self._url}/{folder} exists already", state="nothing was written", hint="pick the next version number"
-            )
-        staging = Path(tempfile.mkdtemp(prefix="torchrl-ext-"))
-        try:
+        with self._staging(folder) as staging:
             if needed_bytes and shutil.disk_usage(staging).free < needed_bytes:
                 raise StoreError(
                     f"a version is staged in {staging}, where {shutil.disk_usage(staging).free:,} bytes are free",
@@ -81,18 +125,16 @@ class ObjectStore(Root):
                     hint="free some space, or point TMPDIR elsewhere",
                 )
             draft = _ObjectDraft(staging, folder, self)
-            yield draft
-            draft.upload()
-        except BaseException as error:
-            with suppress(StoreError):
-                self.delete(folder)
-            if isinstance(error, OSError) and not isinstance(error, WeightSyncError):
-                raise StoreError(
-                    f"cannot stage {folder} in {staging}: {error}", state=f"{self._url} holds what it held"
-                ) from error
-            raise
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            draft.claim()
+            try:
+                if self.owned:
+                    self._owners.require()  # after the claim: who comes as the owner from now on sees the folder
+                yield draft
+                draft.upload()
+            except BaseException:
+                draft.withdraw()
+                raise
+            draft.settle()
 
     def upload(self, path: Path, key: str) -> None:
         """Put a local file.
@@ -112,8 +154,8 @@ class ObjectStore(Root):
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(name)
             if found and self._fs.isdir(path):  # filesystems with real directories (memory://)
-                with suppress(FileNotFoundError):
-                    self._fs.rm(path, recursive=True)
+                with suppress(OSError):  # somebody else put something into it
+                    self._fs.rmdir(path)
 
         self._call("remove", key, remove)
 
@@ -141,15 +183,12 @@ class ObjectStore(Root):
 
     @contextmanager
     def local(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
-        staging = Path(tempfile.mkdtemp(prefix="torchrl-ext-"))
-        try:
+        with self._staging(folder) as staging:
             for name in names:
                 key = f"{folder}/{name}"
                 target = str(staging / checked_key(name))
                 self._call("fetch", key, lambda path, target=target: self._fs.get_file(path, target))
             yield staging
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
 
     def available(self) -> bool:
         try:
@@ -157,6 +196,30 @@ class ObjectStore(Root):
         except StoreError:
             return False
         return True
+
+    @contextmanager
+    def _staging(self, folder: str) -> Iterator[Path]:
+        """A local directory for files of a folder, while the block runs."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="torchrl-ext-", ignore_cleanup_errors=True) as path:
+                yield Path(path)
+        except OSError as error:
+            if isinstance(error, (FileNotFoundError, WeightSyncError)):
+                raise
+            raise StoreError(
+                f"cannot stage {folder} of {self._url} in {tempfile.gettempdir()}: {error}",
+                state=f"{self._url} holds what it held",
+                hint="free some space, or point TMPDIR elsewhere",
+            ) from error
+
+    def _overwrites(self) -> bool:
+        """Whether a value goes when it is created once more."""
+        probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
+        self.create(probe, b"1")
+        try:
+            return self.create(probe, b"2")
+        finally:
+            self.delete(probe)
 
     def _call(self, doing: str, key: str, call: Callable[[str], _Result]) -> _Result:
         """Errors of clients have no common root: whatever comes is a `StoreError`, but that nothing is there."""
@@ -171,16 +234,76 @@ class ObjectStore(Root):
             ) from error
 
 
+def _creates(fs: Any) -> bool:
+    """Whether a filesystem creates exclusively by itself; what fsspec does in its place is to look, and then to put."""
+    for cls in type(fs).__mro__:
+        for name in ("_pipe_file", "pipe_file"):
+            if name in vars(cls):
+                return not cls.__module__.startswith(("fsspec.spec", "fsspec.asyn")) and (
+                    "mode" in inspect.signature(vars(cls)[name]).parameters
+                )
+    return False
+
+
 class _ObjectDraft(Draft):
+    """Keys under a folder that this draft claimed: nobody else writes there, so what it wrote it may remove."""
+
     def __init__(self, path: Path, folder: str, store: ObjectStore) -> None:
         self.path, self._folder, self._store = path, folder, store
+        self._claim = f"{folder}/{_CLAIM}"
+        self._written: list[str] = []
+        self._unknown = False
+
+    def claim(self) -> None:
+        """Take the folder.
+
+        Raises:
+            StoreError: it is taken, or there is something in it.
+        """
+        free = self._store.create(self._claim, uuid.uuid4().hex.encode())
+        if free and self._store.list(self._folder):
+            self._store.delete(self._claim)
+            free = False
+        if not free:
+            raise StoreError(
+                f"{self._store.url}/{self._folder} exists already",
+                state="nothing was written",
+                hint="pick the next version number",
+            )
 
     def write(self, name: str, data: bytes) -> None:
         self.upload()
-        self._store.put(f"{self._folder}/{name}", data)
+        key = f"{self._folder}/{name}"
+        try:
+            created = self._store.create(key, data)
+        except StoreError:
+            self._unknown = name == "manifest.json"
+            self._written.append(key)
+            raise
+        if not created:
+            raise StoreError(
+                f"another writer put {self._store.url}/{key}",
+                expected="one trainer per root",
+                state="it was left as it is",
+                hint="give each trainer a root of its own",
+            )
+        self._written.append(key)
 
     def upload(self) -> None:
         """Put what was written into the local directory, and free its space."""
         for file in sorted(self.path.iterdir()):
-            self._store.upload(file, f"{self._folder}/{file.name}")
+            key = f"{self._folder}/{file.name}"
+            self._written.append(key)
+            self._store.upload(file, key)
             file.unlink()
+
+    def settle(self) -> None:
+        """The folder is complete, and says by itself that it is taken."""
+        with suppress(StoreError):
+            self._store.delete(self._claim)
+
+    def withdraw(self) -> None:
+        """Remove what this draft wrote, the last file first; where that may be a version that is seen, nothing."""
+        for key in () if self._unknown else (*reversed(self._written), self._claim):
+            with suppress(StoreError):
+                self._store.delete(key)

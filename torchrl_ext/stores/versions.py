@@ -4,6 +4,9 @@
     <root>/weight_v000007/manifest.json    its last file: a directory without one is not a version
     <root>/latest                      number of the newest version; moved last, and never back
 
+In an object store the pointer could be put late by a writer that has lost the root. There the newest complete version
+counts, which is as good: its manifest was created last, and nobody removes it before there is a newer one.
+
 Nothing is ever rewritten in place. A reader that has a version's files open may read on while it is removed; one that
 comes too late sees `FileNotFoundError` and takes the newest instead.
 """
@@ -52,11 +55,18 @@ class Versions:
         return sorted(number for number in found if number is not None)
 
     def latest(self) -> int:
-        """The version that the pointer names; 0 before the first.
+        """The newest version that is published; 0 before the first.
 
         Raises:
-            IntegrityError: the pointer holds something else.
+            IntegrityError: the pointer holds something else than a number.
         """
+        pointed = self._pointed()
+        for number in reversed(self.numbers()) if pointed and not self.store.locked else ():
+            if MANIFEST in self.store.list(version_name(number)):
+                return number
+        return pointed
+
+    def _pointed(self) -> int:
         try:
             text = self.store.get(LATEST)
         except FileNotFoundError:
@@ -85,7 +95,7 @@ class Versions:
                 f"the pointer in {self.store.url} would go back from version {now} to {version}",
                 expected="versions that only grow",
             )
-        if version > now:
+        if version > self._pointed():
             self.store.put(LATEST, b"%d\n" % version)
 
     def manifest(self, version: int) -> Manifest:

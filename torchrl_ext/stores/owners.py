@@ -1,0 +1,198 @@
+"""Who writes into a bucket: object stores have no locks, but most create a key only where there is none.
+
+    owners/000003       the newest owner: who it is, and until when it counts as alive without another word
+
+Numbers only grow, each is created by one writer alone, and the newest has the root. Who finds a newer one than its own
+has lost the root and writes no more. So a trainer that was taken for dead can do no harm when it comes back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchrl_ext.errors import StoreError
+from torchrl_ext.stores.leases import seconds_left
+
+__all__ = ["OWNED_S", "Creates", "Owners"]
+
+OWNED_S = 300.0
+"""How long an owner on another machine counts as alive after it began its last version, in seconds."""
+
+_FOLDER = "owners"
+_ATTEMPTS = 10
+_HERE: weakref.WeakValueDictionary[str, Owners] = weakref.WeakValueDictionary()
+
+
+class Creates(Protocol):
+    """What is needed of a store."""
+
+    url: str
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Put a value where there is none; whether ``data`` is what lies there now."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """As `Store.put`."""
+
+    def get(self, key: str) -> bytes:
+        """As `Store.get`."""
+
+    def list(self, folder: str = "") -> list[str]:
+        """As `Store.list`."""
+
+    def delete(self, key: str) -> None:
+        """As `Store.delete`."""
+
+
+class Owners:
+    """One writer's place among those of a root.
+
+    Args:
+        store: the root.
+
+    Attributes:
+        number: of this writer; 0 while it is none.
+    """
+
+    def __init__(self, store: Creates) -> None:
+        self._store: Creates = weakref.proxy(store)  # a store that is forgotten goes at once, and leaves its root
+        self._token = uuid.uuid4().hex
+        self.number = 0
+
+    def enter(self) -> None:
+        """Become the newest owner.
+
+        Raises:
+            StoreError: another one is alive, as far as can be known.
+        """
+        for _ in range(_ATTEMPTS):
+            newest = self._newest()
+            if newest:
+                self._refuse_alive(newest)
+            mine = newest + 1
+            _HERE[self._token] = self
+            if self._store.create(_key(mine), self._words(OWNED_S)):
+                if self._newest() == mine:
+                    break
+                self._store.delete(_key(mine))  # a newer one came and went on while this one looked
+        else:
+            raise StoreError(
+                f"{_ATTEMPTS} other trainers became the owner of {self._store.url} while this one tried to",
+                expected="one trainer per root",
+                state="nothing was changed",
+                hint="give this trainer a root of its own",
+            )
+        self.number = mine
+        for number in self._numbers():
+            if number < mine:
+                self._store.delete(_key(number))
+
+    def require(self) -> None:
+        """Be sure that no other writer has come, and say that this one is alive.
+
+        Raises:
+            StoreError: another one has the root now.
+        """
+        newest = self._newest()
+        if newest != self.number:
+            found = self._said(newest) if newest else {}
+            raise StoreError(
+                f"{self._store.url} has another owner now: trainer {found.get('pid')} on {found.get('host')}"
+                if newest
+                else f"{self._store.url} was emptied: this trainer's {_key(self.number)} is gone",
+                expected="one trainer per root, and that it stays",
+                state="nothing was written, and this trainer publishes no more into this root",
+                hint="end one of the two, or give this one a root of its own",
+            )
+        self._store.put(_key(self.number), self._words(OWNED_S))
+
+    def leave(self) -> None:
+        """Let another writer have the root. Its number stays used.
+
+        Raises:
+            StoreError: the store cannot be reached; others wait until this owner counts as dead.
+        """
+        number, self.number = self.number, 0
+        _HERE.pop(self._token, None)
+        if number and self._newest() == number:
+            self._store.put(_key(number), self._words(0.0))
+
+    def _refuse_alive(self, number: int) -> None:
+        found = self._said(number)
+        left_s = _left_s(found)
+        if left_s <= 0 or found.get("owner") == self._token:
+            return
+        raise StoreError(
+            f"another trainer publishes into {self._store.url}: process {found.get('pid')} on {found.get('host')}",
+            expected="one trainer per root",
+            state="nothing was changed",
+            hint=f"give this trainer a root of its own, or end the other one; if it is dead, wait {left_s:.0f} s or "
+            f"remove {self._store.url}/{_FOLDER}/",
+        )
+
+    def _said(self, number: int) -> dict[str, Any]:
+        """An owner's words; {} where they are gone, or are none."""
+        try:
+            found = json.loads(self._store.get(_key(number)))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _words(self, alive_s: float) -> bytes:
+        words = {
+            "owner": self._token,
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "began": _began(os.getpid()),
+            "until": time.time() + alive_s if alive_s else 0,
+        }
+        return json.dumps(words).encode()
+
+    def _newest(self) -> int:
+        return max(self._numbers(), default=0)
+
+    def _numbers(self) -> list[int]:
+        return [int(name) for name in self._store.list(_FOLDER) if name.isdecimal() and len(name) < 19]
+
+
+def _key(number: int) -> str:
+    return f"{_FOLDER}/{number:06d}"
+
+
+def _left_s(found: dict[str, Any]) -> float:
+    """For how many seconds an owner still counts as alive; 0 where it is known to be dead, or said nothing usable."""
+    left_s = seconds_left(found.get("until"))
+    if left_s is None or not 0 < left_s <= 2 * OWNED_S:
+        return 0.0
+    if found.get("machine") == _machine() is not None and isinstance(found.get("pid"), int):
+        if found["pid"] == os.getpid() and found.get("began") == _began(os.getpid()):
+            alive = found.get("owner") in _HERE
+        else:
+            alive = found.get("began") is not None and found["began"] == _began(found["pid"])
+        return left_s if alive else 0.0
+    return left_s
+
+
+def _machine() -> str | None:
+    """Where process numbers mean the same; None where that cannot be told."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _began(pid: int) -> str | None:
+    """When a process of this machine began, in the kernel's ticks; None where there is none (any more)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
