@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -114,6 +115,21 @@ def test_a_server_that_is_never_healthy_reaches_the_deadline_and_is_ended(tmp_pa
         ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, start_timeout_s=1)
     text = log.read_text().split()
     assert text and gone(int(text[0]))
+
+
+def test_a_start_that_another_thread_gives_up_ends_the_server(tmp_path):
+    command = [sys.executable, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()"]
+    log, cancel = tmp_path / "log", threading.Event()
+
+    def give_up():
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.01)
+        cancel.set()
+
+    threading.Thread(target=give_up, daemon=True).start()
+    with pytest.raises(EngineError, match="was given up"):
+        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, cancel=cancel)
+    assert gone(int(log.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,10 +27,11 @@ class EmbeddedServer(Launched):
         environ: variables for the server, such as ``CUDA_VISIBLE_DEVICES``.
         log_path: file for what the server prints; None takes a temporary one.
         start_timeout_s: deadline of the start, in seconds.
+        cancel: set by another thread that wants the start given up.
 
     Raises:
         ConfigError: ``model_dir`` is no directory, or the port is taken.
-        EngineError: the process ended while starting; the message has the end of its log.
+        EngineError: the process ended while starting, or was given up; the message has the end of its log.
         DeadlineError: it was not healthy in time, and was ended.
     """
 
@@ -46,6 +48,7 @@ class EmbeddedServer(Launched):
         environ: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         start_timeout_s: float = 120.0,
+        cancel: threading.Event | None = None,
     ) -> None:
         model, port = checkpoint_folder(model_dir), usable_port(port)
         arguments = {
@@ -63,5 +66,6 @@ class EmbeddedServer(Launched):
             environ={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(environ or {})},
             log_path=log_path,
             start_timeout_s=start_timeout_s,
+            cancel=cancel,
         )
         super().__init__(server)

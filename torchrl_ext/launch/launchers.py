@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,16 +39,19 @@ class EngineLauncher(ABC):
     """Starts engines somewhere."""
 
     @abstractmethod
-    def launch(self, plan: EnginePlan, encoders: Sequence[str] = ()) -> RunningEngine:
+    def launch(
+        self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
+    ) -> RunningEngine:
         """Start an engine and wait until it is healthy; the same plan again starts it at the same address.
 
         Args:
             plan: what to start.
             encoders: addresses of the encoders of its model.
+            cancel: set by another thread that wants the start given up, which then raises soon.
 
         Raises:
             ConfigError: the plan cannot work here.
-            EngineError, DeadlineError: it ended while starting, or was not healthy in time.
+            EngineError, DeadlineError: it ended while starting, was given up, or was not healthy in time.
         """
 
 
@@ -67,11 +71,13 @@ class LocalLauncher(EngineLauncher):
         self._settings = settings
         self._ports: dict[str, int] = {}
 
-    def launch(self, plan: EnginePlan, encoders: Sequence[str] = ()) -> RunningEngine:
+    def launch(
+        self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
+    ) -> RunningEngine:
         make = launchers.load(plan.kind)
         known = inspect.signature(make).parameters
         wanted = {**self._settings, **_role(plan, encoders), **plan.overrides}
-        settings = {name: value for name, value in wanted.items() if name in known}
+        settings = {name: value for name, value in {**wanted, "cancel": cancel}.items() if name in known}
         others = {name: value for name, value in wanted.items() if name not in known}
         if others and "extra_args" not in known:
             raise ConfigError(

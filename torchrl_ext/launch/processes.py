@@ -50,11 +50,12 @@ class ServerProcess:
         health: route that answers 200 when the server is ready.
         log_path: file for what the server prints; None takes a temporary one.
         start_timeout_s: deadline of the start, in seconds.
+        cancel: set by another thread that wants the start given up.
         shared_memory: first letters of the names of files in /dev/shm that the server's processes make, and may leave
             behind: those that they have mapped when they are ended are removed.
 
     Raises:
-        EngineError: it ended while starting; the message has the end of its log.
+        EngineError: it ended while starting, or was given up; the message has the end of its log.
         DeadlineError: it was not healthy in time, and was ended.
     """
 
@@ -68,6 +69,7 @@ class ServerProcess:
         health: str = "/health",
         log_path: str | Path | None = None,
         start_timeout_s: float = 300.0,
+        cancel: threading.Event | None = None,
         shared_memory: tuple[str, ...] = (),
     ) -> None:
         self.name, self.url, self._shared_memory = name, url, shared_memory
@@ -89,7 +91,7 @@ class ServerProcess:
             if not first.isdigit():
                 raise EngineError(f"{name} could not be started: {self.log()}")
             self.pid = int(first)
-            self._wait_until_healthy(health, start_timeout_s)
+            self._wait_until_healthy(health, start_timeout_s, cancel or threading.Event())
         except BaseException:
             self.stop()
             raise
@@ -141,9 +143,8 @@ class ServerProcess:
     def __exit__(self, *_: Any) -> None:
         self.stop()
 
-    def _wait_until_healthy(self, route: str, timeout_s: float) -> None:
+    def _wait_until_healthy(self, route: str, timeout_s: float, cancel: threading.Event) -> None:
         until = time.monotonic() + timeout_s
-        pause = threading.Event()
         with httpx.Client(trust_env=False, timeout=5.0) as client:
             while time.monotonic() < until:
                 if not self.alive():
@@ -155,7 +156,8 @@ class ServerProcess:
                 with contextlib.suppress(httpx.HTTPError):
                     if client.get(self.url + route).status_code == 200:
                         return
-                pause.wait(_POLL_S)
+                if cancel.wait(_POLL_S):
+                    raise EngineError(f"the start of {self.name} at {self.url} was given up", state="it was ended")
         raise DeadlineError(
             f"{self.name} at {self.url} was not healthy within {timeout_s:g} s; its log ends with: {self.log()}",
             state="it was ended",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +16,7 @@ from torchrl_ext.launch.topology import EnginePlan
 __all__ = ["RayLauncher"]
 
 _ANSWER_S = 30.0
+_POLL_S = 0.2
 
 
 class RayLauncher(EngineLauncher):
@@ -40,7 +43,9 @@ class RayLauncher(EngineLauncher):
         self._remote, self._timeout_s, self._settings = remote, start_timeout_s, settings
         self._ports: dict[str, int] = {}
 
-    def launch(self, plan: EnginePlan, encoders: Sequence[str] = ()) -> RunningEngine:
+    def launch(
+        self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
+    ) -> RunningEngine:
         wanted = self._remote(plan) if callable(self._remote) else self._remote
         if wanted is None:
             wanted = {"num_gpus": len(plan.gpus)} if self._ray.cluster_resources().get("GPU") else {}
@@ -50,7 +55,7 @@ class RayLauncher(EngineLauncher):
         actor = self._ray.remote(_Node).options(**{"num_cpus": 1, **wanted}).remote(settings)
         engine = _Engine(self._ray, actor, plan.name)
         try:
-            engine.url = engine.ask("launch", plan, tuple(encoders), timeout_s=self._timeout_s)
+            engine.url = engine.ask("launch", plan, tuple(encoders), timeout_s=self._timeout_s, cancel=cancel)
         except BaseException:
             engine.kill()  # an actor that has no node, or still launches, would not answer a request to stop
             raise
@@ -110,20 +115,27 @@ class _Engine:
         """End the actor, and with it what it guards."""
         self._ray.kill(self._actor)
 
-    def ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
+    def ask(
+        self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S, cancel: threading.Event | None = None
+    ) -> Any:
         """Call a method of the actor.
 
         Raises:
-            EngineError: the actor is dead.
+            EngineError: the actor is dead, or ``cancel`` was set.
             DeadlineError: it did not answer in time.
         """
+        until = time.monotonic() + timeout_s
         try:
-            return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout_s)
-        except self._ray.exceptions.GetTimeoutError:
-            raise DeadlineError(
-                f"the actor of engine {self._name} did not {method} within {timeout_s:g} s",
-                hint="a node with the resources that it asks for may be missing: ray status",
-            ) from None
+            answer = getattr(self._actor, method).remote(*arguments)
+            while not self._ray.wait([answer], timeout=max(0.0, min(_POLL_S, until - time.monotonic())))[0]:
+                if cancel is not None and cancel.is_set():
+                    raise EngineError(f"to {method} engine {self._name} was given up", state="its actor is ended")
+                if time.monotonic() >= until:
+                    raise DeadlineError(
+                        f"the actor of engine {self._name} did not {method} within {timeout_s:g} s",
+                        hint="a node with the resources that it asks for may be missing: ray status",
+                    )
+            return self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, WeightSyncError) else EngineError(str(error)) from error
         except self._ray.exceptions.RayError as error:

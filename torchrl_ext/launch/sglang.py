@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,11 @@ class SGLangServer(Launched):
         python: interpreter with SGLang; None finds or makes one.
         report: takes a line of progress at a time.
         start_timeout_s: deadline of the start, in seconds; making an environment does not count.
+        cancel: set by another thread that wants the start given up.
 
     Raises:
         ConfigError: ``model_dir`` is no directory, the port is taken, or there is no SGLang to be had.
-        EngineError: it ended while starting; the message has the end of its log.
+        EngineError: it ended while starting, or was given up; the message has the end of its log.
         DeadlineError: it was not healthy in time.
     """
 
@@ -75,6 +77,7 @@ class SGLangServer(Launched):
         python: str | Path | None = None,
         report: Callable[[str], None] = to_stderr,
         start_timeout_s: float = 300.0,
+        cancel: threading.Event | None = None,
     ) -> None:
         model = checkpoint_folder(model_dir)
         port = usable_port(port, host)
@@ -100,6 +103,8 @@ class SGLangServer(Launched):
             environ=lambda overlay: {**_environ(overlay, tensor_parallel_size, cpu), **(environ or {})},
             log_path=log_path,
             start_timeout_s=start_timeout_s,
+            cancel=cancel,
+            health="/health_generate",  # only now: nobody has paused it yet
             shared_memory=("sgl_shm_", "sglang_loads_"),
         )
         super().__init__(process, overlay)
@@ -123,6 +128,9 @@ def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
 def _environ(overlay: Path, workers: int, cpu: bool) -> dict[str, str]:
     # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
     environ = {"PYTHONPATH": on_path(overlay), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    # /health would generate a token, for which it waits in vain while the server is paused for new weights: keepers
+    # and routers would take it for lost
+    environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
     if allowed:
         environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))

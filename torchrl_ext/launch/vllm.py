@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,11 @@ class VLLMServer(Launched):
         python: interpreter with vLLM; None finds or makes one.
         report: takes a line of progress at a time.
         start_timeout_s: deadline of the start, in seconds; making an environment does not count.
+        cancel: set by another thread that wants the start given up.
 
     Raises:
         ConfigError: ``model_dir`` is no directory, the port is taken, or there is no vLLM to be had.
-        EngineError: it ended while starting; the message has the end of its log.
+        EngineError: it ended while starting, or was given up; the message has the end of its log.
         DeadlineError: it was not healthy in time.
     """
 
@@ -70,6 +72,7 @@ class VLLMServer(Launched):
         python: str | Path | None = None,
         report: Callable[[str], None] = to_stderr,
         start_timeout_s: float = 300.0,
+        cancel: threading.Event | None = None,
     ) -> None:
         model = checkpoint_folder(model_dir)
         port = usable_port(port, host)
@@ -99,6 +102,7 @@ class VLLMServer(Launched):
             },
             log_path=log_path,
             start_timeout_s=start_timeout_s,
+            cancel=cancel,
             shared_memory=("vllm_dist_",),
         )
         super().__init__(process, overlay)

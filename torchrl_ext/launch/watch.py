@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,17 @@ from torchrl_ext.launch.topology import EnginePlan
 __all__ = ["Keeper", "Kept"]
 
 log = logging.getLogger("torchrl_ext")
+
+_PROBES = {"sglang": ("/ping", "/health")}
+"""Routes that tell whether an engine of a kind is up, where that is not `_PROBE`; one that answers 200 is enough.
+
+SGLang's ``/health`` generates a token, so that a server that is paused for new weights hangs for 20 s and answers 503,
+unless it has ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0`` (servers that we start have it). Its ``/ping`` is 200 while
+it is paused (0.5.23; releases without ``/ready`` always say 200) and wants the key where there is one, which
+``/health`` does not. Its ``/ready`` is 503 while it is paused.
+"""
+_PROBE = ("/health",)
+_STOP_S = 60.0  # by then a restart that is given up has ended its processes
 
 
 def _nothing(kept: Kept) -> None:
@@ -40,6 +51,7 @@ class Kept:
     encoders: tuple[str, ...] = ()
     restarts: int = 0
     failures: int = field(default=0, repr=False)
+    untold: bool = field(default=False, repr=False)
 
     @property
     def url(self) -> str:
@@ -60,10 +72,10 @@ class Keeper:
         timeout_s: deadline of one health call, in seconds.
         patience: health calls that may fail in a row, where the process runs. A process that ended is not waited for.
         on_lost: called with an engine that is about to be started again, from the thread that looks.
-        on_restarted: called with it once it is healthy.
+        on_restarted: called with it once it is healthy; where that raises, again with the next look.
 
     Raises:
-        ConfigError, EngineError, DeadlineError: an engine could not be started; the others were ended again.
+        ConfigError, EngineError, DeadlineError: an engine could not be started; the others were given up, or ended.
     """
 
     def __init__(
@@ -96,24 +108,25 @@ class Keeper:
     def recover(self) -> tuple[Kept, ...]:
         """Look now, and start again whatever has ended or does not answer; returns those that were.
 
-        An engine that cannot be started is tried again with the next look.
+        Those that are lost are started at the same time. One that cannot be is tried again with the next look,
+        whatever the reason was.
         """
-        with self._looking:
+        with self._looking, ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="keeper") as pool:
             if self._over.is_set():
                 return ()
-            with ThreadPoolExecutor(max_workers=max(1, len(self.engines)), thread_name_prefix="health") as pool:
-                lost = [
-                    kept
-                    for kept, well in zip(self.engines, pool.map(self._well, self.engines), strict=True)
-                    if not well
-                ]
-            return tuple(kept for kept in lost if self._restart(kept))
+            restarted = list(pool.map(self._look, self.engines))
+            return tuple(kept for kept, again in zip(self.engines, restarted, strict=True) if again)
 
     def stop(self) -> None:
-        """End every engine and wait for them. May be called twice."""
+        """Give up restarts that are under way, end every engine and wait for them. May be called twice."""
         self._over.set()
-        with self._looking, ThreadPoolExecutor(max_workers=max(1, len(self.engines))) as pool:
-            list(pool.map(lambda kept: kept.engine.stop(), self.engines))
+        nobody_looks = self._looking.acquire(timeout=_STOP_S)
+        try:
+            with ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="stop") as pool:
+                list(pool.map(lambda kept: kept.engine.stop(), self.engines))
+        finally:
+            if nobody_looks:
+                self._looking.release()
 
     def __enter__(self) -> Keeper:
         return self
@@ -122,53 +135,80 @@ class Keeper:
         self.stop()
 
     def _start(self, plans: Sequence[EnginePlan]) -> None:
-        """All at the same time; what has started is kept even where another one fails, so that it can be ended."""
+        """All at the same time; the first to fail gives the others up. What has started is kept, to be ended."""
         urls: dict[str, list[str]] = {}
         for kept in self.engines:
             urls.setdefault(kept.plan.model, []).append(kept.url)
 
-        def one(plan: EnginePlan) -> Kept | BaseException:
+        def one(plan: EnginePlan) -> Kept:
             encoders = tuple(urls.get(plan.model, ()))
-            try:
-                return Kept(plan, self._launcher.launch(plan, encoders), encoders)
-            except Exception as error:  # noqa: BLE001 - raised below, when the others are known
-                return error
+            return Kept(plan, self._launcher.launch(plan, encoders, cancel=self._over), encoders)
 
-        with ThreadPoolExecutor(max_workers=max(1, len(plans)), thread_name_prefix="launch") as pool:
-            found = list(pool.map(one, plans))
-        self.engines += tuple(kept for kept in found if isinstance(kept, Kept))
-        for error in found:
-            if isinstance(error, BaseException):
-                raise error
+        starts: list[Future[Kept]] = []
+        try:
+            with ThreadPoolExecutor(max(1, len(plans)), thread_name_prefix="launch") as pool:
+                try:
+                    starts += [pool.submit(one, plan) for plan in plans]
+                    for start in as_completed(starts):
+                        start.result()
+                except BaseException:
+                    self._over.set()  # else the pool would wait for starts that nobody wants
+                    raise
+        finally:
+            self.engines += tuple(start.result() for start in starts if start.exception() is None)
 
     def _run(self, first_wait_s: float, interval_s: float) -> None:
         wait_s = first_wait_s
         while not self._over.wait(wait_s):
-            self.recover()
+            try:
+                self.recover()
+            except Exception:
+                log.exception("the engines could not be looked at; the next look is in %g s", interval_s)
             wait_s = interval_s
+
+    def _look(self, kept: Kept) -> bool:
+        """Whether it was started again."""
+        before = kept.restarts
+        try:
+            if not self._well(kept):
+                self._restart(kept)
+            if kept.untold:
+                self._on_restarted(kept)
+                kept.untold = False
+        except WeightSyncError as error:
+            log.error("%s is not up again: %s", kept.plan.name, error)
+        except Exception:  # this thread looks after the others too
+            log.exception("%s is not up again", kept.plan.name)
+        return kept.restarts > before
 
     def _well(self, kept: Kept) -> bool:
         if not kept.engine.alive():
             return False
-        try:
-            status = httpx.get(f"{kept.url}/health", timeout=self._timeout_s, trust_env=False).status_code
-            kept.failures = 0 if status == 200 else kept.failures + 1
-        except httpx.HTTPError:
-            kept.failures += 1
+        answers = (self._answers(kept.url + route) for route in _PROBES.get(kept.plan.kind, _PROBE))
+        kept.failures = 0 if any(answers) else kept.failures + 1
         return kept.failures <= self._patience
 
-    def _restart(self, kept: Kept) -> bool:
+    def _answers(self, url: str) -> bool:
+        try:
+            return httpx.get(url, timeout=self._timeout_s, trust_env=False).status_code == 200
+        except (httpx.HTTPError, OSError):
+            return False
+
+    def _restart(self, kept: Kept) -> None:
         log.warning("%s at %s is lost and is started again; its log ended with: %s", kept.plan.name, kept.url,
-                    kept.engine.log()[-500:])  # fmt: skip
+                    _last_words(kept.engine))  # fmt: skip
         self._on_lost(kept)
         kept.engine.stop()
         began = time.monotonic()
-        try:
-            kept.engine = self._launcher.launch(kept.plan, kept.encoders)
-        except WeightSyncError as error:
-            log.error("%s could not be started again: %s", kept.plan.name, error)
-            return False
-        kept.restarts, kept.failures = kept.restarts + 1, 0
+        kept.engine = self._launcher.launch(kept.plan, kept.encoders, cancel=self._over)
+        kept.restarts, kept.failures, kept.untold = kept.restarts + 1, 0, True
         log.warning("%s is up again after %.1f s", kept.plan.name, time.monotonic() - began)
-        self._on_restarted(kept)
-        return True
+        if self._over.is_set():
+            kept.engine.stop()
+
+
+def _last_words(engine: RunningEngine) -> str:
+    try:
+        return engine.log()[-500:]
+    except OSError as error:
+        return f"(it cannot be read: {error})"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.launch.topology import ModelPlan, Topology
@@ -266,4 +266,9 @@ class OwnedEngines(Serving):
     def _restarted(self, kept: Kept) -> None:
         model = self._models.get(kept.plan.model)
         if model is not None and model.routing is not None and not model.update_weights:
-            model.routing.restore(kept.url)
+            for _, problem in model.routing.restore(kept.url).problems:
+                raise EngineError(
+                    f"{kept.plan.name} is up, and its router did not take it back: {problem}",
+                    state="it gets no requests",
+                    hint="the router is told again with the next look",
+                )
