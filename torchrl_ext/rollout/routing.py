@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, UpdateError, WeightSyncError
 from torchrl_ext.launch.router import RouterProcess
@@ -15,7 +16,7 @@ from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import HTTPSession, normalise_url
-from torchrl_ext.rpc.router import RouterClient
+from torchrl_ext.rpc.router import RouterClient, place
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
 __all__ = ["Changes", "Routing"]
@@ -145,22 +146,28 @@ class Routing:
         """Let the router use the engines that serve the newest weights, and no others.
 
         Newest are those that any engine serves; so an update that reached nobody changes nothing. Engines that the
-        report does not mention are out. Nothing is raised for an engine or a router that does not answer: it is in the
-        log and in the result.
+        report does not mention are out, unless it has rows that belong to no engine of this router as far as their
+        names tell (`torchrl_ext.rpc.router.place`): then they stay as they are, which is a problem of the result.
+        Nothing is raised for an engine or a router that does not answer: it is in the log and in the result.
         """
-        rows = {normalise_url(row.engine): row for row in report.engines if "://" in row.engine}
-        newest = max((row.version or 0 for row in rows.values() if row.state == "serving"), default=0)
+        rows, strange = self._placed(report)
+        newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
         fit = {url for url in self._engines if self._is_fit(rows.get(url), newest)}
+        unclear = [url for url in self._engines if strange and url not in rows]
+        problems = [(url, f"it is not in the report, which has {', '.join(strange)}") for url in unclear]
+        for url, problem in problems:
+            log.warning("%s stays as it is behind router %s: %s", url, self.url, problem)
+        if self._process is not None and not self._process.alive():
+            return self._revived([*fit, *unclear], problems)
         try:
-            listed = {worker.url for worker in self._client.workers()} & set(self._engines)
+            listed = self._listed()
         except (EngineError, DeadlineError) as error:
             log.warning("router %s does not say whom it uses: %s", self.url, error)
-            return Changes(problems=((self.url, str(error)),))
-        out, back = (
-            [url for url in self._engines if url in listed - fit],
-            [u for u in self._engines if u in fit - listed],
-        )
-        changes = self._rebuilt(fit, out, back) if self._pools and (out or back) else self._changed(out, back)
+            return Changes(problems=(*problems, (self.url, str(error))))
+        out = [url for url in self._engines if url in listed - fit and url not in unclear]
+        back = [url for url in self._engines if url in fit - listed]
+        rebuild = self._pools and (out or back)
+        changes = self._rebuilt(listed, out, back) if rebuild else self._changed(out, back)
         for url in out:
             row = rows.get(url)
             log.warning(
@@ -168,7 +175,7 @@ class Routing:
             )
             if row is not None and row.state == "paused":
                 self._let_go(url)
-        return changes
+        return replace(changes, problems=(*problems, *changes.problems))
 
     def withdraw(self, url: str) -> Changes:
         """Send no more requests to an engine that is known to be broken, until `follow` or `restore`.
@@ -208,6 +215,22 @@ class Routing:
         settings = {**self._settings, **more}
         return RouterProcess(by_type["regular"], prefill=by_type["prefill"], decode=by_type["decode"], **settings)
 
+    def _placed(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
+        """The rows of our engines, by our addresses of them, and the names in all others."""
+        ours = {place(url): url for url in self._engines}
+        rows, strange = {}, []
+        for row in report.engines:
+            try:
+                rows[ours[place(row.engine)]] = row
+            except (KeyError, ConfigError):  # an engine of somebody else, or a name that is no address
+                strange.append(row.engine)
+        return rows, strange
+
+    def _listed(self) -> set[str]:
+        """The engines that the router uses, by our addresses of them."""
+        used = {place(worker.url) for worker in self._client.workers()}
+        return {url for url in self._engines if place(url) in used}
+
     def _is_fit(self, row: EngineRow | None, newest: int) -> bool:
         return row is not None and row.state == "serving" and newest - (row.version or 0) <= self._max_lag
 
@@ -229,17 +252,49 @@ class Routing:
             log.warning("router %s and %s: %s", self.url, url, problem)
         return Changes(added=tuple(added), removed=tuple(removed), problems=tuple(problems))
 
-    def _rebuilt(self, fit: set[str], out: Sequence[str], back: Sequence[str]) -> Changes:
-        """A router with pools learns of changes only by a new start, at the same port."""
-        kinds = {info.worker_type for info in self._routed([url for url in self._engines if url in fit])}
-        if self._process is None or not {"prefill", "decode"} <= kinds:
-            why = "has static pools" if self._process is None else "would have an empty pool"
-            log.warning("router %s %s and goes on with the engines that it has", self.url, why)
-            return Changes(problems=tuple((url, f"the router {why}") for url in (*out, *back)))
-        port = int(self.url.rpartition(":")[2])
-        self._process.stop()
-        self._process = self._started([url for url in self._engines if url in fit], port=port)
-        return Changes(added=tuple(back), removed=tuple(out))
+    def _rebuilt(self, listed: set[str], out: Sequence[str], back: Sequence[str]) -> Changes:
+        """A router with pools learns of changes only by a new start, at the same port.
+
+        One port cannot have two: the new one shows beside the old one that it stands, and then takes its place.
+        """
+        members = [url for url in self._engines if url in (listed | set(back)) - set(out)]
+        why = None
+        if self._process is None:
+            why = "has static pools"
+        elif not {"prefill", "decode"} <= {info.worker_type for info in self._routed(members)}:
+            why = "would have an empty pool"
+        else:
+            try:
+                self._started(members, port=0).stop()
+                self._take_place(members)
+            except WeightSyncError as error:
+                why = f"could not be started anew: {error}"
+        if why is None:
+            return Changes(added=tuple(back), removed=tuple(out))
+        problems = [(url, f"the router {why}") for url in (*out, *back)]
+        log.warning("router %s %s, and goes on with the engines that it has", self.url, why)
+        if self._process is not None and not self._process.alive():
+            again = self._revived([url for url in self._engines if url in listed], [])
+            return Changes(problems=(*problems, *again.problems))
+        return Changes(problems=tuple(problems))
+
+    def _take_place(self, members: Sequence[str]) -> None:
+        """End our router, and start it with ``members`` at its address."""
+        self._process.stop()  # type: ignore[union-attr]
+        self._process = self._started(members, port=urlsplit(self.url).port)
+
+    def _revived(self, members: Sequence[str], problems: Sequence[tuple[str, str]]) -> Changes:
+        """Start our router again, which has ended."""
+        members = [url for url in self._engines if url in members]
+        try:
+            self._take_place(members)
+        except WeightSyncError as error:
+            log.error("router %s is down: %s", self.url, error)
+            down = f"it is down, and is tried again with the next report: {error}"
+            return Changes(problems=(*problems, (self.url, down)))
+        log.warning("router %s had ended, and is up again", self.url)
+        removed = tuple(url for url in self._engines if url not in members)
+        return Changes(removed=removed, problems=tuple(problems))
 
     def _let_go(self, url: str) -> None:
         """End what a paused engine has in work, so that clients take it elsewhere."""

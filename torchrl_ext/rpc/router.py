@@ -18,17 +18,18 @@ Routes of vLLM's router (vllm-router 0.1.17) and of SGLang's (sglang-router, lat
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 
-__all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "is_router", "refuse_router"]
+__all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "is_router", "place", "refuse_router"]
 
 WORKER_TYPES = ("regular", "prefill", "decode")
 """What a router tells apart. Encoders answer to other engines, never to a router."""
@@ -134,7 +135,7 @@ class RouterClient:
             return
         answer = self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}")
         if answer.status in _ABSENT:
-            answer = self._http.call("POST", "/remove_worker", query={"url": url})
+            answer = self._http.call("POST", "/remove_worker", query={"url": known.url})
         self._accepted(answer, f"remove {url}")
         self._until(lambda: self._find(url) is None, f"let go of {url}")
 
@@ -151,7 +152,7 @@ class RouterClient:
         self._http.close()
 
     def _find(self, url: str) -> RouterWorker | None:
-        return next((worker for worker in self.workers() if worker.url == url), None)
+        return next((worker for worker in self.workers() if place(worker.url) == place(url)), None)
 
     def _check_health(self, url: str) -> None:
         engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s)
@@ -188,6 +189,22 @@ class RouterClient:
             if time.monotonic() > until:
                 raise DeadlineError(f"{self.url} did not {what} within {self._timeout_s:g} s")
             pause.wait(_LOOK_S)
+
+
+def place(url: str) -> tuple[str, str, int | None, str]:
+    """What all addresses of one engine have in common, as far as that shows without a name server.
+
+    Addresses of this machine by which it is reached from itself are one: ``localhost``, ``127.0.0.1``, ``[::1]``.
+
+    Raises:
+        ConfigError: ``url`` is no address.
+    """
+    parts = urlsplit(normalise_url(url))
+    host = parts.hostname or ""
+    with contextlib.suppress(ValueError):  # a name
+        address = ipaddress.ip_address(host)
+        host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
+    return parts.scheme, host, parts.port or {"http": 80, "https": 443}[parts.scheme], parts.path
 
 
 def is_router(session: HTTPSession) -> bool:
