@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.processes import WAIT_S, running_python
 from torchrl_ext.errors import DeadlineError, EngineError
 from torchrl_ext.launch.processes import ServerProcess, free_port
 
@@ -130,6 +131,97 @@ def test_a_start_that_another_thread_gives_up_ends_the_server(tmp_path):
     with pytest.raises(EngineError, match="was given up"):
         ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, cancel=cancel)
     assert gone(int(log.read_text()))
+
+
+APART = SERVER.replace("signal.pause()", "os.setsid(); signal.pause()").replace("import signal;", "import os, signal;")
+"""Its child is in a session of its own, as workers of some engines are."""
+
+ORPHANED = SERVER.replace(
+    "signal.pause()", "os.setsid(); os.fork() and os._exit(0); print(os.getpid()); signal.pause()"
+)
+ORPHANED = ORPHANED.replace("import signal;", "import os, signal;")
+"""As `APART`, and nobody is left who started it: only the log says where it is."""
+
+
+def start_of(code, log):
+    port = free_port()
+    command = [sys.executable, "-u", "-c", code, str(port)]
+    return ServerProcess(command, name="toy", url=f"http://127.0.0.1:{port}", log_path=log)
+
+
+def last_number(log):
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        numbers = [int(word) for word in log.read_text().split() if word.isdigit()]
+        if numbers:
+            return numbers[-1]
+        time.sleep(0.02)
+    raise AssertionError(log.read_text())
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_children_in_a_session_of_their_own_end_with_the_server(tmp_path, how):
+    server = start_of(APART, tmp_path / "log")
+    child = int(httpx.get(server.url).text)
+    if how == "kill":
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.wait(WAIT_S)
+    server.stop()
+    assert gone(server.pid) and gone(child)
+
+
+def test_a_daemon_that_a_server_left_behind_ends_with_it(tmp_path):
+    with start_of(
+        ORPHANED.replace("subprocess.Popen([sys.executable", "subprocess.Popen([sys.executable, '-u'"), tmp_path / "log"
+    ) as server:
+        daemon = last_number(tmp_path / "log")
+        assert psutil.pid_exists(daemon)
+    assert gone(server.pid) and gone(daemon)
+
+
+FORKING = textwrap.dedent(
+    """
+    import os, signal, sys
+    from torchrl_ext.launch.processes import ServerProcess
+    port, code = sys.argv[1:]
+    server = ServerProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+    worker = os.fork()  # as a DataLoader does: it holds whatever we have open
+    if not worker:
+        signal.pause()
+    print(server.pid, server._guard.pid, worker, flush=True)
+    if sys.stdin.readline():
+        server.stop()
+        print(server._guard.returncode, flush=True)
+        sys.stdin.readline()
+    """
+)
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_forked_child_of_the_parent_keeps_no_server_alive(tmp_path, how):
+    port = free_port()
+    with running_python(FORKING, port, SERVER, fresh=True) as parent:
+        pid, guard, worker = map(int, parent.stdout.readline().split())
+        try:
+            child = int(httpx.get(f"http://127.0.0.1:{port}").text)
+            if how == "kill":
+                parent.kill()
+            else:
+                parent.stdin.write("stop\n")
+                parent.stdin.flush()
+                assert int(parent.stdout.readline()) != -signal.SIGKILL  # it ended by itself
+            assert gone(guard) and gone(pid) and gone(child)
+            assert not gone(worker, within_s=0.0)
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_server_ends_with_its_guard(tmp_path):
+    with start_of(SERVER, tmp_path / "log") as server:
+        child = int(httpx.get(server.url).text)
+        os.kill(server._guard.pid, signal.SIGKILL)
+        assert gone(server.pid)
+    assert gone(child)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""``python -I guard.py SECONDS COMMAND...``: run a command that ends when our standard input closes.
+"""``python -I guard.py SECONDS PARENT COMMAND...``: run a command that ends when our standard input says so.
 
-The parent holds the other end of that pipe, so the command ends when the parent says so and when the parent dies in any
-way. Children of the command end with it: they share our process group, and orphans come back to us where the system
-can do that. The first line on standard output is the command's process id; the command itself writes to our standard
-error. Standard library only: it has to be up at once, and must not put our path into the command's environment.
+The parent (its process id) holds the other end of that pipe: a byte, or its end, ends the command. So does the parent's
+death in any way, by which we get another parent; the pipe alone would not tell, since children that the parent forked
+hold it too. Everything that the command started ends with it, in whatever session: orphans come back to us where the
+system can do that, so that all of it is below us. Should we be killed, the command is too. The first line on standard
+output is the command's process id; the command itself writes to our standard error. Standard library only: it has to be
+up at once, and must not put our path into the command's environment.
 """
 
 from __future__ import annotations
@@ -17,44 +19,84 @@ import subprocess
 import sys
 import time
 
-__all__ = ["main"]
+__all__ = ["descendants", "main"]
 
 _POLL_S = 0.1
 _REAP_TIMEOUT_S = 5.0
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
 def main(argv: list[str]) -> int:
     """Run, watch, end. Returns the command's status."""
-    grace_s, command = float(argv[0]), argv[1:]
+    grace_s, parent, command = float(argv[0]), int(argv[1]), argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # we have no other thread
+    )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to the whole group below
     print(child.pid, flush=True)
     while child.poll() is None:
-        if select.select([0], [], [], _POLL_S)[0] and not os.read(0, 4096):
+        if select.select([0], [], [], _POLL_S)[0] or os.getppid() != parent:
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(grace_s)
             break
-    _end_group()
+    _end_rest()
     return child.returncode if child.returncode is not None else 1
 
 
-def _end_group() -> None:
-    """Whatever the command left behind: a request first, and what ignores it is killed, ourselves included."""
+def descendants(pid: int) -> list[int]:
+    """The processes that run below one, by /proc (proc(5)); none where the system has no such folder."""
+    children: dict[int, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it may have ended
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+                if state not in (b"Z", b"X"):
+                    children.setdefault(int(parent), []).append(int(name))
+    found, rest = [], [pid]
+    while rest:
+        below = children.get(rest.pop(), [])
+        found += below
+        rest += below
+    return found
+
+
+def _end_rest() -> None:
+    """Whatever the command left behind: a request first, and what ignores it is killed."""
     os.killpg(0, signal.SIGTERM)
-    until = time.monotonic() + _REAP_TIMEOUT_S
-    while time.monotonic() < until:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            time.sleep(_POLL_S)
-    os.killpg(0, signal.SIGKILL)
+    asked, until = set(), time.monotonic() + _REAP_TIMEOUT_S
+    while _children():
+        late_s = time.monotonic() - until
+        if late_s > _REAP_TIMEOUT_S:  # there is no /proc: the group, ourselves included
+            os.killpg(0, signal.SIGKILL)
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                if late_s > 0:
+                    os.kill(pid, signal.SIGKILL)
+                elif pid not in asked:
+                    os.kill(pid, signal.SIGTERM)
+            asked.add(pid)
+        time.sleep(_POLL_S)
+
+
+def _children() -> bool:
+    """Whether we have any, once those that have ended are let go."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+        return True
+    return False
+
+
+def _prctl(option: int, value: int) -> None:
+    """Ask for what only Linux has."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import socket
@@ -21,11 +23,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from torchrl_ext.errors import DeadlineError, EngineError
+from torchrl_ext.launch.guard import descendants
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Launched", "ServerProcess", "free_port", "reachable"]
+
+log = logging.getLogger("torchrl_ext")
 
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
@@ -79,7 +84,7 @@ class ServerProcess:
         self.log_path = Path(log_path)
         with self.log_path.open("ab") as log:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", str(_GUARD), str(_GRACE_S), *command],
+                [sys.executable, "-I", str(_GUARD), str(_GRACE_S), str(os.getpid()), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -87,10 +92,7 @@ class ServerProcess:
                 env={**os.environ, **(environ or {})},
             )
         try:
-            first = self._guard.stdout.readline().strip() if self._guard.stdout else b""
-            if not first.isdigit():
-                raise EngineError(f"{name} could not be started: {self.log()}")
-            self.pid = int(first)
+            self.pid = self._first_word(start_timeout_s)
             self._wait_until_healthy(health, start_timeout_s, cancel or threading.Event())
         except BaseException:
             self.stop()
@@ -123,17 +125,24 @@ class ServerProcess:
         return "; ".join(list(dict.fromkeys(found))[-_ERRORS:])
 
     def stop(self) -> None:
-        """End the server and its children, and wait for it. May be called twice."""
-        left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
-        if self._guard.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._guard.stdin.close()
+        """End the server and whatever it started, and wait for it. May be called twice."""
+        guard = self._guard
+        left = _mapped(guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
+        if guard.stdin is not None and not guard.stdin.closed:
+            with contextlib.suppress(OSError):  # a word, since forked children of ours may keep the pipe open
+                os.write(guard.stdin.fileno(), b"\n")
+            guard.stdin.close()
+            if not self.alive() and guard.returncode < 0:  # it was killed, and could end nobody
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(guard.pid, signal.SIGKILL)
         if not self.wait(2 * _GRACE_S):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._guard.pid, signal.SIGKILL)
-            self._guard.wait()
-        if self._guard.stdout is not None:
-            self._guard.stdout.close()
+            for pid in [*descendants(guard.pid), guard.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not self.wait(_GRACE_S):
+                log.error("%s (under process %d) does not end, although it was killed", self.name, guard.pid)
+        if guard.stdout is not None:
+            guard.stdout.close()
         for path in left:
             path.unlink(missing_ok=True)
 
@@ -142,6 +151,15 @@ class ServerProcess:
 
     def __exit__(self, *_: Any) -> None:
         self.stop()
+
+    def _first_word(self, timeout_s: float) -> int:
+        """The server's process id, from its guard."""
+        if not select.select([self._guard.stdout], [], [], timeout_s)[0]:
+            raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
+        first = self._guard.stdout.readline().strip() if self._guard.stdout else b""
+        if not first.isdigit():
+            raise EngineError(f"{self.name} could not be started: {self.log()}")
+        return int(first)
 
     def _wait_until_healthy(self, route: str, timeout_s: float, cancel: threading.Event) -> None:
         until = time.monotonic() + timeout_s
@@ -205,15 +223,11 @@ class Launched:
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
     """Files in /dev/shm that a process or a descendant of it has mapped; none where /proc does not tell."""
-    found, rest = set(), [pid]
-    while rest:
-        process = Path(f"/proc/{rest.pop()}")
+    found = set()
+    for process in (pid, *descendants(pid)):
         with contextlib.suppress(OSError):  # it has ended
-            paths = (line.split(maxsplit=5)[5:] for line in (process / "maps").read_text().splitlines())
+            paths = (line.split(maxsplit=5)[5:] for line in Path(f"/proc/{process}/maps").read_text().splitlines())
             found |= {Path(path[0]) for path in paths if path and path[0].startswith("/dev/shm/")}
-            for task in (process / "task").iterdir():
-                with contextlib.suppress(OSError):  # threads come and go
-                    rest += map(int, (task / "children").read_text().split())
     return {path for path in found if path.name.startswith(prefixes)}
 
 
