@@ -18,6 +18,7 @@ __all__ = [
     "ANSWERS",
     "BACKEND",
     "CHANNEL",
+    "HOLLOW",
     "OPEN_UPDATE",
     "PROOFS",
     "STILL_STAGING",
@@ -47,6 +48,9 @@ CHANNEL = "torchrl_ext:"
 
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """What an engine's refusal to join says when `/finish_weight_update` has to end an abandoned update first."""
+
+HOLLOW = "torchrl_ext: the weights were given up in a sleep, and no update has filled them since"
+"""What an engine says when it is asked whether it has weights to serve, and it has not."""
 
 STILL_STAGING = "torchrl_ext: the version is still being staged"
 """What an engine says when it is asked whether a prefetch is over, and it is not."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-from torchrl_ext.types import ANSWERS
+from torchrl_ext.types import ANSWERS, HOLLOW
 
 CONFIG = {
     "model_config": {"model": "/models/policy", "dtype": "torch.float32"},
@@ -40,6 +40,79 @@ def failed(words):
         "please check the stack trace above for the root cause"
     )
     return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+
+
+class Resting:
+    """Pause and sleep as vLLM 0.32 has them; `answers` are for `running`.
+
+    Attributes:
+        paused: whether it generates nothing.
+        asleep: what gave its memory up.
+        hollow: whether its workers were told that their weights are gone, and got none since.
+        harmed: whether it generated, or was written to, while what that takes slept.
+    """
+
+    def __init__(self):
+        self.paused, self.asleep, self.state, self.hollow, self.harmed = False, set(), "awake", False, False
+
+    @property
+    def answers(self):
+        routes = {
+            "GET /is_paused": lambda _: (200, {"is_paused": self.paused}),
+            "GET /is_sleeping": lambda _: (200, {"is_sleeping": self.paused or bool(self.asleep)}),
+            "GET /metrics": lambda _: (200, self.gauge().encode()),
+            "POST /pause": lambda _: self.pause(True),
+            "POST /resume": lambda _: self.pause(False),
+            "POST /sleep": self.sleep,
+            "POST /release_kv_cache_memory": lambda _: self.release(),
+            "POST /wake_up": self.wake,
+            "POST /init_weight_transfer_engine": self.tell,
+            "POST /start_weight_update": lambda _: self.start(),
+            "POST /finish_weight_update": self.finish,
+        }
+        return {**GOOD, **routes}
+
+    def gauge(self):
+        labels = 'engine="0",model_name="policy",sleep_state'
+        states = ("awake", "weights_offloaded", "discard_all")
+        rows = (f'vllm:engine_sleep_state{{{labels}="{name}"}} {float(name == self.state)}\n' for name in states)
+        return "# TYPE vllm:engine_sleep_state gauge\n" + "".join(rows)
+
+    def pause(self, paused):
+        self.paused, self.harmed = paused, self.harmed or (not paused and bool(self.asleep))
+        return 200, {"status": "paused" if paused else "resumed"}
+
+    def sleep(self, asked):
+        self.paused, level = True, int(asked["level"])
+        self.asleep |= {"weights", "kv_cache"} if level else set()
+        self.state = {0: "neither", 1: "weights_offloaded", 2: "discard_all"}[level]
+        return 200, {"status": "sleeping"}
+
+    def release(self):
+        self.asleep, self.state = self.asleep | {"kv_cache"}, "neither"
+        return 200, {"status": "kv_cache_released"}
+
+    def wake(self, asked):
+        tags = {asked["tags"]} if asked and "tags" in asked else {"weights", "kv_cache"}
+        self.asleep -= tags if tags <= self.asleep or len(tags) > 1 else set()
+        if not self.asleep:
+            self.paused, self.state = False, "awake"
+        return 200, {"status": "sleeping" if self.asleep else "awake"}
+
+    def tell(self, asked):
+        info = asked["init_info"]
+        self.hollow = self.hollow or ("doubt" in info and "hollow" in info)
+        if "doubt" not in info and "hollow" in info and self.hollow:
+            return failed(f"EngineError: {HOLLOW}.")
+        return 200, {"message": "done"}
+
+    def start(self):
+        self.harmed = self.harmed or "weights" in self.asleep
+        return 200, {}
+
+    def finish(self, asked):
+        self.hollow = False
+        return 200, {"message": "done"}
 
 
 def rehearsing(*, needed=True, refused=False, restored=True):
@@ -80,8 +153,13 @@ class Handler(BaseHTTPRequestHandler):
         answers = self.server.answers.get(call, (404, {"detail": "Not Found"}))
         if isinstance(answers, list):  # one after the other, the last one for ever
             answers = answers.pop(0) if len(answers) > 1 else answers[0]
-        status, answer = answers(sent) if callable(answers) else answers
-        data = json.dumps(answer).encode()
+        asked = {**(sent or {}), **dict(parse_qsl(parts.query))} or sent
+        try:
+            status, answer = answers(asked) if callable(answers) else answers
+        except ConnectionAbortedError:  # the answer is lost
+            self.close_connection = True
+            return
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -106,7 +184,7 @@ class Running:
 def running(good=None, /, **changes):
     """``changes`` as ``get_server_info=(404, {...})`` or ``post_pause=...``; ``good`` in place of vLLM's answers.
 
-    An answer may be a function of the body.
+    An answer may be a function of the body, with what the query says among it.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -25,7 +25,7 @@ SERVES = {"model_path": "/models/now", "weight_version": "8", "load_format": "au
 
 def plugin(**more):
     """What the plugin answers, whatever is asked."""
-    told = {"torchrl_ext": "0", "workers": 2, "working": False, "flushed": True, **more}
+    told = {"torchrl_ext": "0", "workers": 2, "working": False, "flushed": True, "paused": False, **more}
     return 200, {"success": True, "message": json.dumps(told)}
 
 
@@ -84,8 +84,12 @@ def test_an_update_pauses_flushes_transfers_and_resumes():
             {"connect": {"rank_offset": 1, "transport": "disk"}},
             {"poll": True},
             "GET /server_info",
+            {"rest": True},
+            "GET /ready",
             {"prefetch": 8},
             {"poll": True},
+            {"rest": True},
+            "GET /ready",
             "POST /pause_generation",
             {"flush": True},
             "POST /begin_weight_update",
@@ -125,7 +129,7 @@ def test_a_store_of_keys_that_cannot_be_cleared_keeps_the_update_away():
     with running({**NEW, "GET /server_info": told, CLEAR: (400, "busy")}) as server:
         with pytest.raises(EngineRefusedError, match=r"(?s)could not clear the store.*busy.*serves again"):
             update(SGLangEngine(server.url))
-        assert said(server)[-1] == "POST /continue_generation"
+        assert said(server)[-3:] == ["POST /continue_generation", {"rest": True}, "GET /ready"]
 
 
 def test_earlier_releases_have_no_session_around_an_update():
@@ -144,6 +148,7 @@ def test_without_the_plugin_full_files_go_through_sglangs_own_route(generation):
         assert said(server) == [
             {"hello": True},
             "GET /server_info",
+            "GET /ready",
             "POST /pause_generation",
             "POST /flush_cache",
             "POST /update_weights_from_disk",
@@ -198,7 +203,7 @@ def test_a_cache_that_is_never_free_reaches_the_deadline_and_the_server_serves_a
         engine = SGLangEngine(server.url, flush_timeout_s=0.2)
         with pytest.raises(DeadlineError, match=r"(?s)within 0\.2 s \(2 running, 1 waiting\).*serves again"):
             update(engine)
-        assert server.routes()[-1] == "POST /continue_generation"
+        assert said(server)[-3:] == ["POST /continue_generation", {"rest": True}, "GET /ready"]
         assert {"seal": 8, "label": "8"} not in said(server) and engine.rows()[0].state == "serving"
 
 

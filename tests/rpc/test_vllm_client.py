@@ -6,8 +6,8 @@ import threading
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.servers import CONFIG, GOOD, failed, running
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from tests.rpc.servers import CONFIG, GOOD, Resting, failed, running
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rpc.vllm import VLLMEngine
 from torchrl_ext.types import OPEN_UPDATE, STILL_STAGING
 
@@ -15,7 +15,7 @@ GONE = (404, {"detail": "Not Found"})
 
 
 def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
-    with running() as server:
+    with running(Resting().answers) as server:
         engine = VLLMEngine(server.url, pause_mode="wait")
         engine.connect({"transport": "disk", "rank_offset": 3})
         engine.prefetch(8)
@@ -25,7 +25,9 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
         assert server.calls == [
             ("POST /init_weight_transfer_engine", {}, {"init_info": {"rank_offset": 3, "transport": "disk"}}),
             ("GET /server_info", {"config_format": "json"}, None),
+            ("GET /is_sleeping", {}, None),
             ("POST /init_weight_transfer_engine", {}, {"init_info": {"prefetch": 8}}),
+            ("GET /is_sleeping", {}, None),
             ("POST /pause", {"mode": "wait", "clear_cache": "false"}, None),
             ("POST /start_weight_update", {}, None),
             ("POST /update_weights", {}, {"update_info": {"version": 8, "params": []}}),
@@ -42,7 +44,6 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
 @pytest.mark.parametrize(
     ("route", "holding"),
     [
-        ("start_weight_update", "untouched"),
         ("update_weights", "part of an update"),
         ("finish_weight_update", "part of an update"),
         ("reset_prefix_cache", "version 8, whole"),
@@ -60,6 +61,71 @@ def test_a_failure_after_the_pause_leaves_the_engine_paused_and_says_what_it_hol
         assert row.state == "paused" and "the worker's reason" in row.error
         if route != "resume":
             assert "POST /resume" not in server.routes()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_workers_that_do_not_start_leave_the_engine_as_it_was_before_the_pause(paused):
+    resting = Resting()
+    resting.pause(paused)
+    with running(resting.answers, post_start_weight_update=failed("the worker's reason")) as server:
+        engine = VLLMEngine(server.url)
+        words = "is paused" if paused else f"nothing was changed, and it serves again: {server.url} says so"
+        with pytest.raises(EngineRefusedError, match=f"(?s)the worker's reason.*{words}"):
+            engine.begin(8)
+        (row,) = engine.rows()
+        assert resting.paused == paused and row.state == ("paused" if paused else "serving")
+        assert "the worker's reason" in row.error
+        assert "POST /finish_weight_update" in server.routes()  # some workers may have started
+
+
+def test_an_engine_that_says_that_it_is_still_paused_is_not_said_to_serve():
+    resting = Resting()
+    stuck = {"post_start_weight_update": failed("no"), "post_resume": (200, {"status": "resumed"})}
+    with running(resting.answers, **stuck) as server:
+        engine = VLLMEngine(server.url)
+        with pytest.raises(EngineRefusedError, match="was told to resume, and says that it is paused"):
+            engine.begin(8)
+        assert engine.rows()[0].state == "paused"
+        with pytest.raises(EngineRefusedError, match="says that it is paused"):
+            engine.resume()
+        assert engine.rows()[0].state == "paused"
+
+
+def test_a_pause_that_comes_too_late_is_taken_back_and_the_row_says_what_the_engine_says():
+    resting, gone = Resting(), threading.Event()
+
+    def late(_):
+        resting.pause(True)
+        gone.wait(20)
+        return 200, {}
+
+    with running(resting.answers, post_pause=late) as server:
+        engine = VLLMEngine(server.url, timeout_s=10.0, load_timeout_s=0.3)
+        for call in (engine.pause, lambda: engine.begin(8)):
+            with pytest.raises(DeadlineError, match=r"did not pause.*0\.3 s.*serves again"):
+                call()
+            assert not resting.paused and engine.rows()[0].state == "serving"
+        server.answers["POST /resume"] = (500, {"error": "it cannot"})
+        with pytest.raises(DeadlineError, match=r"not known whether .* serves again"):
+            engine.pause()
+        assert engine.rows()[0].state == "paused"
+        gone.set()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_fleet_pauses_as_a_whole_or_not_at_all_and_says_who_serves(served):
+    one, other = Resting(), Resting()
+    one.pause(not served)
+    with running(one.answers) as first, running(other.answers, post_pause=failed("it cannot")) as second:
+        fleet = tx.Fleet([VLLMEngine(first.url), VLLMEngine(second.url)])
+        with pytest.raises(EngineError, match=r"1 of 2 engines did not pause.*it cannot") as caught:
+            fleet.pause()
+        assert one.paused != served and not other.paused
+        rows = caught.value.rows
+        assert [row.engine for row in rows] == [first.url, second.url]
+        assert [row.state for row in rows] == ["serving" if served else "paused", "serving"]
+        assert rows[0].error is None and "it cannot" in rows[1].error
+        fleet.close()
 
 
 def test_caches_that_cannot_be_dropped_keep_the_engine_paused():
@@ -107,7 +173,7 @@ def test_a_prefetch_is_asked_for_until_it_is_over():
     answers = [failed(f"EngineError: {STILL_STAGING}."), failed(f"EngineError: {STILL_STAGING}."), (200, {})]
     with running(post_init_weight_transfer_engine=answers) as server:
         VLLMEngine(server.url).prefetch(3)
-        bodies = [body["init_info"] for _, _, body in server.calls]
+        bodies = [body["init_info"] for call, _, body in server.calls if call.startswith("POST")]
         assert bodies == [{"prefetch": 3}, {"prefetched": 3}, {"prefetched": 3}]
 
 
@@ -235,14 +301,11 @@ def test_engines_that_decode_serve_again_after_those_that_prefill():
         order = []
 
         class Noting(VLLMEngine):
-            def resume(self):
-                super().resume()
-                order.append(self.url)
-
             def commit(self, version):
                 if self.url == prefill.url:
                     threading.Event().wait(0.2)  # the other one has every chance to be first
                 super().commit(version)
+                order.append(self.url)
 
         fleet = tx.Fleet([Noting(decode.url), Noting(prefill.url)])
         fleet.connect({"transport": "disk"})

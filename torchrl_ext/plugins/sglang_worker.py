@@ -12,6 +12,8 @@ generates (`torchrl_ext.plugins.sglang`):
 ``{"poll": true}``                    is what `connect` or `prefetch` began over? Answer: ``{"working": bool}``
 ``{"flush": true}``                   drop cached keys and values. Answer: ``{"flushed": bool}``, false while requests
                                       hold on to them
+``{"rest": true}``                    Answer: ``{"paused": bool, "asleep": [tags], "hollow": bool}``
+``{"hollow": true}``                  the weights are about to be given up in a sleep: only a whole update fills them
 ``{"start": true, "session": bool}``  the server is paused: make ready to load; is SGLang's own bracket open?
 ``{"load": info}``                    receive one handoff, or ``{"verify": digests}``
 ``{"seal": version, "label": text}``  everything arrived; requests are labelled from here on
@@ -55,6 +57,9 @@ _SETTLE_TIMEOUT_S = 120.0
 class Scheduler(Protocol):
     """What a worker's messages use of SGLang (`SchedulerWeightUpdaterManager`)."""
 
+    scheduler: Any
+    offload_tags: set[str]
+
     def flush_cache(self, *, empty_cache: bool) -> bool:
         """Drop cached keys and values, unless requests hold on to them; with ``empty_cache`` free memory as well."""
 
@@ -80,6 +85,7 @@ class SGLangWorker:
         self._settled = False  # what was begun last came to a good end
         self._after: Callable[[], None] = lambda: None
         self._joined: tuple[str, Any] | None = None
+        self._hollow = False  # the weights were given up, and no update has filled them since
 
     @torch.inference_mode()
     def answer(self, text: str, scheduler: Scheduler) -> tuple[bool, str]:
@@ -106,6 +112,7 @@ class SGLangWorker:
         """SGLang loaded the model by itself: the next version does not build on what it holds."""
         self._loader.reloaded()
         self._receiver.doubt()
+        self._hollow = False
 
     def _answer(self, message: Info, scheduler: Scheduler) -> Info:
         if "inspect" in message:
@@ -122,6 +129,14 @@ class SGLangWorker:
             return self._rehearse(message["rehearse"])
         elif "poll" in message:
             return {"working": self._poll()}
+        elif "rest" in message:
+            paused = bool(getattr(scheduler.scheduler, "_engine_paused", False))
+            asleep = sorted(getattr(scheduler, "offload_tags", ()))
+            return {"paused": paused, "asleep": asleep, "hollow": self._hollow}
+        elif "hollow" in message:
+            self._together(self._stop)
+            self.doubt()
+            self._hollow = True
         elif "flush" in message:
             return {"flushed": bool(scheduler.flush_cache(empty_cache=False))}
         elif "start" in message:
@@ -167,6 +182,7 @@ class SGLangWorker:
     def _seal(self, version: int) -> None:
         self._receiver.load({"seal": version})
         self._receiver.finish(version)
+        self._hollow = False
 
     def _begin(self, work: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
         """Start ``work`` in a thread of its own; ``after`` follows in this one, on all workers together."""
@@ -249,6 +265,7 @@ class SGLangWorker:
             self._start()
             self._receiver.load({"transport": "delta", "version": version, "params": params, "seal": version})
             self._receiver.finish(version)
+            self._hollow = False
 
         self._together(look)
         root, version, params = found["root"], found["version"], found["params"]

@@ -27,13 +27,12 @@ from torchrl_ext.plugins.vllm_loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree, joined
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import ANSWERS, OPEN_UPDATE, STILL_STAGING, Info, ParamMeta
+from torchrl_ext.types import ANSWERS, HOLLOW, OPEN_UPDATE, STILL_STAGING, Info, ParamMeta
 
 __all__ = ["TorchRLExtEngine"]
 
 log = logging.getLogger("torchrl_ext")
 
-_STAGING_WAIT_S = 0.1  # that a question may keep a worker from generating
 _SETTLE_TIMEOUT_S = 600.0
 
 
@@ -66,6 +65,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._loader = VLLMLoader(model, vllm_config)
         self._receiver = WeightReceiver(self._loader, rank=self._first + self._rank)
         self._staging: Future[None] | None = None
+        self._hollow = False  # the weights were given up, and no update has filled them since
+        self._sound = False  # the update was started, and no part of it failed on any worker
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
@@ -82,8 +83,11 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._settle()
             self._loader.doubt()
             self._receiver.doubt()
+            self._hollow = "hollow" in info
             if "reloaded" in info:
                 self._together(self._loader.reloaded)
+        elif "hollow" in info:
+            self._together(self._refuse_hollow, expected=HOLLOW)
         elif "adapter" in info:
             self._together(lambda: check_adapter(self.model, self.vllm_config, info["adapter"]))
         elif "inspect" in info:
@@ -100,7 +104,12 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Make ready to load; what an earlier update left behind is cleared first."""
-        self._open = self._together(self._start)
+        self._sound = False
+        try:
+            self._sound = self._open = self._together(self._start)
+        finally:
+            if not self._sound:
+                self._loader.roll_back()  # where it went well, while it did not on another worker
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one handoff, compare digests, or seal."""
@@ -110,17 +119,22 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `update_weights`."""
-        self._together(lambda: self._receiver.load(update_info.info), on_failure=self._receiver.abort)
+        sound, self._sound = self._sound, False
+        loaded = self._together(lambda: self._receiver.load(update_info.info), on_failure=self._receiver.abort)
+        self._sound = sound and loaded
 
     def finish_weight_update(self) -> None:
         """End the update. It was sealed before, so nothing is left that could fail; or it is abandoned."""
-        self._open = False
+        sound, self._sound, self._open = self._sound, False, False
         missing = self._loader.missing()
         if missing:
             log.error("a weight update was ended with %d parameters missing, and is dropped", len(missing))
+        if missing or not sound:
             self._loader.roll_back()
+            self._receiver.doubt()
         else:
             self._receiver.finish(self._receiver.version)
+            self._hollow = False
 
     def shutdown(self) -> None:
         self._receiver.abort()
@@ -130,6 +144,10 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _tell(self, answer: Info) -> None:
         """Answer in the only way that vLLM's route has. An open update stays as it is."""
         raise EngineError(ANSWERS + json.dumps({"worker": self._first + self._rank, **answer}))
+
+    def _refuse_hollow(self) -> None:
+        if self._hollow:
+            raise EngineError(HOLLOW)
 
     def _rehearse(self, question: Info) -> Info:
         """Try the road of an update; every worker for itself, on its own part of the model."""
@@ -157,7 +175,6 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             thread.start()
         if self._staging is None:
             raise NotConnectedError("nothing is being staged", hint="ask for a prefetch first")
-        wait([self._staging], _STAGING_WAIT_S)
         if not self._staging.done():
             raise EngineError(STILL_STAGING)
         self._staging.result()
@@ -206,7 +223,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not any(failures):
             return True
         if self._rank == self._workers - 1:
-            if expected != ANSWERS:
+            if expected not in (ANSWERS, HOLLOW):
                 self._open = False  # the worker around us ends the update when we raise
             raise EngineError(joined(failures)) from cause
         return False

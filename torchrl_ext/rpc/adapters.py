@@ -16,6 +16,7 @@ from typing import Any
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.served import HTTPEngine
+from torchrl_ext.rpc.slumber import Rest
 from torchrl_ext.types import EngineInfo, Info, adapter_label
 
 __all__ = ["AdapterClient"]
@@ -140,6 +141,9 @@ class AdapterClient(HTTPEngine):
 
     def _release(self) -> None:
         self._engine.resume()
+
+    def _rest(self) -> Rest:
+        return Rest(paused=None)  # the engine's own client asks
 
     def _goes_on(self) -> str:
         served = "no version" if self._version is None else f"version {self._version}"

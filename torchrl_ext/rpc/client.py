@@ -151,8 +151,12 @@ class EngineClient(ABC):
         raise ConfigError(f"{self.url} cannot serve without weights", hint="unload adapters only")
 
     @abstractmethod
-    def pause(self) -> None:
-        """Stop generating; how running requests are treated is the client's ``pause_mode``."""
+    def pause(self) -> bool:
+        """Stop generating; how running requests are treated is the client's ``pause_mode``.
+
+        Returns:
+            Whether it generated before.
+        """
 
     @abstractmethod
     def resume(self) -> None:
@@ -257,8 +261,8 @@ class NullEngine(EngineClient):
     def unload(self) -> None:
         return None
 
-    def pause(self) -> None:
-        return None
+    def pause(self) -> bool:
+        return False
 
     def resume(self) -> None:
         return None

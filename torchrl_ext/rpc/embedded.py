@@ -72,8 +72,8 @@ class EmbeddedEngine(EngineClient):
         told = self._http.post("/prompt_logprobs", {"prompts": [list(prompt) for prompt in prompts]})
         return logprobs_of_embedded(self.url, prompts, told)
 
-    def pause(self) -> None:
-        self._client.pause()
+    def pause(self) -> bool:
+        return self._client.pause()
 
     def resume(self) -> None:
         self._client.resume()

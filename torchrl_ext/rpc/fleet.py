@@ -156,8 +156,28 @@ class Fleet(EngineClient):
     def unload(self) -> None:
         self._everywhere(lambda engine: engine.unload())
 
-    def pause(self) -> None:
-        self._everywhere(lambda engine: engine.pause())
+    def pause(self) -> bool:
+        """See `EngineClient.pause`. All pause or none: where one does not, those that served before are resumed.
+
+        Raises:
+            EngineError: some engine did not; has a row per engine.
+        """
+        self._failed.clear()
+        engines = self._active()
+        served = self._fan_out(engines, lambda engine: engine.pause(), _nothing)
+        if self._failed:
+            unpaused, self._failed = self._failed, {}
+            self._fan_out(
+                [engine for engine in engines if served.get(engine)], lambda engine: engine.resume(), _nothing
+            )
+            still, self._failed = self._failed, {**self._failed, **unpaused}
+            named = ", ".join(engine.url for engine in still)
+            raise self._partly(
+                f"{len(unpaused)} of {len(engines)} engines did not pause",
+                state="the rows say who serves; those that served before were told to resume, and say that they do"
+                + (f", but for {named}" if still else ""),
+            )
+        return any(served.values())
 
     def resume(self) -> None:
         self._everywhere(lambda engine: engine.resume())
@@ -242,11 +262,15 @@ class Fleet(EngineClient):
         engines = self._active()
         results = self._fan_out(engines, call, on_failure)
         if self._failed:
-            if len(self.engines) == 1:
-                raise next(iter(self._failed.values()))
-            lines = "; ".join(f"{engine.url}: {error}" for engine, error in self._failed.items())
-            raise EngineError(f"{len(self._failed)} of {len(engines)} engines failed: {lines}")
+            raise self._partly(f"{len(self._failed)} of {len(engines)} engines failed")
         return [results[engine] for engine in engines]
+
+    def _partly(self, what: str, state: str = "the rows say what holds; the others did as they were told") -> Exception:
+        """What to raise where a call went wrong on some members: of a single engine its own error."""
+        if len(self.engines) == 1:
+            return next(iter(self._failed.values()))
+        lines = "; ".join(f"{engine.url}: {error}" for engine, error in self._failed.items())
+        return EngineError(f"{what}: {lines}", rows=self.rows(), state=state)
 
     def _raise(self, what: str) -> None:
         missed = {**self._lost, **self._failed}

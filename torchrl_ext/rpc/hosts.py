@@ -320,7 +320,7 @@ class _Workers:
         return {"needed": False, "proof": "sent"}
 
     def prefetch(self, version: int) -> None:
-        request, until = {"prefetch": version}, time.monotonic() + self._host.timeout_s
+        request, until, pause_s = {"prefetch": version}, time.monotonic() + self._host.timeout_s, 0.01
         pause = threading.Event()
         while True:
             try:
@@ -331,8 +331,8 @@ class _Workers:
                     raise
             if time.monotonic() > until:
                 raise DeadlineError(f"staging version {version} takes longer than {self._host.timeout_s:g} s")
-            request = {"prefetched": version}
-            pause.wait(_POLL_S)
+            request, pause_s = {"prefetched": version}, min(2.0, 1.25 * pause_s)
+            pause.wait(pause_s)
 
     def start(self) -> None:
         self._host.workers("start_weight_update")

@@ -106,8 +106,13 @@ class InProcessEngine(EngineClient):
         self._receiver.prefetch(version)
 
     def begin(self, version: int) -> None:
-        self.pause()
-        self._receiver.start()
+        served = self.pause()
+        try:
+            self._receiver.start()
+        except WeightSyncError:
+            if served:
+                self.resume()  # nothing was changed
+            raise
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._receiver.load(info)
@@ -125,10 +130,12 @@ class InProcessEngine(EngineClient):
         """
         return self._host.logprobs(prompts)
 
-    def pause(self) -> None:
+    def pause(self) -> bool:
+        served = not self._paused.is_set()
         self._host.pause()
         self._paused.set()
         self._watch.start()
+        return served
 
     def resume(self) -> None:
         self._host.resume()

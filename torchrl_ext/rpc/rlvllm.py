@@ -74,8 +74,8 @@ class RLvLLMClient(EngineClient):
         self._call("reset its prefix cache", self._engine.reset_prefix_cache)
         self._inner.commit(version)
 
-    def pause(self) -> None:
-        self._inner.pause()
+    def pause(self) -> bool:
+        return self._inner.pause()
 
     def resume(self) -> None:
         self._inner.resume()

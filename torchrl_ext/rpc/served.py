@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torchrl_ext.errors import (
@@ -17,6 +18,7 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.rpc.client import EngineClient, Stopwatch
 from torchrl_ext.rpc.direct import DirectSession
+from torchrl_ext.rpc.slumber import Rest
 from torchrl_ext.types import EngineRow, Info, least
 
 __all__ = ["HTTPEngine", "restated"]
@@ -111,15 +113,74 @@ class HTTPEngine(EngineClient):
     def _ask_rehearsal(self, question: Info) -> list[Info]:
         """Ask every worker, which takes as long as loading the weights a few times where it is no mere question."""
 
-    def pause(self) -> None:
-        self._hold()
-        self._watch.start()
-        self._state = "paused"
+    def pause(self) -> bool:
+        """See `EngineClient.pause`. An engine that served, and did not pause, is told to serve again."""
+        return self._serves_in(self._halt("pause"))
 
     def resume(self) -> None:
-        self._release()
+        """See `EngineClient.resume`; the engine is asked whether it serves.
+
+        Raises:
+            EngineRefusedError: it will not, or says that it is still paused.
+        """
+        with self._step("resume"):
+            self._release()
+            if self._rest().paused:
+                raise EngineRefusedError(
+                    f"{self.url} was told to resume, and says that it is paused",
+                    state="paused",
+                    hint="does somebody else pause it?",
+                )
+        self._resumed()
+
+    def _halt(self, what: str) -> Rest:
+        """Pause; returns how the engine was before."""
+        with self._step(what, state=f"{self.url} was not told to pause"):
+            before = self._rest()
+        if before.paused is None:
+            before = replace(before, paused=self._state != "serving")  # what this client did last
+        with self._step(what, undo=self._undo_of(before)):
+            self._hold()
+        self._watch.start()
+        self._state = "paused"
+        return before
+
+    def _resumed(self) -> None:
         self._watch.stop()
         self._state, self._error = "serving", None
+
+    def _serves_in(self, rest: Rest) -> bool:
+        return not rest.paused and not rest.asleep
+
+    def _refuse_asleep(self, rest: Rest) -> None:
+        if rest.asleep:
+            raise EngineRefusedError(
+                f"{self.url} is asleep", state="asleep", hint="call wake_up, or update_weights: an update wakes it"
+            )
+
+    def _undo_of(self, before: Rest) -> Callable[[], str]:
+        """What to do when a step fails that changed no weight, given how the engine was before it was paused."""
+        return self._undone if self._serves_in(before) else lambda: self._paused("what it held before")
+
+    def _undone(self) -> str:
+        """Resume an engine that was paused for nothing; returns the state that is known then, from its own words."""
+        try:
+            self._release()
+            paused = self._rest().paused
+        except (EngineError, DeadlineError) as error:
+            self._state = "unreachable" if isinstance(error, EngineUnreachableError) else "paused"
+            return f"no weight was changed; it is not known whether {self.url} serves again: {error.what}"
+        if paused:
+            self._state = "paused"
+            return f"no weight was changed; {self.url} was told to resume, and says that it is paused"
+        self._resumed()
+        if paused is None:
+            return f"no weight was changed; {self.url} was told to resume, and has no way to say whether it serves"
+        return f"nothing was changed, and it serves again: {self.url} says so"
+
+    @abstractmethod
+    def _rest(self) -> Rest:
+        """What the engine says of its pause and its sleep."""
 
     @abstractmethod
     def _hold(self) -> None:
@@ -149,12 +210,19 @@ class HTTPEngine(EngineClient):
         return f"{self.url} is paused, serves nobody, and holds {holding}; the next good update resumes it"
 
     @contextmanager
-    def _step(self, what: str, state: str | None = None) -> Iterator[None]:
-        """Names the step and the engine's state in an error, and remembers it for the report."""
+    def _step(self, what: str, state: str | None = None, undo: Callable[[], str] | None = None) -> Iterator[None]:
+        """Names the step and the engine's state in an error, and remembers it for the report.
+
+        Args:
+            state: what holds after a failure.
+            undo: in its place: brings the engine back, and says what holds then.
+        """
         try:
             yield
         except (EngineError, DeadlineError) as error:
-            if isinstance(error, EngineUnreachableError):
+            if undo is not None:
+                state = undo()
+            elif isinstance(error, EngineUnreachableError):
                 self._state = "unreachable"
             found = restated(error, f"{self.url} did not {what}: {error.what}", state)
             self._error = str(found)

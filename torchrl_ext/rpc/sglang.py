@@ -18,14 +18,15 @@ Where the server has our plugin, messages of ours travel as the ``action`` of ``
 ===================================  =========================================================================
 
 The order is pause, flush, transfer, resume: after the flush nothing of the old weights is cached, and while the server
-is paused nothing new is. ``load_format`` and ``weight_version`` are sent with every load, since SGLang keeps the last.
+is paused nothing new is. `torchrl_ext.rpc.sglang_slumber` has the routes of sleep. ``load_format`` and
+``weight_version`` are sent with every load, since SGLang keeps the last.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
@@ -35,6 +36,8 @@ from torchrl_ext.rpc.served import HTTPEngine, restated
 from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
 from torchrl_ext.rpc.sglang_adapter import SGLangAdapter
 from torchrl_ext.rpc.sglang_channel import LONGEST_S, PLUGIN, SHORTEST_S, SGLangChannel
+from torchrl_ext.rpc.sglang_slumber import SGLangSlumber
+from torchrl_ext.rpc.slumber import Rest, check_sleep, check_wake
 from torchrl_ext.rpc.told import logprobs_of_sglang
 from torchrl_ext.types import EngineInfo, Info
 
@@ -85,9 +88,11 @@ class SGLangEngine(HTTPEngine):
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
         self._channel = SGLangChannel(self._http)
+        self._slumber = SGLangSlumber(self._http, self._channel, load_timeout_s)
         self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
         self._native = False  # whether the server loads by itself, without the plugin
         self._in_session = False
+        self._before = Rest(paused=None)  # how it was before the update that is going on
 
     def info(self) -> EngineInfo:
         told = self._told()
@@ -156,20 +161,18 @@ class SGLangEngine(HTTPEngine):
     def prefetch(self, version: int) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if not self._native:
+                self._slumber.wake({"weights"}, self._rest().asleep)  # changes are held against them
                 self._channel.tell({"prefetch": version})
                 self._channel.await_idle(f"stage version {version}", self._load_timeout_s)
 
     def begin(self, version: int) -> None:
-        """See `EngineClient.begin`. Where the cache cannot be dropped, the server is resumed: nothing was changed."""
-        with self._step(f"pause for version {version}"):
-            self.pause()
-        with self._step(f"drop what it cached for version {version}", state="nothing was changed, and it serves again"):
-            try:
-                self._flush()
-            except (EngineRefusedError, DeadlineError):
-                self.resume()
-                raise
+        """See `EngineClient.begin`. Where the cache cannot be dropped, nothing was changed, and a server that served
+        before serves again."""
+        before = self._before = self._halt(f"pause for version {version}")
+        with self._step(f"drop what it cached for version {version}", undo=self._undo_of(before)):
+            self._flush()
         with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
+            self._slumber.wake({"weights"}, before.asleep)
             if not self._native:
                 self._open_session()
                 self._channel.tell({"start": True, "session": self._in_session}, self._load_timeout_s)
@@ -200,7 +203,9 @@ class SGLangEngine(HTTPEngine):
             if told != label:
                 raise EngineRefusedError(f"{self.url} calls its weights {told!r}", expected=repr(label))
             self._version = version
-            self.resume()
+            self._slumber.wake({"kv_cache"}, self._before.asleep)
+            self._release()
+        self._resumed()
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `EngineClient.logprobs`. Where the start is 0, SGLang reads no keys and values of a prefix; of several
@@ -213,15 +218,59 @@ class SGLangEngine(HTTPEngine):
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         return logprobs_of_sglang(self.url, prompt, self._http.post("/generate", body, timeout_s=self._load_timeout_s))
 
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        """See `EngineClient.sleep`. A server needs our plugin, which says what sleeps, ``--enable-memory-saver`` to
+        give memory back, and ``--enable-weights-cpu-backup`` for level 1. Requests go back into the queue, whatever
+        ``pause_mode`` is, unless it is ``"abort"``: their keys and values go."""
+        wanted = check_sleep(level, tags)
+        with self._step(f"sleep at level {level}", state=f"{self.url} was not told to pause"):
+            if wanted:
+                self._slumber.refuse_impossible(level, wanted, self._told())
+        before = self._halt("pause")
+        if wanted:
+            with self._step(f"sleep at level {level}", undo=self._undo_of(before)):
+                if self._pause_mode == "in_place":
+                    self._http.post("/pause_generation", {"mode": "retract"}, timeout_s=self._load_timeout_s)
+                self._flush()
+            with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
+                self._slumber.release(level, wanted, before.asleep)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """See `EngineClient.wake_up`. What is awake already is left alone."""
+        wanted = check_wake(tags)
+        with self._step("wake up"):
+            rest = self._rest()
+            if "kv_cache" in wanted:  # the weights come first, so this wake may be the last one
+                self._slumber.refuse_empty(rest)
+            if self._slumber.wake(wanted, rest.asleep):
+                self._slumber.refuse_empty(rest)
+                self._release()
+                self._resumed()
+
+    def resume(self) -> None:
+        """See `EngineClient.resume`; one that sleeps, or has no weights, is refused."""
+        with self._step("resume"):
+            rest = self._rest()
+            self._slumber.refuse_empty(rest)
+            self._refuse_asleep(rest)
+        super().resume()
+
     def adapter(self, name: str) -> SGLangAdapter:
         """See `EngineClient.adapter`. The server needs ``--enable-lora`` and our plugin."""
         return SGLangAdapter(self, name, **self._access)
 
     def _hold(self) -> None:
-        self._http.post("/pause_generation", {"mode": self._pause_mode}, timeout_s=self._load_timeout_s)
+        modes = [self._pause_mode]
+        if self._pause_mode == "abort" and self._slumber.is_held():
+            modes = ["retract", "abort"]  # it would wait for ever for requests that are paused in place
+        for mode in modes:
+            self._http.post("/pause_generation", {"mode": mode}, timeout_s=self._load_timeout_s)
 
     def _release(self) -> None:
         self._http.post("/continue_generation", {})
+
+    def _rest(self) -> Rest:
+        return self._slumber.rest(native=self._native)
 
     def _flush(self) -> None:
         """Drop keys and values: those of the server, then those that it, or an earlier one, put into a store."""

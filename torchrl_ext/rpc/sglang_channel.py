@@ -38,8 +38,18 @@ class SGLangChannel:
         try:
             return "torchrl_ext" in self.tell({"hello": True})
         except EngineRefusedError as error:
-            if error.status in (404, 405) or "Unsupported action" in error.what:
+            if _is_absent(error):
                 return False
+            raise
+
+    def rest(self) -> Info:
+        """``{"paused", "asleep", "hollow"}`` (`torchrl_ext.plugins.sglang_worker`); nothing of it without a plugin that
+        knows the question."""
+        try:
+            return self.tell({"rest": True})
+        except EngineRefusedError as error:
+            if _is_absent(error) or "knows no message" in error.what:
+                return {}
             raise
 
     def tell(self, message: Info, timeout_s: float | None = None) -> Info:
@@ -77,3 +87,8 @@ class SGLangChannel:
                 raise DeadlineError(f"to {what} takes {self._http.url} longer than {timeout_s:g} s")
             threading.Event().wait(pause_s)
             pause_s = min(LONGEST_S, 1.5 * pause_s)
+
+
+def _is_absent(error: EngineRefusedError) -> bool:
+    """Whether the server has no plugin of ours."""
+    return error.status in (404, 405, 501) or "Unsupported action" in error.what

@@ -5,97 +5,192 @@
 ``POST /wake_up?tags=``                 ``weights`` or ``kv_cache``; without tags, all. The wake that completes the
                                         engine resumes it, too
 ``POST /release_kv_cache_memory``       drops keys and values only
+``GET /is_sleeping``                    false for an engine that serves; the embedded engine also names ``tags``
+``GET /metrics``                        ``vllm:engine_sleep_state``: how vLLM was put to sleep, until it is wholly awake
 ======================================  =====================================================================
 
-vLLM does not say which part sleeps, and a wake of an engine that is merely paused would resume it in the middle of an
-update. So the client that put an engine to sleep remembers.
+Who put an engine to sleep does not matter: what sleeps is read from the engine, each time. vLLM does not name the
+parts, but a wake of a part that is awake changes nothing there, as long as something else sleeps.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.types import HOLLOW
 
-__all__ = ["Slumber", "TAGS"]
+__all__ = ["TAGS", "Rest", "Slumber", "check_sleep"]
 
 TAGS = frozenset({"weights", "kv_cache"})
 
+_STATE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\}\s+([0-9.e+]+)', re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """What an engine says of its pause and its sleep.
+
+    Attributes:
+        paused: whether it generates nothing; None where it has no way to say.
+        asleep: of `TAGS`, what may have given its memory up.
+        empty: its weights were given up, and no update has filled them since; None where it does not say.
+    """
+
+    paused: bool | None
+    asleep: frozenset[str] = frozenset()
+    empty: bool | None = None
+
+
+def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
+    """What is to sleep.
+
+    Raises:
+        ConfigError: there is no such sleep.
+    """
+    wanted = TAGS if tags is None else frozenset(tags)
+    if level not in (0, 1, 2) or not wanted <= TAGS:
+        raise ConfigError(
+            f"there is no sleep of level {level} with tags {sorted(wanted)}",
+            expected=f"level 0, 1 or 2, and tags of {', '.join(sorted(TAGS))}",
+        )
+    if level > 0 and wanted not in (TAGS, {"kv_cache"}):
+        raise ConfigError("weights sleep only together with the cache", expected="no tags, or ['kv_cache']")
+    return wanted if level > 0 else frozenset()
+
+
+def check_wake(tags: Collection[str] | None) -> frozenset[str]:
+    """What is to wake.
+
+    Raises:
+        ConfigError: there is no such part.
+    """
+    wanted = TAGS if tags is None else frozenset(tags)
+    if not wanted <= TAGS:
+        raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"of {', '.join(sorted(TAGS))}")
+    return wanted
+
 
 class Slumber:
-    """What one engine gave away and has to get back.
+    """Sleep and wake of one engine behind vLLM's routes; remembers nothing.
 
     Args:
         url: the engine's, for messages.
-        post: calls a route.
+        call: calls a route, whatever it answers (`HTTPSession.call`).
+        post: calls a route that has to succeed.
         pause: pauses the engine.
         mode: what happens to running requests.
     """
 
-    def __init__(self, url: str, post: Callable[..., Any], pause: Callable[[], None], mode: str) -> None:
-        self._url, self._post, self._pause, self._mode = url, post, pause, mode
-        self._asleep: set[str] = set()
-        self._hollow = False
+    def __init__(
+        self, url: str, call: Callable[..., Any], post: Callable[..., Any], pause: Callable[[], Any], mode: str
+    ) -> None:
+        self._url, self._call, self._post, self._pause, self._mode = url, call, post, pause, mode
+
+    def rest(self) -> Rest:
+        """What the engine says of itself now.
+
+        Raises:
+            EngineRefusedError: it gives an answer that says nothing.
+        """
+        told = self._told("/is_sleeping", "is_sleeping")
+        if told is None:
+            paused = self._told("/is_paused", "is_paused")
+            return Rest(paused=None if paused is None else bool(paused["is_paused"]))
+        if "tags" in told:
+            paused = self._told("/is_paused", "is_paused")
+            asleep = frozenset(told["tags"]) & TAGS
+            return Rest(paused=bool(asleep) if paused is None else bool(paused["is_paused"]), asleep=asleep)
+        if not told["is_sleeping"]:  # vLLM calls a paused engine asleep, too
+            return Rest(paused=False)
+        return self._gauged()
 
     def sleep(self, level: int, tags: Collection[str] | None) -> None:
         """See `EngineClient.sleep`."""
-        wanted = TAGS if tags is None else frozenset(tags)
-        if level not in (0, 1, 2) or not wanted <= TAGS:
-            raise ConfigError(
-                f"there is no sleep of level {level} with tags {sorted(wanted)}",
-                expected=f"level 0, 1 or 2, and tags of {', '.join(sorted(TAGS))}",
-            )
-        if level > 0 and wanted == {"kv_cache"}:
+        wanted = check_sleep(level, tags)
+        if wanted == {"kv_cache"}:
             self._pause()
             self._post("/release_kv_cache_memory")
-        elif level > 0 and wanted != TAGS:
-            raise ConfigError("weights sleep only together with the cache", expected="no tags, or ['kv_cache']")
         else:
             self._post("/sleep", query={"level": level, "mode": self._mode})
-        self._asleep |= wanted if level > 0 else set()
         if level == 2 and "weights" in wanted:
-            self._hollow = True
-            self._post("/init_weight_transfer_engine", {"init_info": {"doubt": True}})  # no delta builds on nothing
+            self._tell_hollow()
 
     def wake(self, tags: Collection[str] | None = None) -> bool:
         """See `EngineClient.wake_up`; returns whether the engine says that nothing sleeps any more."""
-        wanted = TAGS if tags is None else frozenset(tags)
-        if not wanted <= TAGS:
-            raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"of {', '.join(sorted(TAGS))}")
-        if self._asleep <= wanted:
+        wanted, asleep = check_wake(tags), self.rest().asleep
+        if asleep and "kv_cache" in wanted:  # the weights come first, so this wake may be the last one
             self.refuse_hollow()
-        calls = [None] if tags is None else sorted(wanted, reverse=True)  # weights first
-        answers = [self._post("/wake_up", query=None if tag is None else {"tags": tag}) for tag in calls]
-        awake = bool(answers) and answers[-1].get("status") == "awake"
-        self._asleep = set() if awake else set(TAGS - wanted)
-        return awake
+        answers = [self._wake(tag) for tag in sorted(asleep & wanted, reverse=True)]
+        return answers[-1] if answers else not asleep
 
-    @property
-    def hollow(self) -> bool:
-        """Whether it has no weights: it slept at level 2, and no update came since."""
-        return self._hollow
+    def rouse(self, rest: Rest) -> None:
+        """Before weights are touched: wake them, and nothing else.
 
-    def rouse(self) -> None:
-        """Before weights are touched: wake them, and nothing else."""
-        if "weights" in self._asleep:
-            self.wake(["weights"])
+        Args:
+            rest: as it was before the pause. Where the cache is awake already, vLLM generates as soon as the weights
+                are awake too, and is paused again.
+        """
+        if rest.empty:
+            self._tell_hollow()  # whoever put it to sleep may not have
+        if "weights" in rest.asleep and self._wake("weights"):
+            self._pause()
 
-    def filled(self) -> None:
-        """An update arrived whole: wake what still sleeps."""
-        self._hollow = False
-        if self._asleep:
-            self.wake(frozenset(self._asleep))
+    def filled(self, rest: Rest) -> None:
+        """An update arrived whole: wake the cache, if it slept before."""
+        if rest.asleep:
+            self._wake("kv_cache")
 
     def refuse_hollow(self) -> None:
         """An engine without weights does not serve.
 
         Raises:
-            EngineRefusedError: it slept at level 2, and no update came since.
+            EngineRefusedError: its workers say that it has none.
         """
-        if self._hollow:
+        try:
+            self._post("/init_weight_transfer_engine", {"init_info": {"hollow": "?"}})
+        except EngineRefusedError as error:
+            if HOLLOW not in error.what:
+                return  # other backends, and older releases of ours, know no such question
             raise EngineRefusedError(
-                f"{self._url} slept at level 2 and has no weights to serve",
+                f"{self._url} slept at level 2 and holds no weights to serve",
                 state="paused",
                 hint="call update_weights: it wakes the engine in the right order",
+            ) from error
+
+    def _tell_hollow(self) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": {"doubt": True, "hollow": True}})
+
+    def _wake(self, tag: str) -> bool:
+        return self._post("/wake_up", query={"tags": tag}).get("status") == "awake"
+
+    def _told(self, route: str, field: str) -> Any:
+        """The answer of a route; None where there is none."""
+        answer = self._call("GET", route)
+        if answer.status in (404, 405):
+            return None
+        try:
+            told = answer.json() if answer.ok else None
+        except ValueError:
+            told = None
+        if not isinstance(told, dict) or field not in told:
+            raise EngineRefusedError(
+                f"GET {self._url}{route} answered {answer.status}: {answer.message()}",
+                expected=f"an object with {field!r}",
+                status=answer.status,
             )
+        return told
+
+    def _gauged(self) -> Rest:
+        """vLLM's gauge: how it was put to sleep. Level 0 and a cache that sleeps alone look the same in it."""
+        answer = self._call("GET", "/metrics")
+        found = {state for state, value in _STATE.findall(answer.text) if float(value) > 0} if answer.ok else set()
+        told = bool(answer.ok and _STATE.search(answer.text))
+        if not told or "awake" in found:
+            return Rest(paused=True)
+        if found & {"weights_offloaded", "discard_all"}:
+            return Rest(paused=True, asleep=TAGS, empty="discard_all" in found)
+        return Rest(paused=True, asleep=frozenset({"kv_cache"}))

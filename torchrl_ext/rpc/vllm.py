@@ -7,7 +7,7 @@ in the bodies is ours:
 ``POST /init_weight_transfer_engine``     ``{"init_info": info}``: join the transport of `Transport.open`'s info
                                           plus ``rank_offset``; or ``{"init_info": {"prefetch": version}}``, and
                                           ``{"prefetched": version}`` until workers no longer say `STILL_STAGING`;
-                                          or ``{"rehearse": question}``
+                                          or ``{"rehearse": question}``, ``{"doubt": true}``, ``{"hollow": "?"}``
 ``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up: `commit` clears
 ``POST /start_weight_update``
 ``POST /update_weights``                  ``{"update_info": info}``: a handoff's info, ``{"verify": digests}``, or
@@ -34,12 +34,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.rpc.client import _nothing
 from torchrl_ext.rpc.inspection import answers_in
 from torchrl_ext.rpc.served import HTTPEngine, restated
 from torchrl_ext.rpc.server_info import parse_server_info, sees
-from torchrl_ext.rpc.slumber import Slumber
+from torchrl_ext.rpc.slumber import Rest, Slumber
 from torchrl_ext.rpc.told import logprobs_of_vllm
 from torchrl_ext.rpc.vllm_adapter import VLLMAdapter
 from torchrl_ext.rpc.worker_words import unwrapped
@@ -93,7 +93,9 @@ class VLLMEngine(HTTPEngine):
             raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._sees = pause_mode, False
-        self._slumber = Slumber(self.url, partial(self._post, timeout_s=load_timeout_s), self.pause, pause_mode)
+        post = partial(self._post, timeout_s=load_timeout_s)
+        self._slumber = Slumber(self.url, self._http.call, post, self.pause, pause_mode)
+        self._before = Rest(paused=None)  # how it was before the update that is going on
 
     def info(self) -> EngineInfo:
         told = self._told()
@@ -129,9 +131,8 @@ class VLLMEngine(HTTPEngine):
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. vLLM's route has no way to answer but an error, so that is what answers."""
-        if not self._slumber.hollow:
-            self.rouse()
-            super().rehearse(how)
+        self.rouse()
+        super().rehearse(how)
 
     def _ask_rehearsal(self, question: Info) -> list[Info]:
         body = {"init_info": {"rehearse": question}}
@@ -146,7 +147,7 @@ class VLLMEngine(HTTPEngine):
     def prefetch(self, version: int) -> None:
         """See `EngineClient.prefetch`. Workers stage beside their generating; vLLM's route has no way to answer "not
         yet" but an error, so that is what says it."""
-        request, until, pause_s = {"prefetch": version}, time.monotonic() + self._load_timeout_s, 0.1
+        request, until, pause_s = {"prefetch": version}, time.monotonic() + self._load_timeout_s, 0.01
         self.rouse()  # changes are held against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             while True:
@@ -158,15 +159,26 @@ class VLLMEngine(HTTPEngine):
                         raise
                 if time.monotonic() > until:
                     raise DeadlineError(f"staging takes longer than {self._load_timeout_s:g} s")
-                request, pause_s = {"prefetched": version}, min(2.0, 1.5 * pause_s)
+                request, pause_s = {"prefetched": version}, min(2.0, 1.25 * pause_s)
                 threading.Event().wait(pause_s)
 
     def begin(self, version: int) -> None:
-        with self._step(f"pause for version {version}"):
-            self.pause()
-        self.rouse()
-        with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
+        """See `EngineClient.begin`. Where workers do not start, no weight was changed, and an engine that served before
+        serves again."""
+        before = self._before = self._halt(f"pause for version {version}")
+        with self._step("wake its weights", state=f"{self.url} sleeps"):
+            self._slumber.rouse(before)
+        undo = self._undo_of(before)
+        with self._step(f"start version {version}", undo=lambda: self._not_started(undo)):
             self._post("/start_weight_update")
+
+    def _not_started(self, undo: Callable[[], str]) -> str:
+        """Some workers may have started: let them end it."""
+        try:
+            self._abandon()
+        except (EngineError, DeadlineError) as error:
+            return self._paused(f"the weights it had, which nobody could be made sure of: {error.what}")
+        return undo()
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
@@ -180,8 +192,9 @@ class VLLMEngine(HTTPEngine):
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self._drop_cached()
             self._version = version
-            self._slumber.filled()
-            self.resume()
+            self._slumber.filled(self._before)
+            self._release()
+        self._resumed()
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `EngineClient.logprobs`. The server's ``--logprobs-mode`` must be one of log-probabilities, as it is
@@ -213,12 +226,26 @@ class VLLMEngine(HTTPEngine):
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         with self._step("wake up"):
             if self._slumber.wake(tags):
-                self.resume()
+                self._release()
+                self._resumed()
+
+    def resume(self) -> None:
+        """See `EngineClient.resume`; one that sleeps, or has no weights, is refused."""
+        with self._step("resume"):
+            asleep = self._rest().asleep
+            if asleep:
+                self._slumber.refuse_hollow()
+            if "weights" in asleep:
+                raise EngineRefusedError(
+                    f"{self.url} is asleep", state="asleep", hint="call wake_up, or update_weights"
+                )
+            self._slumber.filled(Rest(paused=True, asleep=asleep))
+        super().resume()
 
     def rouse(self) -> None:
-        """Wake the weights, and nothing else, of an engine that this client put to sleep."""
+        """Wake the weights, and nothing else, of an engine that sleeps."""
         with self._step("wake its weights", state=f"{self.url} sleeps"):
-            self._slumber.rouse()
+            self._slumber.rouse(self._rest())
 
     def adapter(self, name: str) -> VLLMAdapter:
         """See `EngineClient.adapter`. The server needs ``--enable-lora``."""
@@ -232,8 +259,10 @@ class VLLMEngine(HTTPEngine):
         self._post("/pause", query=query, timeout_s=self._load_timeout_s)
 
     def _release(self) -> None:
-        self._slumber.refuse_hollow()
         self._post("/resume")
+
+    def _rest(self) -> Rest:
+        return self._slumber.rest()
 
     def _ask(self, route: str, field: str) -> Any:
         with self._needs_dev_mode():

@@ -14,7 +14,7 @@ from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError, EngineRefusedError, NotConnectedError
 from torchrl_ext.plugins.embedded.scheduler import PauseMode, Scheduler
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import Info, ParamMeta, dtype_from_name
+from torchrl_ext.types import HOLLOW, Info, ParamMeta, dtype_from_name
 from torchrl_ext.weights.dormant import Dormant
 from torchrl_ext.weights.loader import TensorsLoader
 from torchrl_ext.weights.scoring import score
@@ -155,6 +155,10 @@ class Engine:
         if "doubt" in info:
             with self._control:
                 self._receiver.doubt()
+            return
+        if "hollow" in info:
+            if self._hollow:
+                raise EngineRefusedError(HOLLOW, state="asleep, or paused")
             return
         if info.get("transport") not in self.transports():
             raise ConfigError(
