@@ -13,8 +13,9 @@ from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import files_of, maps_of, python
 from torchrl_ext.cli.bench import track_peak
-from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError
+from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
 from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.rollout.remote import RemoteInferenceClient
 
 BUCKET_BYTES = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 512}
@@ -179,6 +180,37 @@ def test_another_trainer_takes_over_a_sleeping_engine_once_it_woke_the_weights(s
     assert ask(server, "/is_sleeping")["tags"] == []
     assert tokens(server) == greedy(model)
     other.shutdown()
+
+
+def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(server, sender):
+    """`RemoteInferenceClient` sleeps and wakes, `WeightSender` updates by its own clients: SkyRL's order."""
+    client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
+    sender.update_weights(tiny_model(3))
+    for seed in (4, 5):
+        model = tiny_model(seed)
+        assert client.run(client.sleep(level=2)) == {server.url: {"status": 200, "body": {"status": "paused"}}}
+        with pytest.raises(EngineError, match="holds no weights") as caught:
+            client.run(client.resume())
+        assert [row.engine for row in caught.value.rows] == [server.url] and caught.value.rows[0].error
+        client.run(client.wake_up(tags=["weights"]))
+        assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"] and ask(server, "/is_paused")["is_paused"]
+        report = sender.update_weights(model)
+        assert client.run(client.wake_up(tags=["kv_cache"])) == {
+            server.url: {"status": 200, "body": {"status": "serving"}}
+        }
+        assert report.verified and tokens(server) == greedy(model)
+    client.close()
+
+
+def test_control_calls_that_fail_say_how_each_engine_is(server, engine):
+    client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
+    for paused, state in ((True, "paused"), (False, "serving")):
+        client.run(client.pause() if paused else client.resume())
+        with pytest.raises(EngineError, match="no weight update is open") as caught:
+            client.run(client.update_named_weights({"names": []}))
+        (row,) = caught.value.rows
+        assert (row.engine, row.state) == (server.url, state) and "no weight update is open" in row.error
+    client.close()
 
 
 def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.controls import Call, ControlRoutes, control_routes
+from torchrl_ext.rollout.controls import Call, cache_call, drive, label_call
+from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import Info
 
 __all__ = ["ControlCalls"]
@@ -29,6 +30,10 @@ class ControlCalls(ABC):
     async def _fan_out(self, what: str, calls: Mapping[str, Call]) -> dict[str, Info]:
         """Send each engine its call; ``what`` is the verb of an error's message."""
 
+    @abstractmethod
+    async def _fleet(self, **settings: Any) -> Fleet:
+        """Clients of the engines; ``settings`` are those of each."""
+
     async def pause(self, mode: Any = "keep", clear_cache: bool = False) -> dict[str, Info]:
         """Pause every engine.
 
@@ -38,33 +43,39 @@ class ControlCalls(ABC):
             clear_cache: drop the prefix cache as well.
 
         Returns:
-            ``{url: {"status", "body"}}``, as every control call.
+            ``{url: {"status", "body"}}``, as every control call; here the body is ``{"status": state}``, with the
+            states of `torchrl_ext.types.EngineRow`.
 
         Raises:
             ConfigError: no such mode, or one of ``server_urls`` is a router.
             EngineError: some engine did not; has a row per engine.
         """
-        return await self._control("pause", lambda routes: routes.pause(str(getattr(mode, "value", mode)), clear_cache))
+        fleet = await self._fleet(pause_mode=str(getattr(mode, "value", mode)))
+        paused = await drive(fleet, "pause", lambda fleet: fleet.pause())
+        if clear_cache:
+            await self.reset_prefix_cache(reset_running_requests=True)
+        return paused
 
     async def resume(self) -> dict[str, Info]:
         """Let every engine make tokens again."""
-        return await self._control("resume", lambda routes: routes.resume())
+        return await drive(await self._fleet(), "resume", lambda fleet: fleet.resume())
 
     async def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> dict[str, Info]:
-        """Let every engine give its device memory back: 1 keeps weights in host memory, 2 keeps nothing."""
-        return await self._control("sleep", lambda routes: routes.sleep(level, tags))
+        """Let every engine give its device memory back: see `torchrl_ext.rpc.client.EngineClient.sleep`."""
+        return await drive(await self._fleet(), "sleep", lambda fleet: fleet.sleep(level, tags))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Info]:
-        """Let every engine take its device memory again: all of it, or ``["weights"]``, ``["kv_cache"]``."""
-        return await self._control("wake up", lambda routes: routes.wake_up(tags))
+        """Let every engine take its device memory again: all of it, or ``["weights"]``, ``["kv_cache"]``; one that is
+        wholly awake serves again."""
+        return await drive(await self._fleet(), "wake up", lambda fleet: fleet.wake_up(tags))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> dict[str, Info]:
         """Let every engine drop its cached keys and values."""
-        return await self._control("drop its cache", lambda routes: routes.reset_prefix_cache(reset_running_requests))
+        return await self._everywhere("drop its cache", cache_call(self.kind, reset_running_requests))
 
     async def weight_versions(self) -> dict[str, str]:
         """The label of the weights that each engine serves."""
-        found = await self._control("tell its version", lambda routes: routes.weight_version())
+        found = await self._everywhere("tell its version", label_call(self.kind))
         return {url: str(told["body"]["weight_version"]) for url, told in found.items()}
 
     async def world_sizes(self) -> dict[str, int]:
@@ -111,8 +122,7 @@ class ControlCalls(ABC):
         body = None if weight_version is None else {"weight_version": str(weight_version)}
         return await self._weights("finish the update", Call(route="/finish_weight_update", body=body))
 
-    async def _control(self, what: str, pick: Callable[[ControlRoutes], Call]) -> dict[str, Info]:
-        call = pick(control_routes(self.kind))
+    async def _everywhere(self, what: str, call: Call) -> dict[str, Info]:
         return await self._fan_out(what, {url: call for url in self.server_urls})
 
     async def _weights(self, what: str, call: Call) -> dict[str, Info]:
@@ -120,4 +130,4 @@ class ControlCalls(ABC):
             raise ConfigError(
                 "SGLang's weight routes need what a transport knows", hint="use WeightSender(transport, client.fleet())"
             )
-        return await self._fan_out(what, {url: call for url in self.server_urls})
+        return await self._everywhere(what, call)

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.registry import engines
 from torchrl_ext.rollout.carrying import Carried
 from torchrl_ext.rollout.continuing import ChatContinuation, TextContinuation
 from torchrl_ext.rollout.control_calls import ControlCalls
-from torchrl_ext.rollout.controls import Call, control_routes, fan_out, refuse_routers
+from torchrl_ext.rollout.controls import Call, check_kind, fan_out, refuse_routers
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.generation import Generation, GenerationRequest
 from torchrl_ext.rollout.loops import BackgroundLoop
@@ -27,7 +28,7 @@ from torchrl_ext.rollout.routed import Routed
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import normalise_url
-from torchrl_ext.types import Info
+from torchrl_ext.types import EngineRow, Info
 
 __all__ = ["RemoteInferenceClient"]
 
@@ -81,7 +82,7 @@ class RemoteInferenceClient(ControlCalls):
                 f"concurrency_per_engine={self.concurrency_per_engine}",
                 expected="servers in groups of data_parallel_size, and a limit of at least 0",
             )
-        control_routes(self.kind)
+        check_kind(self.kind)
         object.__setattr__(self, "server_urls", servers)
         object.__setattr__(self, "proxy_url", normalise_url(self.proxy_url))
         if len(servers) > 1 and self.proxy_url in servers:
@@ -305,11 +306,24 @@ class RemoteInferenceClient(ControlCalls):
         return body, body.pop("session_id", None)
 
     async def _fan_out(self, what: str, calls: Mapping[str, Call]) -> dict[str, Info]:
-        routed = self._routed()
+        fleet = await self._fleet()
+
+        def rows(failed: Mapping[str, Exception]) -> list[EngineRow]:
+            try:
+                return [dataclasses.replace(row, error=str(failed.get(row.engine, "")) or None) for row in fleet.look()]
+            finally:
+                fleet.close()
+
+        session = self._routed().session
+        return await fan_out(session, calls, what=what, timeout_s=self.control_timeout_s, rows=rows)
+
+    async def _fleet(self, **settings: Any) -> Fleet:
+        settings = {"api_key": self.api_key, "load_timeout_s": self.control_timeout_s, **settings}
+        fleet = Fleet([engines.make(self.kind, url=url, **settings) for url in self.server_urls])
         if not self._live.get("direct"):
             await refuse_routers(self.server_urls, self.api_key)
             self._live["direct"] = True
-        return await fan_out(routed.session, calls, kind=self.kind, what=what, timeout_s=self.control_timeout_s)
+        return fleet
 
 
 def _request(prompt: Sequence[int], sampling: Mapping[str, Any], index: int) -> GenerationRequest:

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, UpdateError, WeightSyncError
 from torchrl_ext.launch.router import RouterProcess
-from torchrl_ext.rollout.controls import control_routes
+from torchrl_ext.registry import engines
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rpc.discovery import discover
-from torchrl_ext.rpc.http import HTTPSession, normalise_url
+from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.rpc.router import RouterClient, place
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
@@ -298,14 +298,14 @@ class Routing:
 
     def _let_go(self, url: str) -> None:
         """End what a paused engine has in work, so that clients take it elsewhere."""
-        call = control_routes(self._engines[url].kind).pause("abort", clear_cache=False)
-        session = HTTPSession(url, api_key=self._api_key, timeout_s=_ABORT_TIMEOUT_S)
+        limits = {"timeout_s": _ABORT_TIMEOUT_S, "load_timeout_s": _ABORT_TIMEOUT_S}
+        engine = engines.make(self._engines[url].kind, url=url, api_key=self._api_key, pause_mode="abort", **limits)
         try:
-            session.call(call.method, call.route, call.body, query=call.query)
+            engine.pause()
         except (EngineError, DeadlineError) as error:
             log.warning("requests on %s are lost with it: %s", url, error)
         finally:
-            session.close()
+            engine.close()
 
 
 def _check(engines: Sequence[EngineInfo]) -> None:

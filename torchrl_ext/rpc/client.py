@@ -187,6 +187,10 @@ class EngineClient(ABC):
     def rows(self) -> tuple[EngineRow, ...]:
         """How the last update went, one row per engine."""
 
+    def look(self) -> tuple[EngineRow, ...]:
+        """As `rows`, with the state that each engine says it is in now, where it can be asked."""
+        return self.rows()
+
     @abstractmethod
     def close(self) -> None:
         """Leave the transport and drop the connection; the engine itself goes on."""

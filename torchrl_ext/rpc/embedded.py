@@ -87,6 +87,9 @@ class EmbeddedEngine(EngineClient):
     def rows(self) -> tuple[EngineRow, ...]:
         return tuple(replace(row, kind=self.kind) for row in self._client.rows())
 
+    def look(self) -> tuple[EngineRow, ...]:
+        return tuple(replace(row, kind=self.kind) for row in self._client.look())
+
     def close(self) -> None:
         self._http.close()
         self._client.close()

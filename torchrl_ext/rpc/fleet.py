@@ -198,6 +198,10 @@ class Fleet(EngineClient):
             rows.append(row if error is None else replace(row, error=str(error)))
         return tuple(rows)
 
+    def look(self) -> tuple[EngineRow, ...]:
+        self._everywhere(lambda engine: engine.look())
+        return self.rows()
+
     def close(self) -> None:
         self._everywhere(lambda engine: engine.close())
 

@@ -203,6 +203,18 @@ class HTTPEngine(EngineClient):
             ),
         )
 
+    def look(self) -> tuple[EngineRow, ...]:
+        """See `EngineClient.look`."""
+        try:
+            rest = self._rest()
+        except EngineUnreachableError:
+            self._state = "unreachable"
+        except (EngineError, DeadlineError):
+            self._state = "paused"  # or worse
+        else:
+            self._state = self._state if rest.paused is None else "serving" if self._serves_in(rest) else "paused"
+        return self.rows()
+
     def close(self) -> None:
         self._http.close()
 

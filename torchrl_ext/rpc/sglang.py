@@ -242,6 +242,7 @@ class SGLangEngine(HTTPEngine):
             rest = self._rest()
             if "kv_cache" in wanted:  # the weights come first, so this wake may be the last one
                 self._slumber.refuse_empty(rest)
+            self._state = "paused"
             if self._slumber.wake(wanted, rest.asleep):
                 self._slumber.refuse_empty(rest)
                 self._release()

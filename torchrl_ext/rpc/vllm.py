@@ -225,6 +225,7 @@ class VLLMEngine(HTTPEngine):
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         with self._step("wake up"):
+            self._state = "paused"
             if self._slumber.wake(tags):
                 self._release()
                 self._resumed()
