@@ -63,6 +63,9 @@ class ProcessRoot(Root):
     def list(self, folder: str = "") -> list[str]:
         return self._files.list(folder)
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        return self._files.sizes(folder)
+
     def delete(self, key: str) -> None:
         self._files.delete(key)
         self._tensors.pop(key, None)
