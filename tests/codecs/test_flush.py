@@ -103,7 +103,7 @@ def test_a_file_of_a_writer_that_widened_mixed_dtypes_is_read_back_at_the_parame
     narrow = both.replace(b'\\"float32\\"', b'\\"bfloat16\\"')
     length = int.from_bytes(narrow[:8], "little") + len(narrow) - len(both)
     narrow = length.to_bytes(8, "little") + narrow[8:]
-    file = parse_flush(narrow, "f")
+    file = parse_flush(narrow, "f", {"c": ParamMeta("c", torch.bfloat16, (3,))})
     assert file.patches[0].meta.dtype == torch.bfloat16
     assert file.patches[0].values.tolist() == [0x3F80]
 
@@ -159,6 +159,9 @@ def tampered(change) -> bytes:
         (lambda rows, header: rows[0].update(val_end=-1), "a.weight"),
         (lambda rows, header: rows[0].update(pos_width=3), "a.weight"),
         (lambda rows, header: rows[0].update(dtype="float4711"), "float4711"),
+        (lambda rows, header: rows[0].update(dtype="complex128"), "complex128"),
+        (lambda rows, header: rows[0].update(dtype="int4"), "int4"),
+        (lambda rows, header: rows[0].update(dtype=["bfloat16"]), "a.weight"),
         (lambda rows, header: rows[0].update(shape=[-3, 4]), "a.weight"),
         (lambda rows, header: rows[0].update(shape=[10]), "a.weight"),
         (lambda rows, header: rows[1].update(pos_start=4, pos_end=12, val_start=1, val_end=3), "b.weight"),
@@ -199,7 +202,7 @@ def test_damage_anywhere_is_refused_or_leaves_the_patches_as_they_were():
         assert refused > 200
         for end in range(0, len(data), 7):
             with pytest.raises(IntegrityError):
-                parse_flush(data[:end], "f")
+                parse_flush(data[:end], "f", {"a.weight": A, "b.weight": B})
 
 
 def test_a_compressed_bomb_is_not_unpacked():

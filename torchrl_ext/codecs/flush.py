@@ -34,7 +34,6 @@ __all__ = ["FLUSH_BYTES", "FlushFile", "build_flush", "check_dtype", "flush_buck
 FLUSH_BYTES: Final = 512 * 1024**2
 ENCODINGS: Final = ("indices", "deltas", "deltas_zstd")
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
-_MOST: Final = 1 << 36  # bytes that a compressed file may hold where no parameters are expected
 _HASHED: Final = frozenset(  # what torch.hash_tensor takes
     ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 )
@@ -162,21 +161,19 @@ def _hash(tensor: torch.Tensor) -> int:
         ) from None
 
 
-def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta] | None = None) -> FlushFile:
+def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> FlushFile:
     """Read a file, trusting nothing in it.
 
     Args:
         data: untrusted bytes; zstd is recognised by its magic number.
         where: name of the file, for messages.
-        params: the parameters that may occur; bounds what a compressed file can make this allocate.
+        params: the parameters that may occur; they bound what a file can make this allocate.
 
     Raises:
         IntegrityError: the file is damaged, or writes what ``params`` does not have; names file and tensor.
     """
     if bytes(memoryview(data)[:4]) == _MAGIC:
-        most = _MOST
-        if params is not None:
-            most = 2**20 + sum(1024 + 5 * len(name) + (4 + m.dtype.itemsize) * m.numel for name, m in params.items())
+        most = 2**20 + sum(1024 + 5 * len(name) + (4 + m.dtype.itemsize) * m.numel for name, m in params.items())
         data = decompress(data, most, where)
     metadata, entries = parse_safetensors(data, where)
     if set(entries) != {"__positions__", "__values__"} or entries["__positions__"].dtype != "U8":
@@ -220,27 +217,30 @@ def _patch(
     dtype: torch.dtype,
     positions: np.ndarray,
     values: np.ndarray,
-    params: Mapping[str, ParamMeta] | None,
+    params: Mapping[str, ParamMeta],
 ) -> SparsePatch:
     try:
         meta = ParamMeta.from_json([row["name"], row["dtype"], row["shape"]])
+        check_dtype(meta)
         begin, end, width = row["pos_start"], row["pos_end"], row["pos_width"]
         first, last = row["val_start"], row["val_end"]
         numbers = (begin, end, width, first, last)
         if any(type(number) is not int for number in numbers):
             raise ValueError
-    except (TypeError, KeyError, ValueError, ManifestError) as error:
+    except (TypeError, KeyError, ValueError, ManifestError) as error:  # a ConfigError is a ValueError
         raise _bad(where, f"a parameter is described by {row!r}: {error}") from None
-    if params is not None and params.get(meta.name) != meta:
+    if params.get(meta.name) != meta:
         raise _bad(where, f"it writes {meta}", str(params.get(meta.name, "a tensor of this model")))
     if not 0 <= begin <= end <= positions.size or not 0 <= first <= last <= values.size:
         raise _bad(where, f"the ranges of tensor {meta.name!r} leave the file")
     if width not in ((4,) if encoding == "indices" else (2, 4)) or end - begin != width * (last - first):
         raise _bad(where, f"tensor {meta.name!r} has {end - begin} bytes of positions for {last - first} values")
+    layout = layout_of(meta.dtype)
+    if last - first > layout.count(meta):
+        raise _bad(where, f"tensor {meta.name!r} has {last - first} values", f"at most {layout.count(meta)}")
     kind = "<i4" if encoding == "indices" else f"<u{width}"
     packed = np.frombuffer(positions[begin:end].tobytes(), kind).astype(np.int64)
     indices = packed if encoding == "indices" else np.cumsum(packed + 1) - 1
-    layout = layout_of(meta.dtype)
     if indices.size and not 0 <= int(indices[-1]) < layout.count(meta):  # before a cast could hide it
         raise _bad(where, f"tensor {meta.name!r} has indices up to {int(indices[-1])}", f"below {meta.numel}")
     what = values[first:last]
