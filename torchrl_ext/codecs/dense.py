@@ -6,6 +6,7 @@ a byte 0 (stored) or 1 (one zstd frame), a uint32 length, and its bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
@@ -15,16 +16,17 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
 from torchrl_ext.codecs.container import decompress
-from torchrl_ext.codecs.framing import frame, unframe
+from torchrl_ext.codecs.framing import damaged, frame, unframe
 from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
-from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["DenseCodec"]
 
 _PLANES: Final = b"\x03"
 _WORTH: Final = 0.97  # a plane that compresses less is stored
+_MOST_FOLD: Final = (128 << 10) // 4  # of zstd: a block is 128 KiB at most, and takes 4 bytes at least (RFC 8878)
 
 
 @final
@@ -75,25 +77,33 @@ class DenseCodec(Codec):
         if not len(payload):
             return SparsePatch(meta, np.empty(0, index_dtype(count)), np.empty(0, layout.dtype))
         size, bodies = unframe(payload, meta, count)
+        blocks = [
+            list(_planes(body, meta, min(size, count - number * size), layout.width))
+            for number, body in enumerate(bodies)
+        ]  # before memory is taken for them
         values = np.empty((count, layout.width), np.uint8)
-        for number, body in enumerate(bodies):
-            self._block(body, meta, values[number * size : (number + 1) * size])
+        for number, planes in enumerate(blocks):
+            out = values[number * size : (number + 1) * size]
+            for plane, (packed, data) in enumerate(planes):
+                if packed:
+                    data = decompress(data, len(out), f"plane {plane} of the dense payload of {meta.name!r}")
+                if len(data) != len(out):
+                    raise damaged(meta, f"plane {plane} has {len(data)} bytes", f"{len(out)}")
+                out[:, plane] = np.frombuffer(data, np.uint8)
         return DensePatch(meta, values.reshape(-1).view(layout.dtype))
 
-    def _block(self, body: memoryview, meta: ParamMeta, out: np.ndarray) -> None:
-        units, at = out.shape[0], 1
-        for plane in range(out.shape[1]):
-            length = int.from_bytes(body[at + 1 : at + 5], "little")
-            data = body[at + 5 : at + 5 + length]
-            if body[:1] != _PLANES or len(data) != length or not length or body[at] > 1:
-                raise IntegrityError(f"the dense payload of {meta.name!r} is damaged in plane {plane}")
-            if body[at]:
-                data = decompress(data, units, f"plane {plane} of the dense payload of {meta.name!r}")
-            if len(data) != units:
-                raise IntegrityError(
-                    f"plane {plane} of the dense payload of {meta.name!r} has {len(data)} bytes", expected=f"{units}"
-                )
-            out[:, plane] = np.frombuffer(data, np.uint8)
-            at += 5 + length
-        if at != len(body):
-            raise IntegrityError(f"the dense payload of {meta.name!r} goes on after its last plane")
+
+def _planes(body: memoryview, meta: ParamMeta, units: int, width: int) -> Iterator[tuple[bool, memoryview]]:
+    """Of each plane of a block, whether it is compressed, and its bytes, which can be ``units`` bytes at least."""
+    at = 1
+    for plane in range(width):
+        length = int.from_bytes(body[at + 1 : at + 5], "little")
+        data = body[at + 5 : at + 5 + length]
+        if body[:1] != _PLANES or len(data) != length or not length or body[at] > 1:
+            raise damaged(meta, f"plane {plane} of a block is malformed")
+        if units > (length * _MOST_FOLD if body[at] else length):
+            raise damaged(meta, f"plane {plane} of a block has {length} bytes for {units} units")
+        yield bool(body[at]), data
+        at += 5 + length
+    if at != len(body):
+        raise damaged(meta, "a block goes on after its last plane")
