@@ -139,7 +139,7 @@ def adapter_label(name: str, version: int) -> str:
 def adapter_version(label: str) -> int | None:
     """``"policy-lora@7"`` -> 7; None for a name without a version."""
     number = label.rpartition("@")[2]
-    return int(number) if "@" in label and number.isdecimal() else None
+    return int(number) if "@" in label and len(number) < 19 and number.isascii() and number.isdecimal() else None
 
 
 def adapter_rank(params: Iterable[ParamMeta]) -> int:

@@ -103,8 +103,13 @@ class TestVersions:
         trainer.send_weights("policy", weights())
         reader.receive_weights(WAIT_S)
         assert [("wrote", str(root), "weight_v000001", b"1\n"), ("reads", str(root))] == CALLS
-        with pytest.raises(ConfigError, match="cannot be imported"):
-            trainer_at(root, post_write_hook="nowhere:nothing")
+
+    def test_a_hook_that_cannot_be_imported_is_told_whatever_its_module_raises(self, root, tmp_path, monkeypatch):
+        (tmp_path / "hook_that_raises.py").write_text("raise RuntimeError('no licence')")
+        monkeypatch.syspath_prepend(tmp_path)
+        for path in ("nowhere:nothing", "", ":", ".relative:name", "json:", "hook_that_raises:name"):
+            with pytest.raises(ConfigError, match="cannot be imported"):
+                trainer_at(root, post_write_hook=path)
 
     @pytest.mark.parametrize("hook", ["post_write_hook", "pre_read_hook"])
     def test_hooks_are_refused_where_no_files_are_shared(self, hook):

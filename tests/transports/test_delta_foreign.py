@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import zstandard
 from safetensors.torch import load_file, save_file
 
+from tests.hostile import refused_or_right, worse_text
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
 from tests.transports.contract import WAIT_S
 from torchrl_ext.codecs.flush import build_flush, parse_flush
@@ -212,6 +214,21 @@ class TestIndexes:
         edit_index(root, 2, change)
         with pytest.raises(IntegrityError, match="weight_v000002"):
             trainer_at(root, base=chain).receive_weights(WAIT_S)
+
+    def test_whatever_becomes_of_an_index_what_is_received_is_a_version_of_the_chain(self, chain, root):
+        received, chance, refused = [], random.Random(3), 0
+        for version in (1, 2):
+            (root / "latest").write_text(f"{version}")
+            received.append(trainer_at(root, base=chain).receive_weights(WAIT_S))
+        path = folder(root, 2) / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        for _ in range(200):
+            path.write_bytes(worse_text(index, chance))
+            refused += refused_or_right(
+                lambda: trainer_at(root, base=chain).receive_weights(0.0),
+                right=lambda found: found is None or any(same(found, dict(one.items())) for one in received),
+            )
+        assert refused > 100
 
     def test_a_full_version_is_taken_when_every_file_that_its_index_names_is_there(self, chain, root):
         own, index = weights(4), {"metadata": {"total_size": 1}, "weight_map": {}}

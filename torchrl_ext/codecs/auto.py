@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple, final
 
@@ -58,8 +59,10 @@ class AutoCodec(Codec):
     whole_base: bool = True
 
     def __post_init__(self) -> None:
-        if not self.link_bytes_s > 0 or not self.threads >= 1:
+        if not _positive(self.link_bytes_s, (int, float)) or not _positive(self.threads, int):
             raise ConfigError(f"link_bytes_s={self.link_bytes_s!r}, threads={self.threads!r}", expected="positive")
+        if not isinstance(self.whole_base, bool):
+            raise ConfigError(f"whole_base={self.whole_base!r}", expected="True or False")
 
     def choose(self, layout: Layout, old: np.ndarray, new: np.ndarray) -> Codec:
         density, plain, conditional = _survey(layout, old, new)
@@ -93,6 +96,10 @@ class AutoCodec(Codec):
         raise ConfigError(
             "'auto' picks other codecs and decodes nothing", hint="decode with the codec of the `Encoded`"
         )
+
+
+def _positive(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _plane_bits(layout: Layout) -> float:

@@ -171,6 +171,12 @@ class Packed(Container):
         files = checked_files(manifest, get, where)
 
         def decoder(param: DeltaParam) -> Decode:
+            if param.file not in files:
+                raise IntegrityError(
+                    f"the manifest in {where} names no file for tensor {param.meta.name!r}",
+                    expected=f"one of {', '.join(files) or 'none'}",
+                    state=f"nothing of version {manifest.version} was used",
+                )
             payload = files[param.file][param.offset : param.offset + param.nbytes]
             framed = codecs[param.codec].framed and not param.checksum  # then it ends with its checksum
             found = xxhash.xxh3_64_hexdigest(payload[:-8] if framed else payload)

@@ -264,6 +264,15 @@ class ForeignWhole(_ReadOnly):
     def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
         codec = codec_from_json(manifest.codecs[0])
         shards = {name: parse_shard(get(name), f"{where}/{name}") for name in manifest.files}
+        said = {(param.file, param.meta.name) for param in manifest.params if param.changed}
+        for file, shard in shards.items():
+            more = next((name for name in shard.payloads if (file, name) not in said), None)
+            if more is not None:
+                raise IntegrityError(
+                    f"{where}/{file} changes tensor {more!r}, and the index does not say so",
+                    state=f"nothing of version {manifest.version} was used",
+                    hint="the index is damaged; let the trainer publish again",
+                )
 
         def decoder(param: DeltaParam) -> Decode:
             name, file = param.meta.name, f"{where}/{param.file}"

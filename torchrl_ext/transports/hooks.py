@@ -26,8 +26,8 @@ def load_hook(path: str | None) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"hook {path!r} cannot be imported: {error}", expected='"module:function"') from error
+    except Exception as error:  # whatever the module raises while it is imported
+        raise ConfigError(f"hook {path!r} cannot be imported: {error!r}", expected='"module:function"') from error
     if not callable(found):
         raise ConfigError(f"hook {path!r} is a {type(found).__name__}", expected="a function")
     return found

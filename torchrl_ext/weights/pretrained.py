@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from torchrl_ext.errors import IntegrityError
 from torchrl_ext.types import dtype_name
 
 __all__ = ["model_files", "with_dtype"]
@@ -37,10 +38,24 @@ def model_files(module: nn.Module) -> Mapping[str, bytes]:
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, bytes]:
-    """``files`` with ``dtype`` in their ``config.json``, where there is one that names a dtype."""
+    """``files`` with ``dtype`` in their ``config.json``, where there is one that names a dtype.
+
+    Raises:
+        IntegrityError: it is no JSON object.
+    """
     if "config.json" not in files:
         return dict(files)
-    config = json.loads(files["config.json"])
+    try:
+        config = json.loads(files["config.json"])
+        if not isinstance(config, dict):
+            raise TypeError(f"it is a {type(config).__name__}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise IntegrityError(
+            f"the config.json beside the weights cannot be read: {error}",
+            expected="a JSON object",
+            state="nothing was written",
+            hint="copy the checkpoint again, or pass the file by files=",
+        ) from error
     named = [key for key in ("dtype", "torch_dtype") if key in config]  # the latter before transformers 5
     config |= dict.fromkeys(named, dtype_name(dtype))
     return {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}

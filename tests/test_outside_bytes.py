@@ -1,0 +1,301 @@
+"""Every parser of bytes from outside, thousands of times: an error of ours or what is right, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+import zstandard
+from safetensors.torch import save
+
+from tests.codecs.data import bytes_of
+from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_bytes, worse_json, worse_text
+from tests.transports.chains import weights
+from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
+from torchrl_ext.codecs.container import decompress, parse_safetensors
+from torchrl_ext.codecs.flush import build_flush, parse_flush
+from torchrl_ext.codecs.patch import apply_patch, diff
+from torchrl_ext.codecs.shards import DeltaIndex, build_shard, checksum, full_index, parse_shard
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.stores.deltas import DeltaManifest
+from torchrl_ext.transports.containers import Heading, container_of, containers
+from torchrl_ext.types import ParamMeta, adapter_version, dtype_from_name
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.pretrained import with_dtype
+from torchrl_ext.weights.tensorfile import TensorFile
+
+BYTES = 256 << 20
+
+OLD = {name: tensor for name, tensor in weights().items() if name != "c.count"}
+NEW = {name: tensor.clone() for name, tensor in OLD.items()}
+for _tensor in NEW.values():
+    _tensor.view(-1)[::37] = 1.5
+METAS = {name: ParamMeta.of(name, tensor) for name, tensor in OLD.items()}
+
+
+@pytest.fixture
+def chance():
+    return random.Random(20)
+
+
+@pytest.fixture(autouse=True)
+def in_bounded_memory():
+    for name in ("ulp", "context"):  # compiled before, since compilers take what they take
+        for meta, old, new in ((METAS[name], OLD[name], NEW[name]) for name in OLD):
+            coded = make_codec(name).encode(meta, old, new)
+            coded.codec.decode(coded.payload, meta, old)
+    with at_most_more_bytes(BYTES):
+        yield
+
+
+def header_of(data):
+    """A safetensors file as (header, body)."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def with_header(text, body):
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def worse_file(data, chance):
+    """A safetensors file with a worse header, body or length; and inside its metadata, JSON as strings is JSON too."""
+    if chance.random() < 0.3:
+        return worse_bytes(data, chance)
+    header, body = header_of(data)
+    inner = header.get("__metadata__", {})
+    if "params" in inner and chance.random() < 0.7:
+        inner["params"] = worse_text(json.loads(inner["params"]), chance).decode(errors="replace")
+        return with_header(json.dumps(header).encode(), body)
+    return with_header(worse_text(header, chance), body)
+
+
+def test_words_and_rows():
+    chance, refused = random.Random(1), 0
+    rows = [meta.to_json() for meta in METAS.values()]
+    for value in HOSTILE:
+        refused_or_right(dtype_from_name, value, right=lambda found: isinstance(found, torch.dtype))
+        refused_or_right(ParamMeta.from_json, value)
+        refused_or_right(codec_from_json, value)
+        assert adapter_version(f"a@{value}") in (None, 0, 1, 7, 2**31, 2**40, 2**63, 10**400)
+    for _ in range(1000):
+        refused += refused_or_right(
+            ParamMeta.from_json,
+            worse_json(chance.choice(rows), chance),
+            right=lambda meta: ParamMeta.from_json(json.loads(json.dumps(meta.to_json()))) == meta,
+        )
+        info = make_codec(chance.choice(["ulp", "context", "dense", "auto"])).to_json()
+        refused_or_right(
+            codec_from_json,
+            worse_json(info, chance),
+            right=lambda codec: codec_from_json(codec.to_json()) == codec,
+        )
+    assert refused > 500
+
+
+def test_safetensors_files_and_what_lies_in_them(tmp_path, chance):
+    shard = build_shard({"a": b"12345", "b": b"678"}, {"a": "0", "b": "1"})
+    for data in (save(OLD, {"format": "pt"}), shard):
+        for _ in range(400):
+            bad = worse_file(data, chance)
+            refused_or_right(parse_safetensors, bad, "f")
+            refused_or_right(parse_shard, bad, "f")
+            (tmp_path / "model.safetensors").write_bytes(bad)
+            refused_or_right(read_all, tmp_path / "model.safetensors")
+            refused_or_right(lambda: dict(CheckpointSource(tmp_path)))
+
+
+def read_all(path):
+    file = TensorFile(path)
+    file.no_payloads()
+    return [file.read(meta.name) for meta in file.params()]
+
+
+def test_indexes_and_configs(tmp_path, chance):
+    delta = DeltaIndex(version=7, base_version=6, delta_encoding="xor", weight_map={"w": "model.safetensors"})
+    full = {"metadata": {"total_size": 3, "version": "000007"}, "weight_map": dict.fromkeys(OLD, "model.safetensors")}
+    (tmp_path / "model.safetensors").write_bytes(save(OLD))
+    for _ in range(400):
+        bad = worse_text(json.loads(delta.to_bytes()), chance)
+        refused_or_right(DeltaIndex.from_bytes, bad, "i", right=lambda index: bool(index.to_bytes()))
+        refused_or_right(full_index, bad, "i")
+        bad = worse_text(full, chance)
+        refused_or_right(full_index, bad, "i")
+        (tmp_path / "model.safetensors.index.json").write_bytes(bad)
+        refused_or_right(
+            lambda: CheckpointSource(tmp_path).params(), right=lambda params: {*params} <= {*METAS.values()}
+        )
+        bad = worse_text({"dtype": "float32", "hidden_size": 8}, chance)
+        refused_or_right(with_dtype, {"config.json": bad}, torch.bfloat16)
+
+
+@pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
+def test_flush_files(encoding, chance):
+    meta, refused = METAS["a.weight"], 0
+    patch = diff(meta, OLD["a.weight"], NEW["a.weight"])
+    data = build_flush([patch], encoding, current_version="7")
+    plain = zstandard.decompress(data) if encoding == "deltas_zstd" else data
+    for _ in range(1000):
+        bad = worse_file(plain, chance)
+        if encoding == "deltas_zstd":
+            bad = zstandard.compress(bad) if chance.random() < 0.7 else worse_bytes(data, chance)
+        refused += refused_or_right(parse_flush, bad, "f", METAS, right=lambda file: lands(file.patches))
+    assert refused > 500
+
+
+def lands(patches):
+    """Whether patches that were believed can be written."""
+    for patch in patches:
+        apply_patch(patch, OLD[patch.meta.name].clone())
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name in encodings.names() if name != "auto"])
+def test_payloads(name, chance):
+    for key, meta in METAS.items():
+        coded = make_codec(name).encode(meta, OLD[key], NEW[key])
+        for _ in range(300):
+            bad = worse_bytes(coded.payload, chance)
+            if coded.codec.framed and len(bad) > 8 and chance.random() < 0.8:  # made with intent: its checksum fits
+                bad = bad[:-8] + xxhash.xxh3_64_digest(bad[:-8])[::-1]
+            elif name in ("xor", "overwrite") and chance.random() < 0.7:
+                bad = zstandard.compress(worse_bytes(zstandard.decompress(coded.payload), chance))
+            refused_or_right(coded.codec.decode, bad, meta, OLD[key], right=lambda patch: lands([patch]))
+
+
+@pytest.mark.parametrize("name", ["ulp", "context", "dense", "indices", "deltas_zstd", "xor", "overwrite"])
+def test_a_payload_for_a_tensor_that_nobody_could_hold_takes_no_memory(name, chance):
+    for shape in ((2**31,), (2**40,), (2**31 - 1, 2), (1 << 28,), (2**62, 4)):
+        meta = ParamMeta("a.weight", torch.bfloat16, shape)
+        for payload in hostile_payloads(name, meta):
+            with pytest.raises(WeightSyncError, match=r"a\.weight"):
+                make_codec(name).decode(payload, meta, OLD["a.weight"])
+
+
+def hostile_payloads(name, meta):
+    coded = make_codec(name).encode(METAS["a.weight"], OLD["a.weight"], NEW["a.weight"])
+    yield coded.payload
+    if coded.codec.framed:
+        from torchrl_ext.codecs.framing import frame
+
+        for log2 in (12, 28):
+            blocks = min(-(-meta.numel >> log2), 10_000)
+            for body in (b"", b"\1", b"\2", b"\3", b"\3" + bytes(10), b"\1" + bytes(40)):
+                yield frame(meta.numel, log2, [body] * blocks)
+    else:
+        yield zstandard.compress(bytes(1 << 24))
+        yield zstandard.compress(coded.payload)
+
+
+def test_bombs_are_not_unpacked():
+    stream = zstandard.ZstdCompressor(level=1).compressobj()
+    chunk, silent = bytes(1 << 24), b""
+    for _ in range(128):  # 2 GiB
+        silent += stream.compress(chunk)
+    silent += stream.flush()
+    declared = zstandard.ZstdCompressor(level=1).compressobj(size=128 << 24)
+    loud = b"".join(declared.compress(chunk) for _ in range(128)) + declared.flush()
+    for bomb in (silent, loud):
+        for parse in (
+            lambda bomb=bomb: parse_flush(bomb, "f", METAS),
+            lambda bomb=bomb: decompress(bomb, 1 << 20, "f"),
+            lambda bomb=bomb: make_codec("xor").decode(bomb, METAS["a.weight"], OLD["a.weight"]),
+            lambda bomb=bomb: make_codec("overwrite").decode(bomb, METAS["a.weight"], OLD["a.weight"]),
+            lambda bomb=bomb: make_codec("deltas_zstd").decode(bomb, METAS["a.weight"]),
+        ):
+            assert refused_or_right(parse, right=lambda found: False)
+
+
+@pytest.mark.parametrize("name", ["packed", "flushes", "whole"])
+def test_files_and_manifests_of_deltas(name, chance):
+    codec = make_codec({"packed": "ulp", "flushes": "deltas", "whole": "xor"}[name])
+    files, manifest = written(name, codec)
+    document = json.loads(zstandard.decompress(manifest.to_bytes()))
+    refused, number = 0, 1200
+    for _ in range(number):
+        held, found = dict(files), manifest
+        kind = chance.random()
+        if kind < 0.4:
+            file = chance.choice(sorted(held))
+            held[file] = worse_bytes(held[file], chance) if name == "packed" else worse_file_of(held[file], chance)
+        else:
+            try:
+                found = DeltaManifest.from_bytes(worse_text(document, chance), "m")
+            except WeightSyncError:
+                refused += 1
+                continue
+        refused += refused_or_right(read_delta, found, held, right=right_delta)
+    assert refused > number // 3
+
+
+def worse_file_of(data, chance):
+    return worse_file(data, chance) if data[8:9] == b"{" else worse_text(json.loads(data), chance)
+
+
+def written(name, codec):
+    files = {}
+    container = containers.make(name)
+    scanner = container.scanner(codec)
+    encoded = [scanner.encode(METAS[key], OLD[key], NEW[key]) for key in OLD]
+    heading = Heading(version=2, base_version=1, codec=codec, tensor=NEW.__getitem__)
+    done = container.write(heading, encoded, files.__setitem__)
+    rows = tuple(
+        SimpleNamespace(**{**vars(done.params[key]), "digest": "0" * 32}) if key in done.params else None for key in OLD
+    )
+    manifest = DeltaManifest(
+        version=2, base_version=1, run_id="r", base_run_id="r", container=name, codecs=tuple(done.codecs),
+        params=rows, files=done.files,
+    )  # fmt: skip
+    return files, DeltaManifest.from_bytes(manifest.to_bytes(), "m")
+
+
+def read_delta(manifest, files):
+    def get(name):
+        if name not in files:
+            raise FileNotFoundError(name)
+        return files[name]
+
+    try:
+        steps = container_of(manifest, "w").read(manifest, get, "w")
+    except FileNotFoundError:  # what `ways` tells
+        return {}
+    held = {key: tensor.clone() for key, tensor in OLD.items()}
+    for row in manifest.params:
+        if METAS.get(row.meta.name) == row.meta and row.meta.name in steps:  # else `same_params` refuses before
+            apply_patch(steps[row.meta.name](held[row.meta.name]), held[row.meta.name])
+    return held
+
+
+def right_delta(held):
+    return all(tensor.shape == OLD[key].shape for key, tensor in held.items())
+
+
+@pytest.mark.parametrize("name", ["foreign flushes", "foreign whole"])
+def test_files_of_others(name, chance):
+    if name == "foreign flushes":
+        patches = [diff(METAS["b.weight"], OLD["b.weight"], NEW["b.weight"])]
+        files = {"rank0000_flush000000.safetensors": build_flush(patches, "deltas", current_version="2")}
+        codecs, rows = (), {}
+    else:
+        payload = make_codec("xor").encode(METAS["b.weight"], OLD["b.weight"], NEW["b.weight"]).payload
+        new = np.frombuffer(bytes_of(NEW["b.weight"]), np.uint8)
+        files = {"m.safetensors": build_shard({"b.weight": payload}, {"b.weight": checksum("xxh3-128", new)})}
+        codecs = (make_codec("xor").to_json(),)
+        rows = {"b.weight": {"changed": 1, "file": "m.safetensors", "checksum": "xxh3-128"}}
+    from torchrl_ext.stores.deltas import DeltaParam
+
+    params = tuple(DeltaParam(meta=meta, digest="", **rows.get(key, {})) for key, meta in METAS.items())
+    manifest = DeltaManifest(
+        version=2, base_version=1, run_id="r", base_run_id="", container=name, codecs=codecs, params=params,
+        files={file: len(data) for file, data in files.items()},
+    )  # fmt: skip
+    assert bytes_of(read_delta(manifest, files)["b.weight"]) == bytes_of(NEW["b.weight"])
+    ((file, data),) = files.items()
+    for _ in range(700):
+        bad = {file: worse_file(data, chance)}
+        refused_or_right(read_delta, manifest, bad, right=right_delta)
