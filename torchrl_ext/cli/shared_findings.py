@@ -58,7 +58,7 @@ class SharedChecks:
                 if self._invitation is not None:
                     question["root"] = self._invitation
             if self._transport == "collective":
-                question["dial"] = self._listen(addresses)
+                question |= {"dial": self._listen(addresses), "token": self._token}
             yield question
         finally:
             if shared is not None:
@@ -67,6 +67,8 @@ class SharedChecks:
                 with suppress(OSError):  # somebody has put something there
                     made.rmdir()
             if self._listener is not None:
+                with suppress(OSError):
+                    self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
                 self._listener.close()
 
     def judge(self, every: list[Examined]) -> list[Finding]:
@@ -137,7 +139,21 @@ class SharedChecks:
         host = own_address(addresses)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        threading.Thread(target=self._tell_who_dials, args=(self._listener,), name="listen", daemon=True).start()
         return [host, self._listener.getsockname()[1]]
+
+    def _tell_who_dials(self, listener: socket.socket) -> None:
+        """Engines say that they reached this process, and no other, once they have read the token."""
+        while True:
+            try:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(2.0)
+                    connection.sendall(self._token.encode())
+            except TimeoutError:
+                continue  # one that does not read
+            except OSError:
+                return  # it was closed: every engine has answered
 
     # both sides
 

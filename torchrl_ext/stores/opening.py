@@ -1,16 +1,70 @@
-"""A root by its name: a path, or the URL of an object store."""
+"""A root by its name: a path, or the URL of an object store; and which of them a trainer may name to an engine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores.base import Root
 from torchrl_ext.stores.local import LocalStore
 
-__all__ = ["open_store"]
+__all__ = ["ROOTS_VARIABLE", "admit", "open_store"]
+
+ROOTS_VARIABLE = "TORCHRL_EXT_ROOTS"
+"""Environment variable of an engine: directories and URLs, with commas between, below which trainers' roots must lie.
+
+Where it is not set, any absolute directory will do, and any URL of a file system or an object store.
+"""
+
+_STORES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
+
+
+def admit(root: Any, *, made: bool = False) -> None:
+    """What an engine does before it opens a place that a message names: whoever can send one is not trusted with all.
+
+    Args:
+        root: a directory or a URL.
+        made: it is a directory that will be made here where it is missing.
+
+    Raises:
+        ConfigError: it is none, or lies outside of what the engine was started for.
+    """
+    if not isinstance(root, str) or not root or "\0" in root:
+        raise ConfigError(f"{root!r:.80} is no root", expected="a directory or a URL", state="unchanged")
+    named = [name.strip() for name in os.environ.get(ROOTS_VARIABLE, "").split(",") if name.strip()]
+    scheme, separator, _ = root.partition("://")
+    if named:
+        allowed, expected = any(_below(root, name) for name in named), f"a root below {', '.join(named)}"
+    elif separator:
+        allowed, expected = scheme in _STORES, f"a directory, or a URL that begins with one of {', '.join(_STORES)}"
+    elif made:
+        allowed, expected = Path(root).parent.is_dir(), "a directory, or the name of a new one in a directory"
+    else:
+        allowed, expected = os.path.isabs(root), "an absolute path, or a URL"
+    if not allowed:
+        raise ConfigError(
+            f"this engine does not open {_without_password(root)}",
+            expected=expected,
+            state="unchanged",
+            hint=f"name it in {ROOTS_VARIABLE} where the engine is started",
+        )
+
+
+def _below(root: str, name: str) -> bool:
+    if "://" in root or "://" in name:
+        parts = root.split("/")
+        return ".." not in parts and f"{root.rstrip('/')}/".startswith(f"{name.rstrip('/')}/")
+    return Path(os.path.realpath(root)).is_relative_to(os.path.realpath(name))
+
+
+def _without_password(root: str) -> str:
+    """``ftp://user:secret@host/x`` -> ``ftp://host/x``, for messages."""
+    scheme, separator, rest = root.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}" if separator else root
 
 
 def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Root:

@@ -9,18 +9,25 @@ anything           ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, 
                    1970), ``transports`` (names whose modules can be imported), ``devices`` (accelerators)
 ``root``           ``root``: ``{"seen", "why", "free_bytes", "probe"}``; the question's is `SharedRoot.invite`'s
                    info, and ``probe`` names a file that was written for the asker to find, or is null
-``clear``          removes the probe that an earlier answer named
-``dial``           ``dial``: ``{"reached", "why"}``: whether a TCP connection to ``[host, port]`` can be made
+``clear``          removes the probe that an earlier answer of this process named, and nothing else
+``dial``           ``dial``: ``{"reached", "why"}``: whether ``[host, port]`` can be reached, and sends ``token`` there
+``token``          what the asker's listener sends: 32 hexadecimal digits
 =================  ==========================================================================================
 
 It runs in the thread that generates. Only where something is wrong does it take longer than a moment, at most a few
 seconds.
+
+Whoever can reach the engine's port can ask. So nothing is told of files that are no probes, of roots that the engine
+may not open (`torchrl_ext.stores.opening.admit`), or of ports that do not belong to an asker: these look alike,
+whether somebody listens there or not, and take equally long.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import platform
+import re
 import socket
 import threading
 import time
@@ -32,7 +39,9 @@ import torch
 import torchrl_ext
 from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
-from torchrl_ext.stores import open_store
+from torchrl_ext.stores import Root, open_store
+from torchrl_ext.stores.local import TEMPORARY
+from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info
 
@@ -40,7 +49,10 @@ __all__ = ["inspect"]
 
 _DIAL_S = 2.0
 _WORDS = 400
-_PROBE = ".probe"
+_PROBE = re.compile(re.escape(f".probe{TEMPORARY}") + "[0-9a-f]{32}")
+_TOKEN = re.compile("[0-9a-f]{32}")
+_written: set[tuple[str, str]] = set()
+"""Root and name of the probes that this process left."""
 
 
 def inspect(question: Info) -> Info:
@@ -60,7 +72,7 @@ def inspect(question: Info) -> Info:
     if isinstance(question.get("clear"), dict):
         _clear(question["clear"])
     if isinstance(question.get("dial"), list):
-        answer["dial"] = _dial(*question["dial"])
+        answer["dial"] = _dial(question["dial"], question.get("token"))
     return answer
 
 
@@ -68,36 +80,65 @@ def _look(invitation: Info) -> Info:
     """Find the asker's probe, and leave one for the asker."""
     found: Info = {"seen": False, "why": "", "free_bytes": None, "probe": None}
     try:
-        store = open_store(invitation["root"])
+        store = _open(invitation)
         shared = SharedRoot(store, invitation["run_id"])
         shared.find(invitation, timeout_s=2.0, aborted=threading.Event())
         found["seen"] = True
         if "://" not in store.url:
             status = os.statvfs(store.url)
             found["free_bytes"] = status.f_bavail * status.f_frsize
-    except (WeightSyncError, OSError, KeyError) as error:
+    except (WeightSyncError, OSError) as error:
         found["why"] = _short(error.what if isinstance(error, WeightSyncError) else error)
         return found
     try:
         found["probe"] = shared.invite()["probe"]
+        _written.add((store.url, found["probe"]))
     except (StoreError, OSError) as error:  # readers need not write
         found["why"] = _short(error)
     return found
 
 
+def _open(invitation: Info) -> Root:
+    """The store of an invitation that could be `SharedRoot.invite`'s.
+
+    Raises:
+        ConfigError: it could not, or the engine may not open this root.
+    """
+    probe, token, host = (invitation.get(name) for name in ("probe", "run_id", "host"))
+    if not all(isinstance(value, str) for value in (probe, token, host)) or not _PROBE.fullmatch(probe):
+        raise ConfigError("the question names no probe", expected="what SharedRoot.invite returns")
+    admit(invitation.get("root"))
+    return open_store(invitation["root"])
+
+
 def _clear(asked: Info) -> None:
-    name = str(asked.get("probe"))
-    if name.startswith(_PROBE) and "/" not in name:
-        with suppress(WeightSyncError, OSError, KeyError):
-            open_store(asked["root"]).delete(name)
+    """Remove a probe of this process."""
+    for root, probe in list(_written):
+        if probe == asked.get("probe"):
+            with suppress(WeightSyncError, OSError):  # the asker's sweep takes it later
+                open_store(root).delete(probe)
+            _written.discard((root, probe))
 
 
-def _dial(host: Any, port: Any) -> Info:
-    try:
-        socket.create_connection((str(host), int(port)), timeout=_DIAL_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        return {"reached": False, "why": _short(error)}
-    return {"reached": True, "why": ""}
+def _dial(address: list[Any], token: Any) -> Info:
+    """Whether the asker can be reached. What is no asker is silent about itself, and so is this."""
+    until = time.monotonic() + _DIAL_S
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        return {"reached": False, "why": "the question has no token"}
+    with suppress(OSError, ValueError, TypeError, OverflowError):
+        host, port = address
+        with socket.create_connection((str(host), int(port)), timeout=_DIAL_S) as connection:
+            told = b""
+            while len(told) < len(token):
+                connection.settimeout(max(0.01, until - time.monotonic()))
+                chunk = connection.recv(len(token) - len(told))
+                if not chunk:
+                    break
+                told += chunk
+        if hmac.compare_digest(told, token.encode()):
+            return {"reached": True, "why": ""}
+    threading.Event().wait(max(0.0, until - time.monotonic()))
+    return {"reached": False, "why": f"no answer of the trainer within {_DIAL_S:g} s"}
 
 
 def _importable(transport: str) -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import NoneType
 from contextlib import closing
 from typing import Any
 
 import torch
 
-from torchrl_ext.errors import IntegrityError, NotConnectedError
+from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.registry import transports
+from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.base import Changes, Transport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.loader import WeightLoader, as_loader
 
 __all__ = ["WeightReceiver"]
+
+_LONGEST_S = 86_400.0
 
 
 class WeightReceiver:
@@ -48,9 +52,10 @@ class WeightReceiver:
 
         Raises:
             ManifestError: the trainer's parameters cannot land here; nothing was joined.
-            ConfigError: no transport has this name.
+            ConfigError: no transport has this name, or the message names what this engine may not open.
         """
         loader = self._require_loader()
+        _admit(info)
         loader.check(tuple(ParamMeta.from_json(row) for row in info["params"]))
         loader.refuse_unsound(unproved=bool(info.get("unproved")))
         if self._transport is not None:
@@ -127,6 +132,7 @@ class WeightReceiver:
         some layers may hold what they held.
         """
         loader = self._require_loader()
+        _check_fields(info)
         if "verify" in info:
             loader.finish()
             self._sealed = True
@@ -227,3 +233,45 @@ class WeightReceiver:
 def _passed_on(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same pairs. Closed, it closes those of a transport at once; an error's traceback would keep them half-way."""
     yield from pairs
+
+
+def _admit(info: Info) -> None:
+    """Refuse a message that asks for what a trainer has no business with, before anything is opened for it.
+
+    Raises:
+        ConfigError: it does, or is not one that a trainer of ours writes.
+    """
+    _check_fields(info)
+    if not isinstance(info.get("params"), list):
+        raise ConfigError("the message lists no parameters", expected='{"params": [[name, dtype, [sizes]], ...], ...}')
+    for name in ("root", "base", "local_dir"):
+        if info.get(name) is not None:
+            admit(info[name], made=name == "local_dir")
+
+
+def _check_fields(info: Info) -> None:
+    for name in info.keys() & _FIELDS.keys():
+        kinds, valid, expected = _FIELDS[name]
+        value = info[name]
+        if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool) or not valid(value):
+            raise ConfigError(f"{name} of the message is {value!r:.80}", expected=expected, state="unchanged")
+    if isinstance(info.get("wire"), dict):
+        _check_fields(info["wire"])
+
+
+_MOST = 2**62
+_TEXT = (str, lambda value: len(value) <= 4096, "text")
+_PLACE = ((str, NoneType), lambda value: value is None or len(value) <= 4096, "a place, or null")
+_COUNT = (int, lambda value: 0 <= value < _MOST, "a whole number from 0")
+_FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("transport", "root", "probe", "run_id", "host", "master_address", "backend"), _TEXT),
+    **dict.fromkeys(("base", "local_dir"), _PLACE),
+    **dict.fromkeys(("version", "rank_offset", "bucket_bytes"), _COUNT),
+    "world_size": (int, lambda value: 1 <= value <= 1 << 20, "1 or more"),
+    "master_port": (int, lambda value: 1 <= value <= 65535, "1 to 65535"),
+    "timeout_s": ((int, float), lambda value: 0 < value <= _LONGEST_S, f"seconds, above 0, at most {_LONGEST_S:g}"),
+    "needs_base": (bool, lambda value: True, "true or false"),
+    **dict.fromkeys(("wire", "verify"), (dict, lambda value: True, "an object")),
+    "params": (list, lambda value: True, "a list"),
+}
+"""Of the fields that messages share: their types, the rule that values obey, and the rule in words."""

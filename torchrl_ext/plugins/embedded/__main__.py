@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ipaddress
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.plugins.access import API_KEY_VARIABLE
+from torchrl_ext.stores.opening import ROOTS_VARIABLE
 
 __all__ = ["main"]
 
@@ -24,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="torch device of the model")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
     parser.add_argument("--threads", type=int, help="threads of one operator")
+    parser.epilog = (
+        f"{API_KEY_VARIABLE} holds a key that every route but /health then wants as a bearer token; {ROOTS_VARIABLE} "
+        "names, with commas between, the directories and URLs that trainers may have this engine read."
+    )
     args = parser.parse_args(argv)
+    api_key = os.environ.get(API_KEY_VARIABLE) or None
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     import torch
     import uvicorn
@@ -39,10 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WeightSyncError as error:
         print(error, file=sys.stderr)
         return 1
-    uvicorn.run(
-        make_app(engine), host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=2, ws="none"
-    )
+    if api_key is None and not _is_loopback(args.host):
+        logging.warning("whoever reaches %s can change what this engine serves: set %s", args.host, API_KEY_VARIABLE)
+    settings = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none"}
+    uvicorn.run(make_app(engine, api_key=api_key), host=args.host, port=args.port, **settings)
     return 0
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 if __name__ == "__main__":

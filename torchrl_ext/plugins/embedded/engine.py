@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from torchrl_ext import registry
-from torchrl_ext.errors import ConfigError, EngineRefusedError, NotConnectedError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
 from torchrl_ext.plugins.embedded.scheduler import PauseMode, Scheduler
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import HOLLOW, Info, ParamMeta, dtype_from_name
@@ -21,12 +22,17 @@ from torchrl_ext.weights.scoring import score
 
 __all__ = ["Engine"]
 
+_NUMBER = re.compile("[0-9]{1,18}")
+_BUSY_S = 30.0  # that a control call waits for the one before it
+
 TAGS = frozenset({"weights", "kv_cache"})
 """What can sleep, as vLLM calls it."""
 
 
 class Engine:
     """What the routes call. Control calls are serialised; generation goes on beside those that touch no weights.
+
+    A control call waits for the one before it, with a deadline.
 
     Args:
         model_dir: a Hugging Face checkpoint directory.
@@ -73,12 +79,13 @@ class Engine:
         """Generate again.
 
         Raises:
-            EngineRefusedError: the weights are half an update.
+            EngineRefusedError: the weights are half an update, or about to be: one is open; or they sleep.
         """
-        if self.asleep:
-            raise EngineRefusedError("the engine is asleep", expected="POST /wake_up", state="asleep")
-        self._refuse_torn()
-        self.scheduler.resume()
+        with self._alone():
+            if self.asleep:
+                raise EngineRefusedError("the engine is asleep", expected="POST /wake_up", state="asleep")
+            self._refuse_unfit()
+            self.scheduler.resume()
 
     def sleep(self, level: int, mode: PauseMode, timeout_s: float) -> None:
         """Pause, and give memory back: nothing at level 0, keys and values at 1, the weights as well at 2.
@@ -88,7 +95,7 @@ class Engine:
         Raises:
             EngineRefusedError: an update is open.
         """
-        with self._control:
+        with self._alone():
             if self._updating:
                 raise EngineRefusedError("the engine cannot sleep in the middle of an update", state="paused")
             self.scheduler.pause(mode, timeout_s)
@@ -109,7 +116,7 @@ class Engine:
         Raises:
             EngineRefusedError: the engine still generates.
         """
-        with self._control:
+        with self._alone():
             if not self.scheduler.paused:
                 raise EngineRefusedError("the cache is in use", expected="POST /pause first", state="unchanged")
             self.scheduler.forget()
@@ -125,15 +132,25 @@ class Engine:
         wanted = TAGS if tags is None else frozenset(tags) - {"scheduling"}
         if not wanted <= TAGS:
             raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"of {', '.join(sorted(TAGS))}")
-        with self._control:
+        with self._alone():
             if self.asleep <= wanted:
-                self._refuse_torn()
+                self._refuse_unfit()
             if "weights" in self.asleep & wanted:
                 self._dormant.restore()
             self.asleep -= wanted
             if not self.asleep:
                 self.scheduler.resume()
             return not self.asleep
+
+    def _refuse_unfit(self) -> None:
+        if self._updating:
+            raise EngineRefusedError(
+                "a weight update is open, and its weights must not be served half",
+                expected="POST /finish_weight_update first",
+                state="paused",
+                hint="send the weights again; an update that arrives whole resumes the engine",
+            )
+        self._refuse_torn()
 
     def _refuse_torn(self) -> None:
         if self._torn or self._hollow:
@@ -153,7 +170,7 @@ class Engine:
             WeightSyncError: what the transport says.
         """
         if "doubt" in info:
-            with self._control:
+            with self._alone():
                 self._receiver.doubt()
             return
         if "hollow" in info:
@@ -166,18 +183,18 @@ class Engine:
                 expected=f"one of {', '.join(self.transports())}",
             )
         self._receiver.abort()
-        with self._control:
+        with self._alone():
             self._updating = False
             self._receiver.connect(info)
 
     def rehearse(self, question: Info) -> Info:
         """See `WeightReceiver.rehearse`: the model computes with the tensors that are read back."""
-        with self._control:
+        with self._alone():
             return self._receiver.rehearse(question)
 
     def prefetch(self, version: int) -> None:
         """Fetch, check and stage ``version`` while generation goes on."""
-        with self._control:
+        with self._alone():
             self._receiver.prefetch(version)
 
     def start(self) -> None:
@@ -186,7 +203,7 @@ class Engine:
         Raises:
             EngineRefusedError: the engine still generates.
         """
-        with self._control:
+        with self._alone():
             if not self.scheduler.paused:
                 raise EngineRefusedError(
                     "weights cannot change while the engine generates", expected="POST /pause first", state="unchanged"
@@ -213,7 +230,7 @@ class Engine:
         with self._in_update():
             if self._hollow:
                 self._loader.check(self._arrived)  # whatever did not come is not there
-            version = int(label) if label is not None and label.isdigit() else self._receiver.version
+            version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
             self._receiver.finish(version)
             self.scheduler.version = self.scheduler.version if label is None else label
             self._torn = self._updating = self._hollow = False
@@ -224,7 +241,7 @@ class Engine:
         Raises:
             EngineRefusedError: it holds none.
         """
-        with self._control, self.scheduler.weights():
+        with self._alone(), self.scheduler.weights():
             if self._hollow:
                 self._refuse_torn()
             return self._loader.digests()
@@ -241,7 +258,7 @@ class Engine:
                 raise ConfigError(f"a prompt has {len(prompt)} tokens", expected=f"1 to {self.context}")
             if not all(0 <= token < self._vocabulary for token in prompt):
                 raise ConfigError("a prompt has a token that the model does not know", expected=f"< {self._vocabulary}")
-        with self._control, self.scheduler.weights():
+        with self._alone(), self.scheduler.weights():
             self._refuse_torn()
             return score(self._model, prompts)
 
@@ -252,8 +269,22 @@ class Engine:
         self._receiver.close()
 
     @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the control lock, which a call that moves weights may keep for as long as it takes."""
+        if not self._control.acquire(timeout=_BUSY_S):
+            raise DeadlineError(
+                f"another control call has been under way for {_BUSY_S:g} s",
+                state="unchanged",
+                hint="wait for its answer; connecting anew ends a transfer that nobody sends",
+            )
+        try:
+            yield
+        finally:
+            self._control.release()
+
+    @contextmanager
     def _in_update(self) -> Iterator[None]:
-        with self._control:
+        with self._alone():
             if not self._updating:
                 raise NotConnectedError("no weight update is open", hint="POST /start_weight_update first")
             with self.scheduler.weights():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import Info
 
-__all__ = ["GenerateRequest", "Output", "Sampling", "TokenLogprobs", "answer"]
+__all__ = ["GenerateRequest", "Output", "Sampling", "TokenLogprobs", "answer", "is_token"]
 
 _WITHOUT_EFFECT = {  # about text, which this engine never makes
     "detokenize",
@@ -32,7 +32,7 @@ class Sampling:
         n: sequences per prompt; sequence i uses ``seed + i``.
         max_tokens: most new tokens per sequence; None means what the context allows.
         min_tokens: no end of sequence before so many tokens.
-        temperature: 0 takes the most probable token.
+        temperature: 0 takes the most probable token; so does what is below 1e-5, as in vLLM.
         top_p, top_k, min_p: restrict the candidates; 1.0, 0 (or -1) and 0.0 do not.
         seed: of a generator of its own; None draws from the engine's.
         logprobs: None for none; 0 for the sampled token's; k adds the k most probable tokens' (of the raw model
@@ -70,29 +70,43 @@ class Sampling:
                 expected=f"some of {', '.join(sorted(names))}",
             )
         given = {key: value for key, value in body.items() if key in names and value is not None}
+        for name, value in given.items():
+            _check(name, value)
         if "stop_token_ids" in given:
             given["stop_token_ids"] = tuple(given["stop_token_ids"])
-        sampling = cls(**given)
-        try:
-            sampling._check()
-        except TypeError as error:
-            raise ConfigError(f"sampling_params has a value of the wrong type: {error}") from None
-        return sampling
+        return cls(**given)
 
-    def _check(self) -> None:
-        rules = {
-            "n": self.n >= 1,
-            "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
-            "min_tokens": self.min_tokens >= 0,
-            "temperature": 0 <= self.temperature < math.inf,
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= -1,
-            "min_p": 0 <= self.min_p <= 1,
-            "logprobs": self.logprobs is None or self.logprobs >= 0,
-        }
-        for name, valid in rules.items():
-            if not valid:
-                raise ConfigError(f"sampling_params.{name} cannot be {getattr(self, name)!r}")
+
+def _check(name: str, value: Any) -> None:
+    """One value of ``sampling_params``, None aside."""
+    kinds, rule, expected = _RULES[name]
+    if isinstance(value, bool) is not (kinds is bool) or not isinstance(value, kinds):
+        raise ConfigError(f"sampling_params.{name} is of the wrong type: {value!r:.80}", expected=expected)
+    if not rule(value):
+        raise ConfigError(f"sampling_params.{name} cannot be {value!r:.80}", expected=expected)
+
+
+_MOST_SEQUENCES = 16_384  # as vLLM's VLLM_MAX_N_SEQUENCES
+_MOST = 2**31 - 1
+_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "n": (int, lambda value: 1 <= value <= _MOST_SEQUENCES, f"1 to {_MOST_SEQUENCES}"),
+    "max_tokens": (int, lambda value: 1 <= value <= _MOST, "a whole number from 1"),
+    "min_tokens": (int, lambda value: 0 <= value <= _MOST, "a whole number from 0"),
+    "temperature": ((int, float), lambda value: 0 <= value <= sys.float_info.max, "a finite number from 0"),
+    "top_p": ((int, float), lambda value: 0 < value <= 1, "above 0, at most 1"),
+    "top_k": (int, lambda value: -1 <= value <= _MOST, "a whole number from -1"),
+    "min_p": ((int, float), lambda value: 0 <= value <= 1, "0 to 1"),
+    "seed": (int, lambda value: True, "a whole number"),
+    "logprobs": (int, lambda value: 0 <= value <= _MOST, "a whole number from 0"),
+    "stop_token_ids": (list, lambda value: all(map(is_token, value)), "a list of token ids >= 0"),
+    "ignore_eos": (bool, lambda value: True, "true or false"),
+}
+"""Of each setting: its type, the rule that its values obey, and the rule in words."""
+
+
+def is_token(value: Any) -> bool:
+    """Whether a JSON value could be a token id."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +127,7 @@ class GenerateRequest:
         if not isinstance(body, Mapping):
             raise ConfigError(f"the body is a {type(body).__name__}", expected="an object")
         ids = body.get("token_ids")
-        if not isinstance(ids, list) or not ids or not all(isinstance(token, int) and token >= 0 for token in ids):
+        if not isinstance(ids, list) or not ids or not all(map(is_token, ids)):
             raise ConfigError(f"token_ids is {ids!r:.80}", expected="a list of at least one token id >= 0")
         if body.get("stream"):
             raise ConfigError("the embedded engine does not stream", expected="stream=false")

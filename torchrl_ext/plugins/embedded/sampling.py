@@ -11,6 +11,9 @@ from torchrl_ext.plugins.embedded.protocol import Sampling, TokenLogprobs
 
 __all__ = ["pick"]
 
+_GREEDY_BELOW = 1e-5
+"""vLLM's ``_SAMPLING_EPS``: a temperature below it divides logits into infinities."""
+
 
 def pick(
     logits: Tensor,
@@ -36,7 +39,7 @@ def pick(
         for row, tokens in enumerate(barred):
             logits[row, list(tokens)] = -torch.inf
     tokens = logits.argmax(-1)
-    drawn = [row for row, setting in enumerate(settings) if setting.temperature > 0]
+    drawn = [row for row, setting in enumerate(settings) if setting.temperature >= _GREEDY_BELOW]
     if drawn:
         picked = _draw(logits[drawn], [settings[row] for row in drawn], [generators[row] for row in drawn])
         tokens[drawn] = picked
@@ -47,19 +50,20 @@ def pick(
 
 def _draw(logits: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator | None]) -> Tensor:
     """By inversion of the cumulative distribution: one uniform number per row, whatever the other rows do."""
-    temperature = torch.tensor([row.temperature for row in settings])
-    probabilities = (logits / temperature[:, None]).double().softmax(-1)
+    temperature = torch.tensor([row.temperature for row in settings], dtype=torch.float64)
+    probabilities = (logits.double() / temperature[:, None]).softmax(-1)
     if any(row.top_p < 1 or row.top_k > 0 or row.min_p > 0 for row in settings):
         probabilities = _restrict(probabilities, settings)
     cumulative = probabilities.cumsum(-1)
     uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
     total = cumulative[:, -1]
     threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]  # strictly above: never p = 0
+    found = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]  # strictly above: never p = 0
+    return found.clamp(max=logits.shape[-1] - 1)  # what is no number is above nothing
 
 
 def _restrict(probabilities: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    ordered, order = probabilities.sort(-1, descending=True, stable=True)
+    ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     size = ordered.shape[-1]
     top_k = torch.tensor([row.top_k if row.top_k > 0 else size for row in settings])
     keep = torch.arange(size) < top_k[:, None]
@@ -81,6 +85,7 @@ def _logprobs(raw: Tensor, tokens: Tensor, settings: Sequence[Sampling]) -> list
         if asked is None:
             entries.append(None)
             continue
+        asked = min(asked, most)
         found = [] if best is None else [best.indices[row, :asked].tolist(), best.values[row, :asked].tolist()]
         entries.append(TokenLogprobs(token, value, ranks[row], tuple(zip(*found, strict=True))))
     return entries

@@ -68,10 +68,11 @@ class Scheduler:
         """Queue a request; while paused it waits for the resume.
 
         Raises:
-            ConfigError: the prompt does not fit the context, or has a token that the model does not know.
+            ConfigError: the prompt does not fit the context, or there is a token that the model does not know.
         """
-        if max(request.token_ids) >= self._vocabulary:
-            raise ConfigError(f"the model has no token {max(request.token_ids)}", expected=f"< {self._vocabulary}")
+        highest = max(*request.token_ids, *request.sampling.stop_token_ids, 0)
+        if highest >= self._vocabulary:
+            raise ConfigError(f"the model has no token {highest}", expected=f"< {self._vocabulary}")
         room = self._context - len(request.token_ids)
         if room < 1:
             raise ConfigError(

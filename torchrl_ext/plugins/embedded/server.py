@@ -8,17 +8,21 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, final
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
+from torchrl_ext.plugins.access import bears_key, refusal
 from torchrl_ext.plugins.embedded.engine import Engine
-from torchrl_ext.plugins.embedded.protocol import GenerateRequest, answer
+from torchrl_ext.plugins.embedded.protocol import GenerateRequest, answer, is_token
 from torchrl_ext.sync.inspection import inspect
 
 __all__ = ["make_app"]
@@ -27,10 +31,18 @@ log = logging.getLogger("torchrl_ext")
 
 _STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, DeadlineError: 504}
 _DRAIN_TIMEOUT_S = 600.0
+_MAX_BODY_BYTES = 64 << 20  # a hundred thousand parameters with long names fit many times
+_MOST_VERSIONS = 1 << 63
+_OPEN_ROUTE = "/health"  # probes of a cluster have no key, and learn only that the process lives
 
 
-def make_app(engine: Engine) -> Starlette:
-    """The server's application; whatever blocks runs in threads, so that health is answered at any time."""
+def make_app(engine: Engine, *, api_key: str | None = None) -> Starlette:
+    """The server's application; whatever blocks runs in threads, so that health is answered at any time.
+
+    Args:
+        engine: what the routes call.
+        api_key: wanted by every route but ``/health``, as a bearer token; None lets everybody in.
+    """
     routes = _Routes(engine)
 
     @asynccontextmanager
@@ -64,8 +76,41 @@ def make_app(engine: Engine) -> Starlette:
     return Starlette(
         routes=[Route(path, handler, methods=[method]) for (method, path), handler in table.items()],
         exception_handlers={WeightSyncError: _refuse, Exception: _refuse},
+        middleware=[Middleware(_Guard, api_key=api_key)],
         lifespan=lifespan,
     )
+
+
+@final
+class _Guard:
+    """ASGI middleware: who has no key is told so, and no body is larger than what is allowed."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
+        self._app, self._keys = app, [api_key] if api_key else []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            passes = scope["path"] == _OPEN_ROUTE or bears_key(Headers(scope=scope).get("authorization"), self._keys)
+            if not passes:
+                await JSONResponse(refusal(), status_code=401)(scope, receive, send)
+                return
+            receive = _Bounded(receive)
+        await self._app(scope, receive, send)
+
+
+@final
+class _Bounded:
+    """Counts the bytes of a body, and gives up before they are all in memory."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._seen = receive, 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._seen += len(message.get("body", b""))
+        if self._seen > _MAX_BODY_BYTES:
+            raise ConfigError(f"the body has more than {_MAX_BODY_BYTES} bytes", state="unchanged")
+        return message
 
 
 class _Routes:
@@ -114,7 +159,7 @@ class _Routes:
 
     async def prompt_logprobs(self, request: Request) -> Response:
         prompts = await _field(request, "prompts", list)
-        if not all(isinstance(row, list) and all(isinstance(token, int) for token in row) for row in prompts):
+        if not all(isinstance(row, list) and all(map(is_token, row)) for row in prompts):
             raise ConfigError("prompts are not token ids", expected="a list of lists of token ids")
         found = await asyncio.to_thread(self._engine.logprobs, prompts)
         return JSONResponse({"logprobs": [[value if math.isfinite(value) else None for value in row] for row in found]})
@@ -128,7 +173,7 @@ class _Routes:
         return JSONResponse({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
-        self._engine.resume()
+        await asyncio.to_thread(self._engine.resume)
         return JSONResponse({"status": "resumed"})
 
     async def sleep(self, request: Request) -> Response:
@@ -152,15 +197,18 @@ class _Routes:
 
     async def connect(self, request: Request) -> Response:
         info = await _field(request, "init_info", dict)
-        if "inspect" in info:
-            return JSONResponse({"answer": await asyncio.to_thread(inspect, info["inspect"])})
-        if "rehearse" in info:
-            return JSONResponse({"answer": await asyncio.to_thread(self._engine.rehearse, info["rehearse"])})
+        for name, answer_to in (("inspect", inspect), ("rehearse", self._engine.rehearse)):
+            if name in info:
+                if not isinstance(info[name], dict):
+                    raise ConfigError(f"{name} is a {type(info[name]).__name__}", expected="an object")
+                return JSONResponse({"answer": await asyncio.to_thread(answer_to, info[name])})
         await asyncio.to_thread(self._engine.connect, info)
         return JSONResponse({"message": "Weight transfer initialized"})
 
     async def prefetch(self, request: Request) -> Response:
         version = await _field(request, "version", int)
+        if isinstance(version, bool) or not 0 <= version < _MOST_VERSIONS:
+            raise ConfigError(f"version is {version!r:.80}", expected="a whole number from 0")
         await asyncio.to_thread(self._engine.prefetch, version)
         return JSONResponse({"message": "Weights prefetched"})
 
@@ -185,7 +233,7 @@ class _Routes:
 
     async def generate(self, request: Request) -> Response:
         asked = GenerateRequest.from_json(await _body(request), default_id=uuid.uuid4().hex)
-        job = self._engine.scheduler.submit(asked)
+        job = await asyncio.to_thread(self._engine.scheduler.submit, asked)
         outputs = asyncio.wrap_future(job.future)
         gone = asyncio.ensure_future(_disconnect(request))
         try:
@@ -206,7 +254,7 @@ async def _disconnect(request: Request) -> None:
 async def _body(request: Request) -> Any:
     try:
         return await request.json() if await request.body() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body is no JSON: {error}") from None
 
 
@@ -221,8 +269,10 @@ async def _field(request: Request, name: str, kind: type, *, optional: bool = Fa
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """vLLM's shape of an error."""
+    """vLLM's shape of an error. What is none of ours is told in the log, and only that it happened to the caller."""
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-    log.error("%s %s: %s", request.method, request.url.path, error)
-    row = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
+    known = isinstance(error, WeightSyncError)
+    log.error("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
+    told = str(error) if known else "the engine failed on this request; its log says why"
+    row = {"message": told, "type": type(error).__name__, "param": None, "code": status}
     return JSONResponse({"error": row}, status_code=status)

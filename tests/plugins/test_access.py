@@ -1,0 +1,324 @@
+"""What strangers on an engine's port can have of it: nothing without the key, and never more than an update needs."""
+
+import json
+import math
+import os
+import random
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
+from tests.models import PROMPT, tiny_checkpoint, tiny_model
+from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.plugins.access import API_KEY_VARIABLE, bears_key
+from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.stores.opening import ROOTS_VARIABLE, admit
+from torchrl_ext.sync.inspection import inspect
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import as_source
+
+KEY = "sesame"
+GET = ("/load", "/server_info", "/get_world_size", "/weight_info", "/weights_digest", "/is_paused", "/is_sleeping")
+POST = (
+    "/prompt_logprobs", "/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory",
+    "/init_weight_transfer_engine", "/prefetch_weights", "/start_weight_update", "/update_weights",
+    "/finish_weight_update", "/reset_prefix_cache", "/inference/v1/generate",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def guarded(checkpoint, tmp_path_factory):
+    """An engine with a key, whose trainers may use one directory."""
+    allowed = tmp_path_factory.mktemp("allowed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(API_KEY_VARIABLE, KEY)
+        patch.setenv(ROOTS_VARIABLE, f"{allowed}, s3://bucket/prefix")
+        running = EmbeddedServer(checkpoint, dtype="float32", threads=1)
+    with running:
+        running.allowed = allowed
+        yield running
+
+
+def test_with_a_key_every_route_but_health_answers_401_without_it(guarded):
+    with httpx.Client(base_url=guarded.url, timeout=60) as stranger:
+        for headers in ({}, {"authorization": "Bearer open"}, {"authorization": f"Basic {KEY}"}):
+            answers = {route: stranger.get(route, headers=headers) for route in GET}
+            answers |= {route: stranger.post(route, json={}, headers=headers) for route in POST}
+            assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 401)
+            assert "API key" in answers["/pause"].json()["error"]["message"]
+        assert stranger.get("/health").status_code == 200
+        assert stranger.get("/is_paused", headers={"authorization": f"Bearer {KEY}"}).json() == {"is_paused": False}
+
+
+def test_who_has_the_key_trains_and_generates_as_ever(guarded):
+    sender = tx.WeightSender(
+        tx.make_transport("disk", root=guarded.allowed / "updates"), tx.connect(guarded.url, api_key=KEY)
+    )
+    assert sender.update_weights(tiny_model(1)).verified
+    sender.shutdown()
+    (found,) = InferenceClient(guarded.url, api_key=KEY).generate([PROMPT], max_tokens=4, ignore_eos=True)
+    assert len(found.token_ids) == 4
+
+
+def test_a_trainer_whose_root_the_engine_was_not_started_for_is_refused(guarded, tmp_path):
+    sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), tx.connect(guarded.url, api_key=KEY))
+    with pytest.raises(tx.WeightSyncError, match=f"does not open {tmp_path}(.|\n)*{ROOTS_VARIABLE}"):
+        sender.update_weights(tiny_model(1))
+    sender.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("root", "named", "allowed"),
+    [
+        ("/shared/updates", "", True),
+        ("relative", "", False),
+        ("s3://bucket/x", "", True),
+        ("ftp://127.0.0.1/x", "", False),
+        ("http://169.254.169.254/latest", "", False),
+        ("/shared/updates", "/shared", True),
+        ("/shared", "/shared", True),
+        ("/shared2", "/shared", False),
+        ("/shared/../etc", "/shared", False),
+        ("s3://bucket/prefix/run", "s3://bucket/prefix", True),
+        ("s3://bucket/prefix2", "s3://bucket/prefix", False),
+        ("s3://bucket/prefix/../x", "s3://bucket/prefix", False),
+        ("sftp://host/x", "/shared,sftp://host", True),
+        (7, "", False),
+        ("", "", False),
+        ("/a\0b", "", False),
+    ],
+)
+def test_roots_that_an_engine_may_open(monkeypatch, root, named, allowed):
+    monkeypatch.setenv(ROOTS_VARIABLE, named)
+    if allowed:
+        admit(root)
+    else:
+        with pytest.raises(ConfigError):
+            admit(root)
+
+
+def test_a_refused_root_is_named_without_its_password():
+    with pytest.raises(ConfigError) as refused:
+        admit("ftp://user:secret@host/x")
+    assert "ftp://host/x" in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_a_directory_for_local_copies_is_made_only_in_one_that_is_there(tmp_path):
+    admit(str(tmp_path / "new"), made=True)
+    with pytest.raises(ConfigError, match="a new one in a directory"):
+        admit(str(tmp_path / "far" / "new"), made=True)
+
+
+def asked(http, **question):
+    answer = http.post("/init_weight_transfer_engine", json={"init_info": {"inspect": question}})
+    assert answer.status_code == 200
+    return answer.json()["answer"]
+
+
+def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
+    (tmp_path / "secret").write_bytes(b"content")
+    os.mkfifo(tmp_path / "pipe")
+    told = []
+    for root, probe, content in (
+        (tmp_path, "secret", "content"),
+        (tmp_path, "secret", "other"),
+        (tmp_path, "missing", "content"),
+        (tmp_path, "pipe", "content"),
+        (tmp_path, ".probe.tmp-../../secret", "content"),
+        ("/dev", "zero", "content"),
+    ):
+        invitation = {"root": str(root), "probe": probe, "run_id": content, "host": "here"}
+        told.append(asked(http, root=invitation)["root"])
+    assert all(answer == told[0] for answer in told) and not told[0]["seen"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "secret"]
+
+
+def test_a_stranger_cannot_have_a_probe_of_somebody_else_removed(http, tmp_path):
+    other = tmp_path / f".probe.tmp-{'0' * 32}"
+    other.write_bytes(b"of a trainer that is starting")
+    asked(http, clear={"root": str(tmp_path), "probe": other.name})
+    assert other.exists()
+
+
+def test_an_open_port_looks_as_a_closed_one_and_takes_as_long():
+    listener = socket.create_server(("127.0.0.1", 0))
+    closed = socket.create_server(("127.0.0.1", 0))
+    ports = [listener.getsockname()[1], closed.getsockname()[1]]
+    closed.close()
+    token, took, told = "a" * 32, [], []
+    for port in ports:
+        began = time.monotonic()
+        told.append(inspect({"dial": ["127.0.0.1", port], "token": token})["dial"])
+        took.append(time.monotonic() - began)
+    listener.close()
+    assert told[0] == told[1] and not told[0]["reached"]
+    assert min(took) >= 2.0  # the whole of its deadline, in either case
+
+
+def test_the_asker_itself_is_reached(http):
+    token = "0123456789abcdef" * 2
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(token.encode())
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        told = asked(http, dial=list(listener.getsockname()), token=token)
+        thread.join()
+    assert told["dial"] == {"reached": True, "why": ""}
+
+
+def test_a_body_beyond_what_an_update_needs_is_refused_before_it_is_read(http):
+    def body():
+        for _ in range(65):
+            yield b" " * (1 << 20)
+
+    answer = http.post("/prefetch_weights", content=body())
+    assert answer.status_code == 400 and "more than 67108864 bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"min_p": 0.2},
+        {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 3, "n": 3},
+        {"temperature": 1e-46},
+        {"temperature": 1e300},
+        {"logprobs": 10**6},
+    ],
+)
+def test_settings_that_restrict_a_sample_generate(http, sampling):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 8, "ignore_eos": True, **sampling}}
+    answer = http.post("/inference/v1/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert all(len(choice["token_ids"]) == 8 for choice in answer.json()["choices"])
+
+
+def test_restricted_to_one_candidate_a_sample_is_the_greedy_continuation(http):
+    def tokens(**sampling):
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 12, "ignore_eos": True, **sampling}}
+        return http.post("/inference/v1/generate", json=body).json()["choices"][0]["token_ids"]
+
+    greedy = tokens(temperature=0)
+    for restricted in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-46}):
+        assert tokens(**restricted) == greedy, restricted
+
+
+def test_a_request_that_cannot_be_served_harms_no_other_of_its_batch(http, server):
+    stop, found = threading.Event(), []
+
+    def others():
+        while not stop.is_set():
+            sampling = {"max_tokens": 4, "ignore_eos": True}
+            found.append(http.post("/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": sampling}))
+
+    thread = threading.Thread(target=others, daemon=True)
+    thread.start()
+    with httpx.Client(base_url=server.url, timeout=60) as bad:
+        for sampling in ({"stop_token_ids": [10**6]}, {"stop_token_ids": [-1]}, {"n": 2_000_000}, {"seed": "x"}):
+            body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "min_tokens": 2, **sampling}}
+            for _ in range(5):
+                assert bad.post("/inference/v1/generate", json=body).status_code == 400, sampling
+    stop.set()
+    thread.join()
+    assert found and {answer.status_code for answer in found} == {200}
+
+
+def test_nothing_resumes_the_engine_while_an_update_is_open(server, http):
+    assert http.post("/pause?mode=keep").status_code == 200
+    transport = tx.make_transport("collective")
+    params = tuple(ParamMeta.of(name, tensor) for name, tensor in as_source(tiny_model(1)))
+    joined = tx.make_engine("embedded", url=server.url)
+    opened = transport.open(1, params)
+    thread = threading.Thread(target=opened.transfer, daemon=True)
+    thread.start()
+    joined.connect({**opened.info, "params": [meta.to_json() for meta in params], "rank_offset": 1})
+    thread.join()
+    assert http.post("/start_weight_update").status_code == 200
+    for route in ("/resume", "/wake_up", "/wake_up?tags=kv_cache"):
+        answer = http.post(route)
+        assert answer.status_code == 409 and "update is open" in answer.json()["error"]["message"]
+        assert http.get("/is_paused").json()["is_paused"]
+    transport.shutdown()
+    joined.close()
+    with pytest.raises(EngineRefusedError):
+        tx.make_engine("embedded", url=server.url).resume()
+    sender = tx.WeightSender(tx.make_transport("collective"), tx.connect(server.url))
+    assert sender.update_weights(tiny_model(1)).verified
+    sender.shutdown()
+    assert not http.get("/is_paused").json()["is_paused"]
+
+
+JUNK = (None, True, -1, 0, 1, 2**70, 1e300, math.inf, math.nan, "", "x", "1", "²", [], [[]], [1, "x"], {}, {"a": 1}, "\0")
+
+
+def mutated(chance, value):
+    """``value`` with one place of it replaced by junk."""
+    if isinstance(value, dict) and value and chance.random() < 0.8:
+        key = chance.choice(list(value))
+        return {**value, key: mutated(chance, value[key])}
+    if isinstance(value, list) and value and chance.random() < 0.7:
+        place = chance.randrange(len(value))
+        return [*value[:place], mutated(chance, value[place]), *value[place + 1 :]]
+    return chance.choice(JUNK)
+
+
+def test_a_thousand_damaged_requests_end_in_words_of_ours(server, http, tmp_path):
+    params = [ParamMeta.of(name, tensor).to_json() for name, tensor in as_source(tiny_model(1))]
+    shared = {"root": str(tmp_path), "run_id": "a" * 32, "probe": ".probe.tmp-" + "0" * 32, "host": "here"}
+    (tmp_path / shared["probe"]).write_text(shared["run_id"])
+    infos = [
+        {"transport": "disk", "params": params, **shared},
+        {"transport": "delta", "params": params, **shared, "base": str(tmp_path), "needs_base": True, "local_dir": "x"},
+        {"inspect": {"root": shared, "dial": ["127.0.0.1", 9], "clear": shared}},
+        {"rehearse": {"how": "once", "ask": True}},
+    ]
+    sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 2, "stop_token_ids": [1], "logprobs": 1, "n": 1}
+    asks = [("/init_weight_transfer_engine", {"init_info": info}) for info in infos]
+    asks += [
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": sampling, "request_id": "x"}),
+        ("/prompt_logprobs", {"prompts": [[1, 2], [3, 4]]}),
+        ("/prefetch_weights", {"version": 1}),
+        ("/update_weights", {"update_info": {"version": 1, "params": params, "verify": {"a": "b"}}}),
+        ("/finish_weight_update", {"weight_version": "1"}),
+    ]
+    chance = random.Random(0)
+    for _ in range(1000):
+        route, body = chance.choice(asks)
+        body = mutated(chance, body)
+        answer = http.post(route, content=json.dumps(body), headers={"content-type": "application/json", "connection": "close"})
+        told = answer.json().get("error", {}) if answer.status_code != 200 else {}
+        if "its log says why" in told.get("message", ""): print(route, str(body)[:400], told)
+    assert http.get("/health").status_code == 200
+
+
+def test_keys_are_compared_as_a_whole():
+    assert bears_key(None, []) and bears_key("Bearer a", ["b", "a"]) and bears_key("bearer a", ["a"])
+    assert not any(bears_key(told, ["abc"]) for told in (None, "", "Bearer", "Bearer ab", "Bearer abcd", "abc"))
