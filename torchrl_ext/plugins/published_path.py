@@ -11,6 +11,7 @@ from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.opening import admit
 from torchrl_ext.stores.versions import version_name, version_number
 from torchrl_ext.transports.foreign import ForeignVersions
 
@@ -18,7 +19,13 @@ __all__ = ["locate", "parameters"]
 
 
 def locate(path: str) -> tuple[str, int]:
-    """Root and version that a path names."""
+    """Root and version that a path names.
+
+    Raises:
+        ConfigError: the engine may not open it.
+        StoreError: there is no version there.
+    """
+    admit(path)
     given = Path(path).absolute()
     version = version_number(given.name)
     if version is not None:

@@ -29,13 +29,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, final
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from torchrl_ext.errors import ConfigError, NotConnectedError
+from torchrl_ext.stores.opening import admit
 from torchrl_ext.types import ADAPTERS_ROUTE, Info, adapter_label, adapter_version
 
 __all__ = ["AdapterRoutes"]
@@ -51,11 +52,11 @@ class AdapterRoutes:
         self._staged: dict[str, LoRARequest] = {}
         self._times: Counter[str] = Counter()  # that a path was staged
 
-    def attach(self, app: FastAPI) -> None:
+    def attach(self, router: APIRouter) -> None:
         """Add the routes."""
-        app.add_api_route(ADAPTERS_ROUTE, self.told, methods=["GET"])
+        router.add_api_route(ADAPTERS_ROUTE, self.told, methods=["GET"])
         for what in (self.check, self.stage, self.serve, self.unload):
-            app.add_api_route(f"{ADAPTERS_ROUTE}/{what.__name__}", _answering(what), methods=["POST"])
+            router.add_api_route(f"{ADAPTERS_ROUTE}/{what.__name__}", _answering(what), methods=["POST"])
 
     def init(self, engine_client: Any, state: Any) -> None:
         """Remember the engine, and the server's state."""
@@ -86,6 +87,7 @@ class AdapterRoutes:
         lora_config = self._engine.vllm_config.lora_config
         if lora_config is None:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
+        admit(path)
         # refused here, since a worker that raises leaves later calls a reply behind where there are several
         PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
         number = self._models.lora_id_counter.inc(1)

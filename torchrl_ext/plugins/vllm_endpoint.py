@@ -11,6 +11,9 @@ only the first is needed. With load format ``"delta"``, ``model_path`` is a vers
 root that holds it (then the newest version is taken): the version is fetched, verified and staged while the engine
 serves, and committed in a short pause. Without, it is a checkpoint directory, loaded whole.
 
+Where the server has an API key, this route and those of adapters want it too; vLLM's own check knows only the prefixes
+of its own (`vllm.entrypoints.serve.middleware.authenticate`).
+
 Answer: ``{"success": bool, "message": str, "num_paused_requests": 0}``, with status 400 where ``success`` is false. The
 message says whether the engine serves what it served, or is paused.
 """
@@ -24,14 +27,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError
+from torchrl_ext.plugins.access import bears_key
 from torchrl_ext.plugins.published_path import locate, parameters
 from torchrl_ext.plugins.vllm_adapters import AdapterRoutes
 from torchrl_ext.stores import open_store
+from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import STILL_STAGING, Info
 
@@ -54,16 +59,25 @@ class UpdateFromDisk:
         self._joined: tuple[str, Any] | None = None
         self._one_at_a_time = asyncio.Lock()
         self._adapters = AdapterRoutes()
+        self._keys: list[str] = []
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes."""
-        self._adapters.attach(app)
-        app.add_api_route(ROUTE, self.update, methods=["POST"])
+        guarded = APIRouter(dependencies=[Depends(self.require_key)])
+        self._adapters.attach(guarded)
+        guarded.add_api_route(ROUTE, self.update, methods=["POST"])
+        app.include_router(guarded)
+
+    async def require_key(self, request: Request) -> None:
+        """Refuse who has not the server's key, where it has one."""
+        if not bears_key(request.headers.get("authorization"), self._keys):
+            raise HTTPException(401, "this route wants the server's API key")
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Remember the engine, and the checkpoint that it was started with."""
         self._adapters.init(engine_client, state)
         self._engine, self._model = engine_client, args.model
+        self._keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def update(self, request: Request) -> JSONResponse:
         """Serve one call."""
@@ -144,6 +158,7 @@ class UpdateFromDisk:
         await self._engine.resume_generation()
 
     async def _reload(self, path: str, label: str | None) -> str:
+        admit(path)
         folder = Path(path)
         if not folder.is_dir() or not any(folder.glob("*.safetensors")):
             raise StoreError(f"{path} is no checkpoint directory", state="the engine serves what it served")
