@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +44,9 @@ Info = dict[str, Any]
 
 BACKEND = "torchrl_ext"
 """The name of our weight-transfer backend inside vLLM."""
+
+API_KEY_VARIABLE = "TORCHRL_EXT_API_KEY"
+"""Environment variable with the key that an embedded engine wants; commands that talk to engines send it."""
 
 CHANNEL = "torchrl_ext:"
 """What our messages to SGLang begin with; they travel as the ``action`` of its ``/weights_checker``."""
@@ -297,3 +302,10 @@ class Receiver(Protocol):
 
     def finish(self, version: int) -> None:
         """Everything arrived: make ``version`` the one in service."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or ``localhost``, is reached by this machine alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -15,8 +15,12 @@ from tests.models import tiny_checkpoint
 from tests.processes import ROOT
 from tests.rpc.servers import CONFIG, rehearsing, running
 from tests.rpc.test_discovery import scripted, told
+from torchrl_ext.cli.findings import Patient
 from torchrl_ext.cli.main import main
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.stores import open_store
+from torchrl_ext.types import API_KEY_VARIABLE
 
 SOURCES = ("doctor", "findings", "shared_findings")
 BARE = CONFIG | {"weight_transfer_config": None}
@@ -314,3 +318,34 @@ def test_the_page_about_external_engines_names_the_checks_that_there_are():
     rows = [line.split("|")[2] for line in lines.splitlines() if line.startswith("| ") and "`" in line.split("|")[2]]
     assert len(rows) == 7  # the lines of the guides' checklist
     assert all(set(re.findall("`([^`]+)`", row)) <= named for row in rows)
+
+
+def test_a_key_of_the_environment_opens_every_route_and_none_is_open_without(checkpoint, monkeypatch, capsys):
+    monkeypatch.setenv(API_KEY_VARIABLE, "sesame")
+    with EmbeddedServer(checkpoint, threads=1) as server:
+        told = examined(capsys, server.url, status=0)
+        monkeypatch.delenv(API_KEY_VARIABLE)
+        assert "401" in json.dumps(examined(capsys, server.url, status=1))
+    assert finding(told, "key")["found"] == "every route of a weight update wants the key"
+
+
+def test_routes_that_answer_without_the_key_are_named(engine, capsys):
+    found = finding(examined(capsys, engine.url, "--api-key", "sesame", status=0), "key", level="warning")
+    assert "/init_weight_transfer_engine, /pause" in found["found"] and "firewall" in found["remedy"]
+
+
+def test_a_key_is_not_printed_with_what_is_asked():
+    assert "sesame" not in repr(Patient(api_key="sesame", question={}))
+
+
+def test_a_key_that_would_travel_in_the_clear_is_worth_a_word(caplog):
+    for address in ("engine.example:8000", "http://engine.example:8000", "127.0.0.1:8000", "https://engine.example"):
+        HTTPSession(address, api_key="sesame").close()
+    (record,) = caplog.records
+    assert "engine.example in the clear" in record.message and "sesame" not in record.message
+
+
+def test_a_root_with_a_password_in_its_url_is_refused():
+    with pytest.raises(ConfigError, match="s3://bucket/x was given with a user or a password") as refused:
+        open_store("s3://key:secret@bucket/x")
+    assert "secret" not in str(refused.value)

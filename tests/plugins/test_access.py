@@ -15,11 +15,11 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.plugins.access import API_KEY_VARIABLE, bears_key
+from torchrl_ext.plugins.access import bears_key
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.stores.opening import ROOTS_VARIABLE, admit
 from torchrl_ext.sync.inspection import inspect
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import API_KEY_VARIABLE, ParamMeta
 from torchrl_ext.weights.source import as_source
 
 KEY = "sesame"
@@ -162,7 +162,8 @@ def test_a_stranger_cannot_have_a_probe_of_somebody_else_removed(http, tmp_path)
     assert other.exists()
 
 
-def test_an_open_port_looks_as_a_closed_one_and_takes_as_long():
+def test_an_open_port_looks_as_a_closed_one_and_takes_as_long(monkeypatch):
+    monkeypatch.setattr("torchrl_ext.sync.inspection._DIAL_S", 0.2)
     listener = socket.create_server(("127.0.0.1", 0))
     closed = socket.create_server(("127.0.0.1", 0))
     ports = [listener.getsockname()[1], closed.getsockname()[1]]
@@ -174,7 +175,7 @@ def test_an_open_port_looks_as_a_closed_one_and_takes_as_long():
         took.append(time.monotonic() - began)
     listener.close()
     assert told[0] == told[1] and not told[0]["reached"]
-    assert min(took) >= 2.0  # the whole of its deadline, in either case
+    assert min(took) >= 0.2  # the whole of its deadline, in either case
 
 
 def test_the_asker_itself_is_reached(http):
@@ -276,7 +277,7 @@ def test_nothing_resumes_the_engine_while_an_update_is_open(server, http):
     assert not http.get("/is_paused").json()["is_paused"]
 
 
-JUNK = (None, True, -1, 0, 1, 2**70, 1e300, math.inf, math.nan, "", "x", "1", "²", [], [[]], [1, "x"], {}, {"a": 1}, "\0")
+JUNK = (None, True, -1, 0, 1, 2**70, 1e300, math.inf, math.nan, "", "x", "1", "²", [], [[]], [1, "x"], {}, {"a": 1})
 
 
 def mutated(chance, value):
@@ -290,22 +291,23 @@ def mutated(chance, value):
     return chance.choice(JUNK)
 
 
-def test_a_thousand_damaged_requests_end_in_words_of_ours(server, http, tmp_path):
+def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     params = [ParamMeta.of(name, tensor).to_json() for name, tensor in as_source(tiny_model(1))]
     shared = {"root": str(tmp_path), "run_id": "a" * 32, "probe": ".probe.tmp-" + "0" * 32, "host": "here"}
     (tmp_path / shared["probe"]).write_text(shared["run_id"])
-    infos = [
-        {"transport": "disk", "params": params, **shared},
-        {"transport": "delta", "params": params, **shared, "base": str(tmp_path), "needs_base": True, "local_dir": "x"},
+    group = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "backend": "gloo", "room": "r"}
+    joining = [
+        {"transport": "disk", **shared},
+        {"transport": "delta", **shared, "base": str(tmp_path), "needs_base": True, "local_dir": str(tmp_path / "x")},
+        {"transport": "ipc", "address": "x", "session": "y", "timeout_s": 0.05},
+        {"transport": "collective", **group, "bucket_bytes": 1000, "timeout_s": 0.05, "rank_offset": 1},
         {"inspect": {"root": shared, "dial": ["127.0.0.1", 9], "clear": shared}},
         {"rehearse": {"how": "once", "ask": True}},
     ]
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 2, "stop_token_ids": [1], "logprobs": 1, "n": 1}
-    asks = [("/init_weight_transfer_engine", {"init_info": info}) for info in infos]
-    asks += [
+    asks = [
         ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": sampling, "request_id": "x"}),
         ("/prompt_logprobs", {"prompts": [[1, 2], [3, 4]]}),
-        ("/prefetch_weights", {"version": 1}),
         ("/update_weights", {"update_info": {"version": 1, "params": params, "verify": {"a": "b"}}}),
         ("/finish_weight_update", {"weight_version": "1"}),
     ]
@@ -313,9 +315,13 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(server, http, tmp_path
     for _ in range(1000):
         route, body = chance.choice(asks)
         body = mutated(chance, body)
-        answer = http.post(route, content=json.dumps(body), headers={"content-type": "application/json", "connection": "close"})
+        if chance.random() < 0.6:
+            route, info = "/init_weight_transfer_engine", mutated(chance, chance.choice(joining))
+            whole = isinstance(info, dict) and chance.random() < 0.9
+            body = {"init_info": {**info, "params": params} if whole else info}
+        answer = http.post(route, content=json.dumps(body), headers={"content-type": "application/json"})
         told = answer.json().get("error", {}) if answer.status_code != 200 else {}
-        if "its log says why" in told.get("message", ""): print(route, str(body)[:400], told)
+        assert "its log says why" not in told.get("message", ""), (route, str(body)[:1000], told)
     assert http.get("/health").status_code == 200
 
 

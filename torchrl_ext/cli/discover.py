@@ -7,6 +7,8 @@ import dataclasses
 import json
 from typing import Any
 
+from torchrl_ext.cli.keys import add_api_key
+
 __all__ = ["add_parser", "run"]
 
 
@@ -14,6 +16,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser("discover", help="say which engines run at the given addresses")
     parser.add_argument("addresses", nargs="+", metavar="ADDRESS", help="host:port or URL of an engine")
+    add_api_key(parser)
     parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of each call, in seconds")
     return parser
 
@@ -22,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask every address; a list of facts, or with ``--json`` ``{"engines": [...]}`` in the order given."""
     from torchrl_ext.rpc.discovery import discover
 
-    found = discover(*args.addresses, timeout_s=args.timeout_s)
+    found = discover(*args.addresses, timeout_s=args.timeout_s, api_key=args.api_key)
     if args.json:
         print(json.dumps({"engines": [dataclasses.asdict(info) for info in found]}))
         return 0

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrl_ext.cli.findings import Examined, Patient, compare, examine
+from torchrl_ext.cli.keys import add_api_key
 from torchrl_ext.cli.notes import Finding
 from torchrl_ext.cli.rehearsed import rehearsed
 from torchrl_ext.cli.shared_findings import SharedChecks, check_checkpoint
@@ -44,7 +45,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="pause each engine that still holds the weights it was started with, load them perturbed and as they are, "
         "and see whether everything that it computes with comes back",
     )
-    parser.add_argument("--api-key", help="sent as a bearer token")
+    add_api_key(parser)
     parser.add_argument("--timeout-s", type=float, default=10.0, help="deadline of each engine's discovery, in seconds")
     WeightUpdateConfig.add_arguments(parser)
     return parser

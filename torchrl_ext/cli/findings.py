@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import email.utils
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import torchrl_ext
 from torchrl_ext.cli.notes import Finding, Notes
@@ -14,7 +15,7 @@ from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 from torchrl_ext.rpc.inspection import ask_workers, has_route
 from torchrl_ext.rpc.server_info import kv_connectors
-from torchrl_ext.types import BACKEND, EngineInfo, Info
+from torchrl_ext.types import ADAPTERS_ROUTE, BACKEND, EngineInfo, Info, is_loopback
 
 __all__ = ["Examined", "Patient", "compare", "examine"]
 
@@ -27,6 +28,11 @@ _ROUTES = {
     "embedded": (*_VLLM, "/prefetch_weights", "/reset_prefix_cache", "/resume"),
     "sglang": ("/pause_generation", "/update_weights_from_disk", "/weights_checker", "/continue_generation"),
 }
+_DEV = {"vllm": ("/collective_rpc", "/server_info")}
+_OPEN = (
+    "keep the port from strangers, by a firewall or a proxy that wants the key: vLLM itself guards only what begins "
+    "with /v1, /v2, /inference or /cohere"
+)
 _KEEPERS = ("ExampleConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "FlexKVConnectorV1", "HF3FSKVConnector")
 """vLLM's connectors (0.32) that keep what they were given, and do not override ``KVConnectorBase_V1.reset_cache``."""
 _DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment: it has these routes only then"
@@ -48,7 +54,7 @@ class Patient:
         question: for the engine's workers, see `torchrl_ext.sync.inspection`.
     """
 
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 10.0
     transport: str | None = None
     question: Info
@@ -114,6 +120,7 @@ def _examine(address: str, url: str, session: HTTPSession, patient: Patient, not
     notes.ok("reachable", f"{info.kind} {info.version}, {info.worker_type}, serves {info.model or 'a model'}")
     _clock(notes, answer, began, ended)
     _routes(notes, session, info)
+    _keys(notes, session, info, patient)
     _transports(notes, info, patient)
     _paused(notes, session, info)
     _world(notes, info)
@@ -131,12 +138,12 @@ def _examine(address: str, url: str, session: HTTPSession, patient: Patient, not
 
 def _behind_router(session: HTTPSession) -> list[str] | None:
     """Addresses of the workers where this is a router, of vLLM or of SGLang; None where it is none."""
-    for route, field in (("/list_workers", "urls"), ("/workers", "workers")):
+    for route, name in (("/list_workers", "urls"), ("/workers", "workers")):
         try:
             told = session.get(route)
         except EngineError:
             continue
-        rows = told.get(field) if isinstance(told, dict) else None
+        rows = told.get(name) if isinstance(told, dict) else None
         if isinstance(rows, list):
             return [str(row.get("url") if isinstance(row, dict) else row) for row in rows]
     return None
@@ -163,6 +170,34 @@ def _routes(notes: Notes, session: HTTPSession, info: EngineInfo) -> None:
         notes.failure("routes", f"lacks {', '.join(missing)}", "every route of a weight update", remedy)
     else:
         notes.ok("routes", "every route of a weight update is there")
+
+
+def _keys(notes: Notes, session: HTTPSession, info: EngineInfo, patient: Patient) -> None:
+    """Which routes that change an engine answer who has no key; asked in ways that change nothing."""
+    if patient.api_key is None:
+        if not is_loopback(urlsplit(session.url).hostname or ""):
+            whoever = f"whoever reaches {session.url} can pause it and change its weights"
+            notes.warning("key", whoever, "an API key", "start the engine with one, or keep its port from strangers")
+        return
+    stranger = HTTPSession(session.url, timeout_s=patient.timeout_s, max_body_bytes=16 << 20)
+    try:
+        tried = {route: stranger.call(method, route, body).status for method, route, body in _asked(info.kind)}
+    finally:
+        stranger.close()
+    opened = [route for route, status in tried.items() if status not in (401, 403, 404)]
+    if opened:
+        notes.warning("key", f"without the key it answers at {', '.join(opened)}", "the key on every route", _OPEN)
+    else:
+        notes.ok("key", "every route of a weight update wants the key")
+
+
+def _asked(kind: str) -> list[tuple[str, str, Any]]:
+    """Method, route and body of calls that change nothing: by another method than the route's, or without content."""
+    if kind == "sglang":  # which looks at methods first; one rule holds for all of its routes that change something
+        return [("POST", "/weights_checker", {}), ("GET", "/server_info", None)]
+    found = [("GET", route, None) for route in (*_ROUTES.get(kind, ()), "/sleep", "/wake_up", *_DEV.get(kind, ()))]
+    ours = [("GET", ADAPTERS_ROUTE, None), ("POST", "/update_weights_from_disk", {})] if kind == "vllm" else []
+    return [*found, *ours]
 
 
 def _transports(notes: Notes, info: EngineInfo, patient: Patient) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import json
 import shutil
 import sys
@@ -20,8 +19,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from torch import Tensor
 
+from torchrl_ext.cli.keys import add_api_key
 from torchrl_ext.errors import ConfigError, UpdateError
-from torchrl_ext.types import EngineInfo, ParamMeta, SyncReport, dtype_from_name
+from torchrl_ext.types import EngineInfo, ParamMeta, SyncReport, dtype_from_name, is_loopback
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["add_parser", "run"]
@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--keep-files", action="store_true", help="leave what was published under the root")
     parser.add_argument("--dtype", help="cast floating-point tensors on the way, for example bfloat16")
     parser.add_argument("--master-address", help="collective: this host's address, as the engines reach it")
-    parser.add_argument("--api-key", help="sent as a bearer token")
+    add_api_key(parser)
     parser.add_argument("--timeout-s", type=float, default=600.0, help="deadline of every step, in seconds")
     return parser
 
@@ -131,10 +131,7 @@ def _root(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.E
 
 
 def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 def _own_address(found: list[EngineInfo]) -> str:

@@ -189,7 +189,7 @@ class SharedChecks:
         info = {"root": self._root, "probe": probe, "run_id": self._token, "host": "the engine"}
         try:
             theirs.find(info, timeout_s=2.0, aborted=threading.Event())
-        except StoreError:
+        except WeightSyncError:
             return False
         with suppress(StoreError):
             self._store.delete(probe)

@@ -6,10 +6,7 @@ import secrets
 from collections.abc import Collection
 from typing import Any
 
-__all__ = ["API_KEY_VARIABLE", "bears_key", "refusal"]
-
-API_KEY_VARIABLE = "TORCHRL_EXT_API_KEY"
-"""Environment variable with the key that an embedded engine wants; commands that talk to engines send it."""
+__all__ = ["bears_key", "refusal"]
 
 
 def bears_key(authorization: str | None, keys: Collection[str]) -> bool:

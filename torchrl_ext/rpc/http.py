@@ -8,6 +8,7 @@ reach exactly the engine that it names.
 from __future__ import annotations
 
 import json
+import logging
 import ssl
 import threading
 from collections.abc import Mapping
@@ -19,8 +20,11 @@ import httpx
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rpc.watchdog import Watchdog
+from torchrl_ext.types import is_loopback
 
 __all__ = ["Answer", "HTTPSession", "normalise_url"]
+
+log = logging.getLogger("torchrl_ext")
 
 _CONNECT_TIMEOUT_S = 10.0
 _MESSAGE_CHARS = 2000
@@ -44,6 +48,13 @@ def normalise_url(address: str) -> str:
     if parts.query or parts.fragment or parts.username is not None:
         raise ConfigError(f"{address!r} has parts that a base address cannot have", expected=_ADDRESS)
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def _warn_of_plain_http(address: str, url: str) -> None:
+    """Say in the log that a key is about to travel where others can read it, though nobody asked for that."""
+    host = urlsplit(url).hostname or ""
+    if "://" not in address and not is_loopback(host):
+        log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
 
 
 _ADDRESS = "host:port, [ipv6]:port, or an http(s) URL without query"
@@ -117,6 +128,8 @@ class HTTPSession:
         max_connections: int | None = None,
     ) -> None:
         self.url = normalise_url(url)
+        if api_key:
+            _warn_of_plain_http(url, self.url)
         self.timeout_s = timeout_s
         self._max_body_bytes = max_body_bytes
         # "close" ends a connection where its answer ends. httpcore's own limit on idle ones would close them a moment

@@ -75,9 +75,16 @@ def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None =
         options: settings of the fsspec filesystem (``endpoint_url``, ``key``, ...); only for URLs.
 
     Raises:
-        ConfigError: options for a directory, or a URL whose filesystem is not installed.
+        ConfigError: options for a directory, a URL with a password (engines are told the URL), or one whose filesystem
+            is not installed.
     """
     name = os.fspath(root)
+    if _without_password(name) != name:
+        raise ConfigError(
+            f"the URL {_without_password(name)} was given with a user or a password, and engines are told the URL",
+            expected="a URL without them",
+            hint="give them as storage_options, or in the environment of each side",
+        )
     if "://" in name and not name.startswith("file://"):
         from torchrl_ext.stores.object import ObjectStore
 

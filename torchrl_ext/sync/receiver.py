@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import NoneType
 from contextlib import closing
+from types import NoneType
 from typing import Any
 
 import torch

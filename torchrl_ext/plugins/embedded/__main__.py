@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ipaddress
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.plugins.access import API_KEY_VARIABLE
 from torchrl_ext.stores.opening import ROOTS_VARIABLE
+from torchrl_ext.types import API_KEY_VARIABLE, is_loopback
 
 __all__ = ["main"]
 
@@ -49,17 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WeightSyncError as error:
         print(error, file=sys.stderr)
         return 1
-    if api_key is None and not _is_loopback(args.host):
+    if api_key is None and not is_loopback(args.host):
         logging.warning("whoever reaches %s can change what this engine serves: set %s", args.host, API_KEY_VARIABLE)
     settings = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none"}
     uvicorn.run(make_app(engine, api_key=api_key), host=args.host, port=args.port, **settings)
     return 0
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 if __name__ == "__main__":
