@@ -15,7 +15,7 @@ from tests.processes import ROOT, python
 PACKAGE = ROOT / "torchrl_ext"
 FLOORS = [
     {"errors"},
-    {"types", "registry", "jit"},
+    {"types", "registry", "jit", "files"},
     {"kernels"},
     {"weights", "codecs", "stores"},
     {"transports", "rpc", "launch"},
@@ -35,7 +35,8 @@ HOMES = {
     "sglang": {"plugins"},
 }
 IN_ENGINES = {
-    "types", "errors", "registry", "jit", "kernels", "weights", "codecs", "stores", "transports", "sync", "plugins",
+    "types", "errors", "registry", "jit", "files", "kernels", "weights", "codecs", "stores", "transports", "sync",
+    "plugins",
 }  # fmt: skip
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "peft", "datasets"}
 ENGINE_MODULES = [

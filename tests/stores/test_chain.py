@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,62 @@ class TestCollection:
             assert chain.collect() == []
         assert chain.collect() == [1, 2]
         assert chain.store.list("readers") == []
+
+
+BAD_LEASES = {
+    "no version": '{"first": Infinity, "until": 9e9}',
+    "a version that is no number": '{"first": NaN, "until": 9e9}',
+    "half a version": '{"first": 1.5, "until": 9e9}',
+    "a version below nothing": '{"first": -1, "until": 9e9}',
+    "yes": '{"first": true, "until": 9e9}',
+    "for ever": '{"first": 0, "until": Infinity}',
+    "nearly for ever": '{"first": 0, "until": 1e300}',
+    "a moment that is no number": '{"first": 0, "until": NaN}',
+    "too many digits": '{"first": 0, "until": %s}' % ("9" * 400),
+    "digits without end": '{"first": %s, "until": 9e9}' % ("9" * 5000),
+    "a list": "[1, 2]",
+    "words": "soon",
+    "too deep": "[" * 3000,
+    "too long": " " * 100_000 + '{"first": 0, "until": 9e9}',
+    "for two hours": lambda: '{"first": 0, "until": %f}' % (time.time() + 7200),
+    "not unicode": b"\xff",
+}
+
+
+class TestLeases:
+    def test_none_that_is_nonsense_stops_a_trainer_or_keeps_what_it_published(self, tmp_path, caplog):
+        trainer = tx.make_transport("delta", root=tmp_path, keyframe_every=2)
+        weights = {"w": torch.zeros(10)}
+        trainer.send_weights(weights)
+        (tmp_path / "readers").mkdir()
+        for name, content in BAD_LEASES.items():
+            content = content() if callable(content) else content
+            (tmp_path / "readers" / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        os.mkfifo(tmp_path / "readers" / "a pipe")
+        (tmp_path / "readers" / "zeros").symlink_to("/dev/zero")
+        (tmp_path / "readers" / "a folder").mkdir()
+        for _ in range(4):
+            trainer.send_weights(weights)
+        assert sorted(path.name for path in tmp_path.glob("weight_v*")) == ["weight_v000005"]
+        for name in [*BAD_LEASES, "a pipe", "zeros", "a folder"]:
+            assert caplog.text.count(f"readers/{name} is no lease") == 1, name
+        trainer.shutdown()
+
+    def test_one_that_is_sound_keeps_what_it_names_until_it_ends(self, tmp_path):
+        trainer = tx.make_transport("delta", root=tmp_path, keyframe_every=2)
+        weights = {"w": torch.zeros(10)}
+        trainer.send_weights(weights)
+        lease = tmp_path / "readers" / "me"
+        lease.parent.mkdir()
+        lease.write_text(json.dumps({"first": 1, "until": time.time() + 600}))
+        for _ in range(3):
+            trainer.send_weights(weights)
+        assert Chain(LocalStore(tmp_path)).versions.numbers() == [1, 2, 3, 4]
+        lease.write_text(json.dumps({"first": 1, "until": time.time() - 1}))
+        trainer.send_weights(weights)
+        assert Chain(LocalStore(tmp_path)).versions.numbers() == [5]
+        assert not lease.exists()
+        trainer.shutdown()
 
 
 class Counting(LocalStore):

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
-from tests.processes import running_python
-from torchrl_ext.errors import StoreError
+from tests.processes import WAIT_S, python, running_python
+from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import LocalStore
 
 
@@ -104,6 +105,28 @@ def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(store):
     assert names(store) == []
 
 
+def test_no_space_is_told_where_nobody_knows_what_a_folder_takes(tmp_path):
+    said = python(LIMITED, tmp_path)
+    assert f"Expected: room for one more version under {tmp_path}, where " in said
+    assert "0 bytes free under" not in said
+    assert "a quota or a limit on the size of files may be what stands in the way" in said
+
+
+LIMITED = """
+import resource, signal, sys
+from torchrl_ext.stores import LocalStore
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    with LocalStore(sys.argv[1]).draft("folder") as draft:
+        draft.write("file", bytes(2000))
+except OSError as error:
+    print("raw", error)
+except RuntimeError as error:
+    print(error)
+"""
+
+
 def test_the_root_has_one_writer_at_a_time(store):
     other = LocalStore(store.root)
     with pytest.raises(StoreError, match="another trainer"):
@@ -131,6 +154,88 @@ sys.stdin.read()
         with pytest.raises(StoreError):
             store.own()
     store.own()
+
+
+def test_a_forked_child_neither_keeps_the_lock_nor_frees_it(store):
+    store.disown()
+    with running_python(FORKING, store.root, "disown") as trainer:
+        said = dict(trainer.stdout.readline().split() for _ in range(2))
+        assert said["child"] == "False"  # it has no part in the lock
+        with pytest.raises(StoreError, match="another trainer"):
+            store.own()
+        trainer.stdin.write("disown\n")
+        trainer.stdin.flush()
+        assert trainer.stdout.readline() == "disowned\n"
+        store.own()  # while the child lives
+        store.disown()
+        os.kill(int(said["pid"]), signal.SIGKILL)
+
+
+def test_a_forked_child_that_outlives_a_killed_trainer_does_not_keep_the_lock(store):
+    store.disown()
+    with running_python(FORKING, store.root) as trainer:
+        said = dict(trainer.stdout.readline().split() for _ in range(2))
+        trainer.kill()
+        trainer.wait(WAIT_S)
+        store.own()
+        os.kill(int(said["pid"]), signal.SIGKILL)
+
+
+FORKING = """
+import os, signal, sys
+from torchrl_ext.stores import LocalStore
+store = LocalStore(sys.argv[1])
+store.own()
+if not (pid := os.fork()):
+    signal.alarm(120)  # whatever becomes of the test
+    owned = store.owned
+    if sys.argv[2:]:
+        store.disown()
+    os.write(1, f"child {owned}\\n".encode())
+    signal.pause()
+os.write(1, f"pid {pid}\\n".encode())
+sys.stdin.readline()
+store.disown()
+print("disowned", flush=True)
+sys.stdin.read()
+"""
+
+
+def special(path, kind):
+    """Something else than a file of the store at ``path``."""
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        outside = path.parent.parent / "outside"
+        outside.write_text("secret")
+        path.symlink_to(
+            {"a device": "/dev/zero", "a link out": outside, "a link to nothing of ours": "/etc/hostname"}[kind]
+        )
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder", "a link out"])
+def test_what_is_no_file_of_the_store_is_refused_at_once(store, kind):
+    special(store.root / "key", kind)
+    for read in (store.get, lambda key: store.get_at_most(key, 100)):
+        with pytest.raises(IntegrityError, match=r"key is (no regular file|a link to)"):
+            read("key")
+
+
+def test_a_value_that_has_to_be_small_is_not_read_beyond_that(store):
+    store.put("key", bytes(100))
+    assert store.get_at_most("key", 100) == bytes(100)
+    os.truncate(store.root / "key", 1 << 40)
+    with pytest.raises(IntegrityError, match="at most 100"):
+        store.get_at_most("key", 100)
+
+
+def test_a_link_within_the_store_is_followed_and_so_is_one_to_the_store(store):
+    store.put("own", b"1")
+    (store.root / "link").symlink_to("own")
+    (store.root.parent / "mount").symlink_to(store.root)
+    assert LocalStore(store.root.parent / "mount").get("link") == b"1"
 
 
 def test_a_new_writer_sweeps_only_temporaries(store):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar
 
-from torchrl_ext.errors import StoreError
+from torchrl_ext.errors import IntegrityError, StoreError
 
 __all__ = ["Draft", "Root", "Store", "checked_key"]
 
@@ -43,8 +43,23 @@ class Store(ABC):
 
         Raises:
             FileNotFoundError: there is no such key (any more).
+            IntegrityError: what is there is no value (a pipe, a device, a link out of the store).
             StoreError: it cannot be read.
         """
+
+    def get_at_most(self, key: str, limit_bytes: int) -> bytes:
+        """The value of a key that holds little: no more than a bound is ever read.
+
+        Raises:
+            FileNotFoundError, StoreError: as `get`.
+            IntegrityError: also where it has more bytes.
+        """
+        data = self.get(key)
+        if len(data) > limit_bytes:
+            raise IntegrityError(
+                f"{self.url}/{key} has more than {limit_bytes:,} bytes", state="it was not read", hint="write it again"
+            )
+        return data
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:

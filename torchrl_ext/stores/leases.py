@@ -19,6 +19,7 @@ __all__ = ["Leases", "seconds_left"]
 log = logging.getLogger("torchrl_ext")
 
 _FOLDER = "readers"
+_LARGEST = 4096  # bytes
 
 
 class Leases:
@@ -55,7 +56,7 @@ class Leases:
         for name in self._store.list(_FOLDER):
             key = f"{_FOLDER}/{name}"
             try:
-                lease = json.loads(self._store.get(key))
+                lease = json.loads(self._store.get_at_most(key, _LARGEST))
                 first, left_s = lease["first"], seconds_left(lease["until"])
                 if type(first) is not int or first < 0 or left_s is None or left_s > 2 * self._lease_s:
                     raise ValueError(f"it holds version {first!r} until {lease['until']!r}")

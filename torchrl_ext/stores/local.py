@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrl_ext.errors import StoreError, WeightSyncError
+from torchrl_ext.files import read_regular
 from torchrl_ext.stores.base import Draft, Root, checked_key
 
 __all__ = ["TEMPORARY", "LocalStore"]
@@ -27,6 +28,7 @@ log = logging.getLogger("torchrl_ext")
 TEMPORARY = ".tmp-"
 """Within names that begin with a dot: no reader lists them, and the next owner sweeps them."""
 
+_HELD: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -69,7 +71,8 @@ class LocalStore(Root):
     def own(self) -> None:
         """Become the root's one writer, make the root, and sweep what a killed writer left. May be called again.
 
-        The lock is on the directory itself, so nothing is left in it, and the kernel drops it with the process.
+        The lock is on the directory itself, so nothing is left in it, and the kernel drops it with the process. It
+        belongs to the open directory: a forked child closes its copy, and so cannot keep the lock.
 
         Raises:
             StoreError: another writer has the root, or it cannot be made.
@@ -84,7 +87,8 @@ class LocalStore(Root):
         except BaseException:
             os.close(descriptor)
             raise
-        self._unlock = weakref.finalize(self, os.close, descriptor)
+        self._unlock = weakref.finalize(self, _release, descriptor, os.getpid())
+        _HELD.add(self)
         if locked:
             self._sweep()
 
@@ -169,9 +173,12 @@ class LocalStore(Root):
         return self.root.is_dir()
 
     def get(self, key: str) -> bytes:
-        path = self.path(key)
         with self._reported("read", missing=True):
-            return path.read_bytes()
+            return read_regular(self.path(key), within=self.root)
+
+    def get_at_most(self, key: str, limit_bytes: int) -> bytes:
+        with self._reported("read", missing=True):
+            return read_regular(self.path(key), within=self.root, at_most=limit_bytes)
 
     def list(self, folder: str = "") -> list[str]:
         with self._reported("list"):
@@ -215,6 +222,15 @@ class LocalStore(Root):
                 path = self.root / name
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
+    def _room(self, needed: int) -> str:
+        """What there should have been, for messages; what a version takes is not known of every version beforehand."""
+        free = self.free_bytes()
+        if free < needed:
+            return f"{needed:,} bytes free under {self.root}, found {free:,}"
+        what = f"room for {needed:,} bytes" if needed else "room for one more version"
+        limit = ", so that a quota or a limit on the size of files may be what stands in the way" if free else ""
+        return f"{what} under {self.root}, where {free:,} bytes are free{limit}"
+
     @contextmanager
     def _reported(self, doing: str, needed: int | None = None, missing: bool = False) -> Iterator[None]:
         """Operating system errors as `StoreError`, with the space that is needed and free where it ran out.
@@ -236,10 +252,26 @@ class LocalStore(Root):
                 raise StoreError(what, hint="check that the path exists and may be written by this user") from error
             raise StoreError(
                 what,
-                expected=f"{needed:,} bytes free under {self.root}, found {self.free_bytes():,}",
+                expected=self._room(needed),
                 state="the temporary files were removed; older versions are still in place",
                 hint="free some space, or use another root, and send again",
             ) from error
+
+
+def _release(descriptor: int, pid: int) -> None:
+    """Unlock and close; what was forked by no call of Python's has a copy, but not the right to unlock."""
+    if os.getpid() == pid:
+        with suppress(OSError):  # a filesystem without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _leave_to_parent() -> None:
+    for store in list(_HELD):
+        store.disown()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _temporary(path: Path) -> Path:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
+from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, WeightSyncError
 from torchrl_ext.stores.base import Draft, Root, checked_key
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.stores.owners import Owners
@@ -163,6 +163,17 @@ class ObjectStore(Root):
 
     def get(self, key: str) -> bytes:
         return self._call("read", key, self._fs.cat_file)
+
+    def get_at_most(self, key: str, limit_bytes: int) -> bytes:
+        return self._call("read", key, lambda path: self._small(path, limit_bytes))
+
+    def _small(self, path: str, limit_bytes: int) -> bytes:
+        size = self._fs.info(path)["size"]
+        if size is not None and size > limit_bytes:
+            raise IntegrityError(
+                f"{path} has {size:,} bytes", expected=f"at most {limit_bytes:,}", state="it was not read"
+            )
+        return self._fs.cat_file(path)
 
     def list(self, folder: str = "") -> list[str]:
         try:

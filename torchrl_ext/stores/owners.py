@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchrl_ext.errors import StoreError
+from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.leases import seconds_left
 
 __all__ = ["OWNED_S", "Creates", "Owners"]
@@ -26,6 +26,7 @@ OWNED_S = 300.0
 """How long an owner on another machine counts as alive after it began its last version, in seconds."""
 
 _FOLDER = "owners"
+_LARGEST = 4096  # bytes
 _ATTEMPTS = 10
 _HERE: weakref.WeakValueDictionary[str, Owners] = weakref.WeakValueDictionary()
 
@@ -41,8 +42,8 @@ class Creates(Protocol):
     def put(self, key: str, data: bytes) -> None:
         """As `Store.put`."""
 
-    def get(self, key: str) -> bytes:
-        """As `Store.get`."""
+    def get_at_most(self, key: str, limit_bytes: int) -> bytes:
+        """As `Store.get_at_most`."""
 
     def list(self, folder: str = "") -> list[str]:
         """As `Store.list`."""
@@ -140,8 +141,8 @@ class Owners:
     def _said(self, number: int) -> dict[str, Any]:
         """An owner's words; {} where they are gone, or are none."""
         try:
-            found = json.loads(self._store.get(_key(number)))
-        except (FileNotFoundError, ValueError, RecursionError):
+            found = json.loads(self._store.get_at_most(_key(number), _LARGEST))
+        except (FileNotFoundError, IntegrityError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

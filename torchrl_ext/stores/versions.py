@@ -25,6 +25,7 @@ __all__ = ["LATEST", "Versions", "version_name", "version_number"]
 log = logging.getLogger("torchrl_ext")
 
 LATEST = "latest"
+_LONGEST = 64  # bytes
 _NAME = re.compile(r"weight_v(\d{6,18})")
 
 
@@ -68,7 +69,7 @@ class Versions:
 
     def _pointed(self) -> int:
         try:
-            text = self.store.get(LATEST)
+            text = self.store.get_at_most(LATEST, _LONGEST)
         except FileNotFoundError:
             return 0
         if not text.strip().isdigit() or len(text) > 20:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.files import open_regular
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digest import byte_view
 
@@ -151,19 +151,13 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> None:
         self.path = os.fspath(path)
-        if within is not None:
-            self._check_place(os.fspath(within))
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
+            self._descriptor, self.nbytes = open_regular(self.path, within=within)
         except FileNotFoundError:
             raise
-        except (OSError, ValueError) as error:  # a socket, a circle of links, no permission
+        except (OSError, ValueError) as error:  # a circle of links, no permission
             raise self._damaged(f"cannot be opened: {error}") from error
         try:
-            found = os.fstat(self._descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise self._damaged("is no regular file")
-            self.nbytes = found.st_size
             self._entries, self._metadata = self._parse()
         except BaseException:
             self.close()
@@ -235,16 +229,6 @@ class TensorFile:
             if count == 0:
                 raise self._damaged(f"ends at byte {offset:,}")
             view, offset = view[count:], offset + count
-
-    def _check_place(self, within: str) -> None:
-        real, root = os.path.realpath(self.path), os.path.realpath(within)
-        if os.path.commonpath((real, root)) != root:
-            raise IntegrityError(
-                f"{self.path} is a link to {real}",
-                expected=f"a file in {within}",
-                state="nothing was read",
-                hint="put the file itself there",
-            )
 
     def _parse(self) -> tuple[dict[str, _Entry], dict[str, Any]]:
         size = bytearray(8)
