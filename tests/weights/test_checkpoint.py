@@ -109,6 +109,14 @@ def test_one_name_in_two_files_without_an_index_is_refused(tmp_path):
         CheckpointSource(tmp_path)
 
 
+def test_a_file_that_was_replaced_since_the_source_was_made_is_told(tmp_path):
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    source = CheckpointSource(tmp_path)
+    save_file({"y": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(IntegrityError, match=r"model\.safetensors holds no tensor 'x'"):
+        dict(source)
+
+
 def test_a_directory_without_weights_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         CheckpointSource(tmp_path)

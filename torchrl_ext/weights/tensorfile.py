@@ -190,9 +190,9 @@ class TensorFile:
             into: contiguous CPU tensor of the same dtype and shape to fill; by default a new one.
 
         Raises:
-            IntegrityError: the file ends too early.
+            IntegrityError: the file ends too early, or holds no such tensor.
         """
-        entry = self._entries[name]
+        entry = self._entry(name)
         tensor = torch.empty(entry.meta.shape, dtype=entry.meta.dtype) if into is None else into
         view, hasher = memoryview(byte_view(tensor).numpy()), xxhash.xxh3_128()
         for begin in range(0, len(view), CHUNK_BYTES):
@@ -203,7 +203,7 @@ class TensorFile:
 
     def checksum(self, name: str, scratch: Tensor) -> str:
         """The xxh3-128 of a tensor's bytes, read through ``scratch`` (uint8) without keeping them."""
-        entry, hasher, memory = self._entries[name], xxhash.xxh3_128(), memoryview(scratch.numpy())
+        entry, hasher, memory = self._entry(name), xxhash.xxh3_128(), memoryview(scratch.numpy())
         for begin in range(0, entry.meta.nbytes, len(memory)):
             chunk = memory[: min(len(memory), entry.meta.nbytes - begin)]
             self._fill(chunk, entry.begin + begin)
@@ -219,6 +219,11 @@ class TensorFile:
     def __del__(self) -> None:
         if "_descriptor" in self.__dict__:
             self.close()
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:  # it was replaced since somebody looked
+            raise self._damaged(f"holds no tensor {name!r}")
+        return self._entries[name]
 
     def _fill(self, view: memoryview, offset: int) -> None:
         while view:
