@@ -71,19 +71,22 @@ def build_safetensors(entries: Mapping[str, Entry], metadata: Mapping[str, str])
     return b"".join((len(text).to_bytes(8, "little"), text, *(entries[name].data for name in names)))
 
 
-def parse_safetensors(data: Buffer, where: str) -> tuple[dict[str, str], dict[str, Entry]]:
+def parse_safetensors(
+    data: Buffer, where: str, header_bytes: int = _LARGEST_HEADER
+) -> tuple[dict[str, str], dict[str, Entry]]:
     """Metadata and entries of a file; the entries share its memory.
 
     Args:
         data: untrusted bytes.
         where: name of the file, for messages.
+        header_bytes: bound on the header, which takes some twenty times its size while it is parsed.
 
     Raises:
         IntegrityError: the bytes are not a file that every reader would understand alike; names file and tensor.
     """
     view = memoryview(data).cast("B")
     length = int.from_bytes(view[:8], "little") if len(view) >= 8 else -1
-    if not 2 <= length <= min(len(view) - 8, _LARGEST_HEADER):
+    if not 2 <= length <= min(len(view) - 8, header_bytes):
         raise _bad(where, f"its header would take {length} bytes of {len(view)}")
     try:
         header = json.loads(bytes(view[8 : 8 + length]), object_pairs_hook=_without_repeats)

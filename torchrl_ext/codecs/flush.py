@@ -172,10 +172,10 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
     Raises:
         IntegrityError: the file is damaged, or writes what ``params`` does not have; names file and tensor.
     """
+    head = 2**20 + sum(1024 + 16 * len(name) for name in params)
     if bytes(memoryview(data)[:4]) == _MAGIC:
-        most = 2**20 + sum(1024 + 5 * len(name) + (4 + m.dtype.itemsize) * m.numel for name, m in params.items())
-        data = decompress(data, most, where)
-    metadata, entries = parse_safetensors(data, where)
+        data = decompress(data, head + sum((4 + meta.dtype.itemsize) * meta.numel for meta in params.values()), where)
+    metadata, entries = parse_safetensors(data, where, head)
     if set(entries) != {"__positions__", "__values__"} or entries["__positions__"].dtype != "U8":
         raise _bad(where, f"it holds {sorted(entries)}", "__positions__ (U8) and __values__")
     encoding = metadata.get("encoding")

@@ -1,0 +1,65 @@
+"""What an engine takes from the call by which slime's first trainer announces flush files."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.transports.chains import checkpoint, folder, published
+from tests.transports.test_delta_foreign import renumber
+from torchrl_ext.errors import StoreError, WeightSyncError
+from torchrl_ext.plugins.published_path import locate, parameters
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """Two versions of two flush files each; returns root and base."""
+    made, root = tmp_path / "made", tmp_path / "root"
+    _, _, history = published(made, 3, encoding="deltas", keyframe_every=0)
+    for version in (1, 2):
+        renumber(folder(made, version + 1), folder(root, version), version)
+    return root, str(checkpoint(tmp_path / "base", history[1]))
+
+
+def test_of_a_root_the_newest_version_that_is_known_to_be_complete_is_taken(chain):
+    root, base = chain
+    assert locate(str(root)) == (str(root), 1)
+    (folder(root, 2) / "DONE").touch()
+    assert locate(str(root)) == (str(root), 2)
+    assert {row[0] for row in parameters(str(root), 2, base)} == {"a.weight", "b.weight", "c.count"}
+
+
+def test_a_version_that_is_named_is_taken_when_the_call_names_all_of_its_files(chain):
+    root, base = chain
+    names = sorted(path.name for path in folder(root, 2).iterdir())
+    assert locate(str(folder(root, 2))) == (str(root), 2)
+    assert parameters(str(root), 2, base, names)
+    for lacking in (names[:1], names[1:]):
+        with pytest.raises(WeightSyncError, match="names only a part of version 2"):
+            parameters(str(root), 2, base, lacking)
+
+
+def test_a_version_of_which_files_are_missing_is_refused(chain):
+    root, base = chain
+    first, second = sorted(folder(root, 2).iterdir())
+    first.rename(f"{first}.tmp")
+    with pytest.raises(StoreError, match="publish every file of a version before"):
+        parameters(str(root), 2, base, [second.name])
+    shutil.rmtree(folder(root, 2))
+    with pytest.raises(StoreError, match="holds no version 2"):
+        parameters(str(root), 2, base)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="files that one version announces in several calls cannot be told from a version that is complete: the "
+    "first call is taken for all of it, and the next one is refused",
+)
+def test_a_version_that_is_announced_in_several_calls_lands_when_the_last_one_came(chain):
+    root, base = chain
+    first, second = sorted(path.name for path in folder(root, 2).iterdir())
+    (folder(root, 2) / second).rename(root / "late")
+    assert parameters(str(root), 2, base, [first])
+    (root / "late").rename(folder(root, 2) / second)
+    assert parameters(str(root), 2, base, [second])
