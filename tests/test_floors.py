@@ -53,7 +53,7 @@ ENGINE_MODULES = [
 ]
 NOT_IN_ENGINES = {
     f"torchrl_ext/sync/{name}.py"
-    for name in ("sender", "scheme", "scheme_base", "roster", "updater", "dropin", "dropin_ends")
+    for name in ("sender", "scheme", "scheme_base", "roster", "updater", "dropin", "dropin_ends", "backends")
 }
 
 

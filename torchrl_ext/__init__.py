@@ -1,16 +1,16 @@
 """Weight synchronisation for TorchRL: a trainer's policy, followed by running engines over a transport picked by name.
 
 Everything here is imported on first use: an engine that only needs one worker end imports only that. Where TorchRL is
-imported too, `WeightSyncScheme.from_backend` knows every transport by its name (`torchrl_ext.sync.backends`).
+there before a name of ours is used, its `WeightSyncScheme.from_backend` knows every transport by its name
+(`torchrl_ext.sync.backends`).
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from torchrl_ext.sync import backends
 
 __version__ = "0.1.0"
 
@@ -105,6 +105,7 @@ def make_engine(name: str, **settings: Any) -> EngineClient:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _tell_torchrl()
     module = importlib.import_module(f"{__name__}.{_HOME[name]}")
     return module if name == "errors" else getattr(module, name)
 
@@ -113,4 +114,9 @@ def __dir__() -> list[str]:
     return __all__
 
 
-backends.hook()
+def _tell_torchrl() -> None:
+    if "torchrl.weight_update.weight_sync_schemes" in sys.modules:
+        importlib.import_module(f"{__name__}.sync.backends")
+
+
+_tell_torchrl()

@@ -3,11 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
+from tests.models import tiny_model, tiny_tokenizer
+from tests.sync.collecting import same
 from tests.transports.contract import same_bits
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
 from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.loader import TensorsLoader
 from torchrl_ext.weights.source import as_source
 
 
@@ -81,6 +85,68 @@ def test_alone_it_applies_the_newest_version_when_asked(tmp_path):
     assert same_bits(policy.weight.detach(), held.weight.detach())
     assert not receiver.poll_and_apply()
     trainer.shutdown()
+
+
+@pytest.mark.parametrize("name", ["delta", "disk", "memory"])
+def test_alone_a_loader_is_told_when_a_load_begins_and_ends(name, tmp_path):
+    class Told(TensorsLoader):
+        def __init__(self, target):
+            super().__init__(target)
+            self.calls = []
+
+        def start(self):
+            self.calls.append("start")
+
+        def load(self, pairs):
+            self.calls.append("load")
+            super().load(pairs)
+
+        def finish(self):
+            self.calls.append("finish")
+
+    settings = {"channel": str(tmp_path)} if name == "memory" else {"root": tmp_path}
+    trainer, transport = tx.make_transport(name, **settings), tx.make_transport(name, **settings)
+    policy, loader = nn.Linear(3, 2), Told(nn.Linear(3, 2))
+    receiver = tx.WeightReceiver(loader, transport)
+    for _ in range(2):
+        with torch.no_grad():
+            policy.weight.add_(1)
+        trainer.send_weights(policy)
+        assert receiver.poll_and_apply(5.0)
+    trainer.send_weights(policy)
+    assert transport.receive_weights(5.0, model=loader) is not None
+    assert loader.calls == 3 * ["start", "load", "finish"]
+    trainer.shutdown()
+    transport.shutdown()
+
+
+def test_torchrls_llm_wrappers_stand_for_the_model_inside_on_both_ends(tmp_path):
+    from torchrl.modules.llm import TransformersWrapper
+
+    def wrapped(seed):
+        model = tiny_model(seed)
+        return model, TransformersWrapper(model, tokenizer=tiny_tokenizer(), input_mode="text", generate=False)
+
+    (policy, sent), (held, held_wrapped), (other, other_wrapped) = wrapped(1), wrapped(2), wrapped(3)
+    assert as_source(sent).params() == as_source(policy).params()
+    trainer, reader = tx.DiskTransport(tmp_path), tx.DiskTransport(tmp_path)
+    trainer.send_weights("policy", sent)
+    receiver = tx.WeightReceiver(transport=reader)
+    receiver.register_model(held_wrapped)
+    assert receiver.poll_and_apply(5.0)
+    assert same(held.state_dict(), policy.state_dict())
+    sender = tx.WeightSender(tx.MemoryTransport(), tx.InProcessEngine(tx.WeightReceiver(other_wrapped)))
+    assert sender.update_weights(sent).verified
+    assert same(other.state_dict(), policy.state_dict())
+    sender.shutdown()
+    with torch.no_grad():
+        next(policy.parameters()).add_(1)
+    trainer.send_weights(sent)
+    strategy = WeightStrategy(extract_as="state_dict")
+    assert reader.receive_weights(5.0, model=other_wrapped, strategy=strategy) is not None
+    assert same(other.state_dict(), policy.state_dict())
+    trainer.shutdown()
+    reader.shutdown()
 
 
 def test_weights_at_hand_are_applied_directly():

@@ -218,12 +218,30 @@ def test_from_backend_knows_every_transport(name):
     assert (scheme.transport, scheme.timeout_s) == (name, 3.0)
 
 
-@pytest.mark.parametrize("first", ["torchrl.weight_update", "torchrl_ext"])
-def test_from_backend_knows_the_names_whichever_package_was_imported_first(first):
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torchrl.weight_update as w, torchrl_ext",
+        "import torchrl_ext as tx, torchrl.weight_update as w; tx.WeightSender",
+        "import torchrl_ext.sync.backends, torchrl.weight_update as w",
+    ],
+)
+def test_from_backend_knows_the_names_whichever_package_was_imported_first(code):
     python(
-        f"import {first}, torchrl_ext, torchrl.weight_update as w\n"
+        f"{code}\n"
         "assert w.WeightSyncScheme.from_backend('delta').transport == 'delta'\n"
         "assert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)",
+        fresh=True,
+    )
+
+
+def test_importing_us_leaves_the_import_system_alone_and_torchrl_out():
+    python(
+        "import sys; before = list(sys.meta_path)\n"
+        "import torch, torchrl_ext as tx; tx.DiskTransport\n"
+        "ours = [finder for finder in sys.meta_path if 'torchrl_ext' in type(finder).__module__]\n"
+        "assert not ours and sys.meta_path[: len(before)] == before, sys.meta_path\n"
+        "assert 'torchrl' not in sys.modules",
         fresh=True,
     )
 

@@ -11,7 +11,6 @@ import torch
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.sources import inner_model
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.adapter import as_adapter
@@ -66,7 +65,7 @@ class AdapterSender:
             ConfigError: no adapter that can be sent, a name that cannot be one, or engines that serve no adapters.
             UpdateError: not every engine serves the new version; the rows say which serve what.
         """
-        return self._sender(name).update_weights(as_adapter(inner_model(model), adapter))
+        return self._sender(name).update_weights(as_adapter(model, adapter))
 
     def unload(self, name: str) -> None:
         """Take ``name`` out of service on every engine: requests by it are refused from now on.

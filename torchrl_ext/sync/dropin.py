@@ -27,7 +27,6 @@ from torchrl_ext.sync.dropin_ends import (
     VLLMWeightSender,
 )
 from torchrl_ext.sync.scheme_base import TransportSchemeBase
-from torchrl_ext.sync.sources import inner_model
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.source import as_source
@@ -60,7 +59,7 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Cannot extract state_dict from {type(model)}")
-    return {meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in as_source(inner_model(model)).params()}
+    return {meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in as_source(model).params()}
 
 
 get_sglang_model_metadata = get_model_metadata

@@ -17,12 +17,12 @@ from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.parties import as_engine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.sources import inner_model, is_torchrl
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.loader import as_loader
+from torchrl_ext.weights.source import is_torchrl
 
 if TYPE_CHECKING:
     from torchrl_ext.sync.dropin import SGLangWeightSyncScheme, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
@@ -180,7 +180,7 @@ class _Receiver(ABC):
     def __init__(self, engine: Any) -> None:
         driven = isinstance(engine, (EngineClient, str, list, tuple)) or is_torchrl(engine, "RLvLLMEngine")
         self._engine = as_engine(engine) if driven else None
-        self._local = None if driven else WeightReceiver(as_loader(inner_model(engine)))
+        self._local = None if driven else WeightReceiver(as_loader(engine))
 
     @abstractmethod
     def poll_and_apply(self, timeout: float) -> bool:
@@ -213,7 +213,7 @@ class VLLMWeightReceiver(_Receiver):
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
         super().__init__(vllm_engine)
-        self._scheme, self._model = scheme, inner_model(vllm_engine)
+        self._scheme, self._model = scheme, vllm_engine
         self._transport: VLLMCollectiveTransport | None = None
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
@@ -257,7 +257,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         super().__init__(vllm_engine)
         self._transport = DiskTransport(scheme.local_addr)
-        self._model, self._sender = inner_model(vllm_engine), None
+        self._model, self._sender = vllm_engine, None
         if self._engine is not None:
             self._sender = WeightSender(DiskTransport(f"{str(scheme.local_addr).rstrip('/')}.served"), self._engine)
 

@@ -20,9 +20,10 @@ from torch import nn
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.sources import Outgoing, inner_model
+from torchrl_ext.sync.sources import Outgoing
 from torchrl_ext.types import EngineRow, ParamMeta
 from torchrl_ext.weights.scoring import score
+from torchrl_ext.weights.source import inner_model
 
 __all__ = ["Compute", "Outputs", "Probe", "bound_of", "gaps", "random_prompts"]
 

@@ -12,9 +12,9 @@ from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.sync.sources import inner_model, is_torchrl
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.weights.loader import as_loader
+from torchrl_ext.weights.source import is_torchrl
 
 __all__ = ["as_engine", "as_transport"]
 
@@ -58,4 +58,4 @@ def as_engine(engine: Any, **settings: Any) -> EngineClient | None:
         return Fleet([client for client in map(as_engine, engine) if client is not None])
     if is_torchrl(engine, "RLvLLMEngine") and "ray" in engines.names():
         return engines.make("ray", engine=engine)
-    return InProcessEngine(as_loader(inner_model(engine)))
+    return InProcessEngine(as_loader(engine))

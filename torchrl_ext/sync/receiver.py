@@ -192,7 +192,7 @@ class WeightReceiver:
 
     def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
         """Apply the newest version if one came within ``timeout`` seconds; returns whether one did."""
-        received = self._require_transport().receive_weights(timeout, model=self._target)
+        received = self._require_transport().receive_weights(timeout, model=self._loader)
         if received is not None:
             self.version = self._require_transport().received_version
         return received is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchrl_ext.errors import NotConnectedError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.ray import as_remote
 from torchrl_ext.sync.parties import as_engine
@@ -40,7 +41,8 @@ class RemoteSender:
         **settings: Any,
     ) -> None:
         self.sender = WeightSender(transports.make(transport, **settings), as_engine(engine), **(sender or {}))
-        self._kept: list[Any] = []  # a sender holds models and collectors weakly
+        self._model: Any = None  # a sender holds models and collectors weakly
+        self._collectors: list[Any] = []
         if make_model is not None:
             self.register_model(make_model())
 
@@ -51,12 +53,12 @@ class RemoteSender:
 
     def register_model(self, model: Any) -> None:
         """As `WeightSender.register_model`; kept alive."""
-        self._kept.append(model)
+        self._model = model
         self.sender.register_model(model)
 
     def register_collector(self, collector: Any) -> None:
         """As `WeightSender.register_collector`; kept alive."""
-        self._kept.append(collector)
+        self._collectors.append(collector)
         self.sender.register_collector(collector)
 
     def init_all_workers_group(self, model_metadata: Mapping[str, Any] | None = None) -> None:
@@ -68,8 +70,16 @@ class RemoteSender:
         return self.sender.update_weights(weights)
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(model, *args)`` on the model that was registered last: a training step, say."""
-        return function(self._kept[-1], *args)
+        """``function(model, *args)`` on the model that was registered last: a training step, say.
+
+        Raises:
+            NotConnectedError: no model was registered.
+        """
+        if self._model is None:
+            raise NotConnectedError(
+                "this sender has no model to apply anything to", hint="give make_model=, or call register_model(model)"
+            )
+        return function(self._model, *args)
 
     def check_connection(self) -> bool:
         """As `WeightSender.check_connection`."""

@@ -18,9 +18,10 @@ from torchrl_ext.sync.background import in_background
 from torchrl_ext.sync.collectors import Collectors
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.ranks import Ranks
-from torchrl_ext.sync.sources import Outgoing, inner_model, source_of
+from torchrl_ext.sync.sources import Outgoing, source_of
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, SyncReport, least
+from torchrl_ext.weights.source import inner_model
 
 __all__ = ["WeightSender"]
 

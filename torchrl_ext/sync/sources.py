@@ -14,9 +14,9 @@ from torchrl_ext.weights.conversion import converted
 from torchrl_ext.weights.derived import CastSource, RenamedSource
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.names import as_mapper
-from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked
+from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked, inner_model
 
-__all__ = ["Outgoing", "inner_model", "is_torchrl", "require_data", "source_of"]
+__all__ = ["Outgoing", "require_data", "source_of"]
 
 
 class Outgoing(WeightSource):
@@ -101,7 +101,7 @@ def source_of(weights: Any, registered: Any) -> WeightSource:
         weights: what `as_source` takes, or one of TorchRL's LLM wrappers.
         registered: the registered model; anything, or None.
     """
-    source, registered = as_source(inner_model(weights)), inner_model(registered)
+    source, registered = as_source(weights), inner_model(registered)
     if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
         return converted(source, registered)
     return source
@@ -122,13 +122,3 @@ def require_data(source: WeightSource) -> Mapping[str, Tensor]:
             hint="load the weights, or bring offloaded ones back, before sending them",
         )
     return held
-
-
-def inner_model(model: Any) -> Any:
-    """The model that an engine serves: the one inside TorchRL's LLM wrappers, which put ``model.`` before its names."""
-    return model.model if is_torchrl(model, "LLMWrapperBase") else model
-
-
-def is_torchrl(value: Any, name: str) -> bool:
-    """Whether a class of TorchRL's is among the bases, asked without importing it."""
-    return any(base.__name__ == name and base.__module__.startswith("torchrl.") for base in type(value).__mro__)

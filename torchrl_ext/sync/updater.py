@@ -14,7 +14,6 @@ from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.collectors import bump
 from torchrl_ext.sync.parties import as_engine, as_transport
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.sources import inner_model
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import SyncReport
 
@@ -92,7 +91,7 @@ class TransportWeightUpdater(WeightUpdaterBase):
             model_metadata: ``{name: (dtype, shape)}``; that of the registered model if omitted.
         """
         if model_metadata is None:
-            self.sender.register_model(inner_model(self._get_server_weights()))
+            self.sender.register_model(self._get_server_weights())
         self.sender.init_all_workers_group(model_metadata)
 
     def maybe_init_group(self) -> None:
@@ -171,7 +170,7 @@ class TransportWeightUpdater(WeightUpdaterBase):
         return self._model
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        return inner_model(policy_or_weights)
+        return policy_or_weights
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what only this process has: the sender, and references to collectors."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl_ext.errors import ConcurrentUpdateError, ManifestError
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.loader import TensorsLoader, as_loader
-from torchrl_ext.weights.source import WeightSource, as_source, is_mapping
+from torchrl_ext.weights.source import WeightSource, as_source, inner_model, is_mapping
 
 __all__ = ["Changes", "TransferStats", "Transport"]
 
@@ -267,11 +267,14 @@ class Transport(ABC):
             into = target.targets()
             received = {name: into[name] for name in received}
         if loader is not None:
+            loader.start()
             loader.load(received.items())
+            loader.finish()
         from tensordict import TensorDict  # only the standalone road needs it; engines have no tensordict
 
         result = TensorDict(received, batch_size=[])
         if model is not None and strategy is not None:
+            model = inner_model(model)
             strategy.apply_weights(model, result if _is_flat(model) else result.unflatten_keys("."))
         self.received_version = info["version"]
         return result

@@ -18,6 +18,7 @@ from torchrl_ext.weights.source import (
     MappingSource,
     ModuleSource,
     full,
+    inner_model,
     is_mapping,
     is_tensordict_module,
     named_tensors,
@@ -288,13 +289,14 @@ class TensorsLoader(WeightLoader):
 
 
 def as_loader(target: Any) -> WeightLoader:
-    """The loader for whatever a caller passes: a WeightLoader, a module, a TensorDict or a mapping.
+    """The loader for whatever a caller passes: a WeightLoader, a module (as `inner_model`), a TensorDict or a mapping.
 
     Raises:
         ConfigError: nothing can land in it.
     """
     if isinstance(target, WeightLoader):
         return target
+    target = inner_model(target)
     if isinstance(target, nn.Module) or is_mapping(target):
         return TensorsLoader(target)
     raise ConfigError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked"]
+__all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked", "inner_model"]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -273,7 +273,8 @@ def require_whole(module: nn.Module) -> None:
 def as_source(weights: Any) -> WeightSource:
     """The source for whatever a caller passes: a WeightSource, module, TensorDict, mapping or checkpoint directory.
 
-    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.groups`).
+    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.groups`); what `inner_model`
+    finds in a wrapper stands for it.
 
     Raises:
         ConfigError: nothing knows how to read it, or FSDP1 holds it in pieces.
@@ -282,11 +283,11 @@ def as_source(weights: Any) -> WeightSource:
 
     if isinstance(weights, WeightSource):
         return weights
+    weights = inner_model(weights)
     if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
         from torchrl_ext.weights.conversion import converted
         from torchrl_ext.weights.peft import PeftSource, is_peft
 
-        weights = _inner(weights)
         require_whole(weights)
         return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
     if is_mapping(weights) or is_tensordict_module(weights):
@@ -301,15 +302,23 @@ def as_source(weights: Any) -> WeightSource:
     )
 
 
-def _inner(module: nn.Module) -> nn.Module:
-    """The module inside `DistributedDataParallel` and `torch.compile`, however they are stacked."""
+def inner_model(model: Any) -> Any:
+    """The model that an engine serves, under whatever is wrapped around it: `DistributedDataParallel`, `torch.compile`,
+    TorchRL's LLM wrappers (which put ``model.`` before its names), however they are stacked; anything else as it is."""
     while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
-        elif type(module).__name__ == "OptimizedModule":  # its module is slow to import, and loaded by compile alone
-            module = module._orig_mod
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif type(model).__name__ == "OptimizedModule":  # its module is slow to import, and loaded by compile alone
+            model = model._orig_mod
+        elif is_torchrl(model, "LLMWrapperBase"):
+            model = model.model
         else:
-            return module
+            return model
+
+
+def is_torchrl(value: Any, name: str) -> bool:
+    """Whether a class of TorchRL's is among the bases, asked without importing it."""
+    return any(base.__name__ == name and base.__module__.startswith("torchrl.") for base in type(value).__mro__)
 
 
 def is_tensordict_module(value: Any) -> bool:
