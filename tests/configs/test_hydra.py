@@ -152,13 +152,23 @@ def test_an_updater_that_cannot_work_is_refused_with_the_reason(override, reason
 
 def test_one_import_is_enough():
     names = python(
-        "import json, torchrl_ext.configs.hydra\n"
+        "import json, torchrl_ext.configs\n"
         "from hydra.core.config_store import ConfigStore\n"
         "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))",
         fresh=True,
     )
     found = {name.removesuffix(".yaml") for name in json.loads(names)}
     assert {"multiprocess", "shared_mem"} | set(tx.transports()) <= found
+
+
+def test_the_options_need_no_hydra():
+    python(
+        "import sys; sys.modules['hydra'] = None\n"
+        "import torchrl_ext as tx, torchrl_ext.configs\n"
+        "assert tx.WeightUpdateConfig().update_weight_mode == 'full'\n"
+        "assert 'torchrl' not in sys.modules",
+        fresh=True,
+    )
 
 
 @pytest.mark.parametrize("transport", ["delta", "ipc"])

@@ -10,15 +10,26 @@ import torch
 import torchrl.weight_update.llm as theirs
 from torch import nn
 
+import torchrl_ext as tx
 import torchrl_ext.sync.dropin as ours
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
 from tests.sync.collecting import followers, make_policy, same, train
-from torchrl_ext.errors import ConfigError, ManifestError, NotConnectedError, UpdateError
+from torchrl_ext.errors import (
+    ConfigError,
+    EngineUnreachableError,
+    ManifestError,
+    NotConnectedError,
+    TransportError,
+    UpdateError,
+)
 
 SCHEMES = ["SGLangWeightSyncScheme", "VLLMDoubleBufferSyncScheme", "VLLMWeightSyncScheme"]
+TRANSPORTS = ["SGLangCollectiveTransport", "VLLMCollectiveTransport", "VLLMDoubleBufferTransport"]
 ENDS = [
+    "SGLangCollectiveTransport",
     "SGLangWeightSender",
+    "VLLMDoubleBufferTransport",
     "VLLMDoubleBufferWeightReceiver",
     "VLLMDoubleBufferWeightSender",
     "VLLMWeightReceiver",
@@ -33,13 +44,19 @@ class Collector:
         self.version += 1
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [*SCHEMES, "SGLangCollectiveTransport", "VLLMDoubleBufferTransport"])
 def test_constructors_take_what_torchrls_take(name):
     expected = inspect.signature(getattr(theirs, name)).parameters
     found = inspect.signature(getattr(ours, name)).parameters
     assert [(p.name, p.kind, p.default) for p in found.values()] == [
         (p.name, p.kind, p.default) for p in expected.values()
     ]
+
+
+def test_every_name_of_torchrl_is_here_and_what_users_import_is_at_the_top():
+    assert set(theirs.__all__) <= set(ours.__all__)
+    for name in (*SCHEMES, *TRANSPORTS):
+        assert getattr(tx, name) is getattr(ours, name)
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -157,6 +174,61 @@ def test_the_schemes_reach_the_workers_of_a_collector_too(name, tmp_path):
         train(policy)
         scheme.send()
         assert all(same(model.state_dict(), policy.state_dict()) for model in models)
+
+
+def test_a_double_buffer_transport_reads_what_is_newest_as_often_as_it_is_asked(tmp_path):
+    model, served = make_policy(), make_policy(1)
+    ends = ours.VLLMDoubleBufferTransport(str(tmp_path / "remote"), str(tmp_path / "local"), 4)
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "local").symlink_to(tmp_path / "remote")
+    assert ends.check_connection() and ends.receive_weights() is None
+    for seed in (1, 2):
+        train(model, seed)
+        ends.send_weights("policy", model)
+        for _ in range(2):
+            received = ends.receive_weights(model=served)
+            assert same(dict(sorted(received.items())), dict(sorted(model.state_dict().items())))
+            assert same(served.state_dict(), model.state_dict())
+    ends.shutdown()
+
+
+@pytest.mark.parametrize("name", ["VLLMWeightSyncScheme", "SGLangWeightSyncScheme"])
+def test_workers_of_a_collector_dial_the_address_that_a_scheme_is_given(name):
+    server = ["http://127.0.0.1:1"] if "SGLang" in name else []
+    policy, model = make_policy(), make_policy(1)
+    scheme = getattr(ours, name)(*server, master_address="127.0.0.2")
+    with followers(scheme, [model], model=policy) as (end,):
+        assert end._dial[0] == end.host == "127.0.0.2"
+        assert end._station._receiver._transport.master_address == "127.0.0.2"
+        train(policy)
+        scheme.send()
+        assert same(model.state_dict(), policy.state_dict())
+
+
+def test_workers_of_a_collector_read_a_double_buffer_where_they_see_it(tmp_path):
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "local").symlink_to(tmp_path / "remote")
+    policy, model = make_policy(), make_policy(1)
+    scheme = ours.VLLMDoubleBufferSyncScheme(str(tmp_path / "remote"), str(tmp_path / "local"))
+    with followers(scheme, [model], model=policy) as (end,):
+        assert str(end._station._receiver._transport.root) == str(tmp_path / "local")
+        train(policy)
+        scheme.send()
+        assert same(model.state_dict(), policy.state_dict())
+
+
+def test_an_sglang_transport_says_what_it_cannot_do():
+    with pytest.raises(ConfigError, match="requires pause_mode='abort'"):
+        ours.SGLangCollectiveTransport("http://127.0.0.1:1", "127.0.0.1", 1, 0, 2, None, 5.0, True, "in_place")
+    with pytest.raises(TransportError, match="on rank 1"):
+        ours.SGLangCollectiveTransport("http://127.0.0.1:1", "127.0.0.1", 1, 1, 2).init_all_workers_group({})
+    transport = ours.SGLangCollectiveTransport("http://127.0.0.1:1/", "127.0.0.1", 0, 0, 2, "cuda:0", timeout=2.0)
+    assert not transport.check_connection()
+    with pytest.raises(NotConnectedError, match="Call init_all_workers_group first"):
+        transport.send_weights("policy", {})
+    with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1:1"):
+        transport.init_all_workers_group({"w": (torch.float32, (1,))})
+    transport.shutdown()
 
 
 def test_an_sglang_scheme_says_what_it_cannot_do():

@@ -3,7 +3,7 @@
 ::
 
     from torchrl.weight_update.llm import VLLMWeightSyncScheme      # before
-    from torchrl_ext.sync.dropin import VLLMWeightSyncScheme        # after
+    from torchrl_ext import VLLMWeightSyncScheme                    # after
 
 Constructors, senders and receivers keep the signatures of `torchrl.weight_update.llm` 0.14.1. What changes: an engine
 may be an address, a client of ours, or TorchRL's `AsyncVLLM`; success is reported when every engine holds the weights;
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchrl_ext.errors import ConfigError
 from torchrl_ext.sync.dropin_ends import (
     SGLangWeightSender,
     VLLMDoubleBufferWeightReceiver,
@@ -26,16 +25,24 @@ from torchrl_ext.sync.dropin_ends import (
     VLLMWeightReceiver,
     VLLMWeightSender,
 )
+from torchrl_ext.sync.dropin_transports import (
+    SGLangCollectiveTransport,
+    VLLMDoubleBufferTransport,
+    check_flush,
+    collective,
+)
 from torchrl_ext.sync.scheme_base import TransportSchemeBase
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.source import as_source
 
 __all__ = [
+    "SGLangCollectiveTransport",
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",
     "VLLMCollectiveTransport",
     "VLLMDoubleBufferSyncScheme",
+    "VLLMDoubleBufferTransport",
     "VLLMDoubleBufferWeightReceiver",
     "VLLMDoubleBufferWeightSender",
     "VLLMWeightReceiver",
@@ -86,7 +93,7 @@ class VLLMWeightSyncScheme(TransportSchemeBase):
         strategy: Strategy = "tensordict",
         device: torch.device | str | int = 0,
     ) -> None:
-        super().__init__(strategy=strategy)
+        super().__init__(strategy=strategy, host=master_address or "127.0.0.1")
         self.master_address, self.master_port = master_address or "localhost", master_port or _free_port()
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
         self.strategy_name, self.device = strategy, device
@@ -97,10 +104,10 @@ class VLLMWeightSyncScheme(TransportSchemeBase):
         return 1 + self.num_replicas * self.gpus_per_replica
 
     def create_transport(self, **settings: Any) -> VLLMCollectiveTransport:
-        return _collective(self.master_address, self.master_port, 0, self.world_size, self.device, **settings)
+        return collective(self.master_address, self.master_port, 0, self.world_size, self.device, **settings)
 
     def worker_transport(self) -> VLLMCollectiveTransport:
-        return _collective(self.master_address, 0, 0, None, self.device)
+        return collective(self.master_address, 0, 0, None, self.device)
 
     def create_sender(self) -> VLLMWeightSender:
         """The trainer's end."""
@@ -139,7 +146,7 @@ class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
         self.num_threads, self.strategy_name = num_threads, strategy
 
     def create_transport(self, **settings: Any) -> DiskTransport:
-        return DiskTransport(self.remote_addr, **settings)
+        return DiskTransport(self.remote_addr, seen_at=self.local_addr, **settings)
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
         """The trainer's end."""
@@ -183,12 +190,8 @@ class SGLangWeightSyncScheme(TransportSchemeBase):
         flush_cache_on_update: bool | None = None,
         pause_mode: Literal["abort", "retract", "in_place"] | None = None,
     ) -> None:
-        if flush_cache_on_update and pause_mode not in (None, "abort"):
-            raise ConfigError(
-                f"flush_cache_on_update=True requires pause_mode='abort', and it is {pause_mode!r}",
-                hint="leave flush_cache_on_update out: the cache is dropped with every update",
-            )
-        super().__init__(strategy=strategy)
+        check_flush(flush_cache_on_update, pause_mode)
+        super().__init__(strategy=strategy, host=master_address or "127.0.0.1")
         self.server_url, self.num_gpus = server_url.rstrip("/"), num_gpus
         self.master_address, self.master_port = master_address or "localhost", master_port or _free_port()
         self.strategy_name, self.device = strategy, device
@@ -200,10 +203,10 @@ class SGLangWeightSyncScheme(TransportSchemeBase):
         return 1 + self.num_gpus
 
     def create_transport(self, **settings: Any) -> VLLMCollectiveTransport:
-        return _collective(self.master_address, self.master_port, 0, self.world_size, self.device, **settings)
+        return collective(self.master_address, self.master_port, 0, self.world_size, self.device, **settings)
 
     def worker_transport(self) -> VLLMCollectiveTransport:
-        return _collective(self.master_address, 0, 0, None, self.device)
+        return collective(self.master_address, 0, 0, None, self.device)
 
     def create_sender(self) -> SGLangWeightSender:
         """The trainer's end."""
@@ -211,14 +214,6 @@ class SGLangWeightSyncScheme(TransportSchemeBase):
 
     def create_receiver(self, *_: Any, **__: Any) -> None:
         """None, as in TorchRL: the server has its receivers."""
-
-
-def _collective(
-    address: str, port: int, rank: int, size: int | None, device: torch.device | str | int, **settings: Any
-) -> VLLMCollectiveTransport:
-    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    on = place if torch.cuda.is_available() else None
-    return VLLMCollectiveTransport(address, port, rank, size, on, **settings)
 
 
 def _free_port() -> int:

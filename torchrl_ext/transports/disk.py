@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import ClassVar
 
 from torch import Tensor
@@ -34,11 +35,12 @@ class DiskTransport(Transport):
     stay. Numbers go on where an earlier trainer on the same root stopped.
 
     Args:
-        root: directory that the trainer and every worker reach under the same path.
+        root: directory that the trainer and every worker reach, under the same path if ``seen_at`` names no other.
         keep_files: never remove old versions.
         shard_bytes: bound on the tensors of one file, in bytes; a larger tensor gets a file of its own.
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
             name -> content. They win over those of the source.
+        seen_at: path under which workers reach ``root``, where theirs is another one.
         adapter: versions are PEFT adapters (``adapter_model.safetensors`` beside ``adapter_config.json``) in place of
             whole checkpoints.
         timeout_s: deadline of every wait, in seconds.
@@ -57,12 +59,14 @@ class DiskTransport(Transport):
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         adapter: bool = False,
+        seen_at: str | os.PathLike[str] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._store = LocalStore(root)
         self._versions = Versions(self._store)
         self._keep_files = keep_files
+        self._seen_at = self._store.root if seen_at is None else Path(seen_at)
         self._full = FullWriter(shard_bytes, files, adapter=adapter)
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
@@ -87,7 +91,7 @@ class DiskTransport(Transport):
         self._store.own()
         self._acknowledged = True
         self._connected = True
-        return Handoff(info={"transport": self.name, **self._shared.invite()})
+        return Handoff(info={"transport": self.name, **self._shared.invite(), "root": str(self._seen_at)})
 
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
         began = time.perf_counter()
@@ -175,7 +179,7 @@ class DiskTransport(Transport):
             "transport": self.name,
             "version": manifest.version,
             "run_id": manifest.run_id,
-            "path": str(self._store.path(version_name(manifest.version))),
+            "path": str(self._seen_at / version_name(manifest.version)),
             "params": [placed.meta.to_json() for placed in manifest.params],
         }
 

@@ -1,0 +1,196 @@
+"""Transports of `torchrl_ext.sync.dropin`, in the shape of TorchRL's; those of our own are `torchrl_ext.transports`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, final
+
+import torch
+
+from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
+from torchrl_ext.registry import engines
+from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.disk import DiskTransport
+
+__all__ = ["SGLangCollectiveTransport", "VLLMDoubleBufferTransport", "check_flush", "collective"]
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@final
+class VLLMDoubleBufferTransport:
+    """`torchrl.weight_update.llm.VLLMDoubleBufferTransport` over `DiskTransport`: a version appears whole, or not.
+
+    Args:
+        remote_addr: directory that the trainer writes to.
+        local_addr: where readers see it; None for the same path.
+        num_threads: accepted for its name; files are written by one thread that keeps a disk busy.
+    """
+
+    def __init__(self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1) -> None:
+        self.remote_addr, self.local_addr = remote_addr, remote_addr if local_addr is None else local_addr
+        self.num_threads = num_threads
+        self._writer: DiskTransport | None = None
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Publish ``weights`` as the next version.
+
+        Args:
+            model_id: name of the model, a label only.
+            weights: TensorDict, mapping of tensors or module.
+
+        Raises:
+            StoreError: no space, no permission, or another trainer writes there.
+        """
+        if self._writer is None:
+            self._writer = DiskTransport(self.remote_addr, seen_at=self.local_addr)
+        self._writer.send_weights(model_id, weights)
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> Any | None:
+        """The newest version, also when it was read before, as TorchRL's does.
+
+        Args:
+            timeout: seconds to wait for the first version; None does not wait.
+            weights, model, strategy: as for `torchrl_ext.transports.base.Transport.receive_weights`.
+
+        Returns:
+            TensorDict with flat keys; None where nothing was published.
+
+        Raises:
+            ManifestError, IntegrityError: what was published does not fit, or is damaged.
+        """
+        reader = DiskTransport(self.local_addr)
+        try:
+            return reader.receive_weights(timeout or 0.0, weights=weights, model=model, strategy=strategy)
+        finally:
+            reader.shutdown()
+
+    def check_connection(self) -> bool:
+        """True: a directory needs no connection."""
+        return True
+
+    def shutdown(self) -> None:
+        """Let other trainers have the directory. May be called twice."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.shutdown()
+
+
+@final
+class SGLangCollectiveTransport:
+    """`torchrl.weight_update.llm.SGLangCollectiveTransport` over `VLLMCollectiveTransport` and our SGLang client.
+
+    Args:
+        server_url: of the SGLang server, which has our plugin.
+        master_address: where its workers reach the trainer.
+        master_port: of the trainer's store.
+        rank: 0; the server has its own ends.
+        world_size: the trainer and the server's workers.
+        device: where tensors travel from; without CUDA the CPU.
+        timeout: deadline of every wait, in seconds.
+        flush_cache_on_update: accepted for its name; the cache is dropped with every update, and the engine stays
+            paused where it cannot be.
+        pause_mode: None for ``"retract"``.
+
+    Raises:
+        ConfigError: ``flush_cache_on_update`` with a pause mode that leaves requests in the cache.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        device: torch.device | str | int | None = None,
+        timeout: float = 300.0,
+        flush_cache_on_update: bool | None = None,
+        pause_mode: PauseMode | None = None,
+    ) -> None:
+        check_flush(flush_cache_on_update, pause_mode)
+        self.server_url = server_url.rstrip("/")
+        self.master_address, self.master_port, self.rank, self.world_size = (
+            master_address,
+            master_port,
+            rank,
+            world_size,
+        )
+        self.device, self.timeout, self.pause_mode = device, timeout, pause_mode
+        self.flush_cache_on_update = flush_cache_on_update
+        self._sender: WeightSender | None = None
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
+        """Form the group with the server's workers.
+
+        Args:
+            model_metadata: ``{name: (dtype, shape)}``.
+
+        Raises:
+            TransportError: this is not rank 0.
+            DeadlineError: names the ranks that did not come.
+            EngineError: the server does not join.
+        """
+        if self.rank != 0:
+            raise TransportError(
+                f"init_all_workers_group was called on rank {self.rank}",
+                expected="rank 0, the trainer; SGLang's workers join by themselves",
+            )
+        self.shutdown()
+        mode = {} if self.pause_mode is None else {"pause_mode": self.pause_mode}
+        client = engines.make("sglang", url=self.server_url, **mode)
+        transport = collective(
+            self.master_address, self.master_port, 0, self.world_size, self.device, timeout_s=self.timeout
+        )
+        self._sender = WeightSender(transport, client)
+        self._sender.init_all_workers_group(model_metadata)
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send weights, and return when the server serves them.
+
+        Args:
+            model_id: name of the model, a label only.
+            weights: mapping of tensors, TensorDict or module.
+
+        Raises:
+            NotConnectedError: before `init_all_workers_group`.
+            UpdateError: the server does not serve them.
+        """
+        del model_id
+        if self._sender is None:
+            raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
+        self._sender.update_weights(weights)
+
+    def check_connection(self) -> bool:
+        """Whether the group is formed."""
+        return self._sender is not None and self._sender.check_connection()
+
+    def shutdown(self) -> None:
+        """Leave the server, which goes on with what it has. May be called twice."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.shutdown()
+
+
+def check_flush(flush_cache_on_update: bool | None, pause_mode: PauseMode | None) -> None:
+    """Refuse what TorchRL refuses.
+
+    Raises:
+        ConfigError: a flush is asked for beside a pause mode that leaves requests in the cache.
+    """
+    if flush_cache_on_update and pause_mode not in (None, "abort"):
+        raise ConfigError(
+            f"flush_cache_on_update=True requires pause_mode='abort', and it is {pause_mode!r}",
+            hint="leave flush_cache_on_update out: the cache is dropped with every update",
+        )
+
+
+def collective(
+    address: str, port: int, rank: int, size: int | None, device: torch.device | str | int | None, **settings: Any
+) -> VLLMCollectiveTransport:
+    """The collective, whose device is the CPU where there is no CUDA."""
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    return VLLMCollectiveTransport(address, port, rank, size, place if torch.cuda.is_available() else None, **settings)
