@@ -113,12 +113,8 @@ class SGLangCollectiveTransport:
     ) -> None:
         check_flush(flush_cache_on_update, pause_mode)
         self.server_url = server_url.rstrip("/")
-        self.master_address, self.master_port, self.rank, self.world_size = (
-            master_address,
-            master_port,
-            rank,
-            world_size,
-        )
+        self.master_address, self.master_port = master_address, master_port
+        self.rank, self.world_size = rank, world_size
         self.device, self.timeout, self.pause_mode = device, timeout, pause_mode
         self.flush_cache_on_update = flush_cache_on_update
         self._sender: WeightSender | None = None
