@@ -29,3 +29,11 @@ def test_it_says_where_the_engine_is_and_ends_it_with_itself(tmp_path, number):
 def test_an_option_that_the_engine_does_not_have_is_refused_before_anything_starts(tmp_path, capsys, option):
     assert main(["serve", "embedded", "--model", str(tmp_path), *option]) != 0
     assert f"embedded cannot be started with {option[0]}" in capsys.readouterr().err
+
+
+def test_help_says_which_routes_and_keys_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the OpenAI routes (/v1/completions, /v1/chat/completions) are vLLM's and SGLang's alone" in told
+    assert "VLLM_API_KEY" in told and "TORCHRL_EXT_API_KEY" in told

@@ -12,6 +12,7 @@ from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.registry import launchers
+from torchrl_ext.types import API_KEY_VARIABLE
 
 __all__ = ["add_parser", "run"]
 
@@ -37,7 +38,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="install and start an engine that can follow a trainer",
         description="Start an engine for one model and serve until Ctrl-C. vLLM and SGLang come from this "
         "environment where they are installed, else a CPU build is installed once into a cache folder of its own "
-        "($TORCHRL_EXT_CACHE).",
+        "($TORCHRL_EXT_CACHE). The embedded engine has vLLM's generate and update routes; the OpenAI "
+        "routes (/v1/completions, /v1/chat/completions) are vLLM's and SGLang's alone. Keys of servers come from the "
+        f"environment: VLLM_API_KEY, and {API_KEY_VARIABLE} for the embedded engine.",
     )
     parser.add_argument("engine", choices=list(launchers.names()), help="which engine")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")

@@ -39,8 +39,7 @@ import torch
 import torchrl_ext
 from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
-from torchrl_ext.stores import Root, open_store
-from torchrl_ext.stores.local import TEMPORARY
+from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info
@@ -49,7 +48,6 @@ __all__ = ["inspect"]
 
 _DIAL_S = 2.0
 _WORDS = 400
-_PROBE = re.compile(re.escape(f".probe{TEMPORARY}") + "[0-9a-f]{32}")
 _TOKEN = re.compile("[0-9a-f]{32}")
 _written: set[tuple[str, str]] = set()
 """Root and name of the probes that this process left."""
@@ -80,8 +78,9 @@ def _look(invitation: Info) -> Info:
     """Find the asker's probe, and leave one for the asker."""
     found: Info = {"seen": False, "why": "", "free_bytes": None, "probe": None}
     try:
-        store = _open(invitation)
-        shared = SharedRoot(store, invitation["run_id"])
+        admit(invitation.get("root"))
+        store = open_store(invitation["root"])
+        shared = SharedRoot(store, str(invitation.get("run_id")))
         shared.find(invitation, timeout_s=2.0, aborted=threading.Event())
         found["seen"] = True
         if "://" not in store.url:
@@ -96,19 +95,6 @@ def _look(invitation: Info) -> Info:
     except (StoreError, OSError) as error:  # readers need not write
         found["why"] = _short(error)
     return found
-
-
-def _open(invitation: Info) -> Root:
-    """The store of an invitation that could be `SharedRoot.invite`'s.
-
-    Raises:
-        ConfigError: it could not, or the engine may not open this root.
-    """
-    probe, token, host = (invitation.get(name) for name in ("probe", "run_id", "host"))
-    if not all(isinstance(value, str) for value in (probe, token, host)) or not _PROBE.fullmatch(probe):
-        raise ConfigError("the question names no probe", expected="what SharedRoot.invite returns")
-    admit(invitation.get("root"))
-    return open_store(invitation["root"])
 
 
 def _clear(asked: Info) -> None:
