@@ -150,7 +150,8 @@ def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
         ("/dev", "zero", "content"),
     ):
         invitation = {"root": str(root), "probe": probe, "run_id": content, "host": "here"}
-        told.append(asked(http, root=invitation)["root"])
+        answer = asked(http, root=invitation)["root"]
+        told.append({**answer, "why": answer["why"].replace(repr(probe), "...")})
     assert all(answer == told[0] for answer in told) and not told[0]["seen"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "secret"]
 
