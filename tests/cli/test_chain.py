@@ -49,7 +49,8 @@ def test_ls_names_kind_base_bytes_encoding_and_density(root, capsys):
 def test_what_somebody_began_to_write_is_no_version(root, capsys):
     (root / "weight_v000005").mkdir()
     assert [row["version"] for row in asked(capsys, "ls", root)["versions"]] == [1, 2, 3, 4]
-    assert [row["version"] for row in asked(capsys, "verify", root)["versions"]] == [1, 2, 3, 4]
+    found = asked(capsys, "verify", root)
+    assert [row["version"] for row in found["versions"]] == [1, 2, 3, 4] and found["incomplete"] == [5]
 
 
 def test_show_lists_the_tensors_of_a_version(root, capsys):
@@ -105,6 +106,16 @@ class TestChainsOfSlime:
         file.write_bytes(file.read_bytes()[:-5] + b"wrong")
         found = asked(capsys, "verify", root, "--base", base, status=1)
         assert found["damaged"] == [2] and found["unchecked"] == []
+
+    def test_verify_names_the_file_that_was_lost(self, slime, capsys):
+        root, base = slime
+        (folder(root, 2) / "model-00000-of-00001.safetensors").unlink()
+        found = asked(capsys, "verify", root, "--base", base, status=1)
+        assert (
+            found["damaged"] == [2] and "model-00000-of-00001.safetensors is missing" in found["versions"][1]["error"]
+        )
+        (folder(root, 4) / "model-00000-of-00001.safetensors").unlink()
+        assert asked(capsys, "verify", root, "--base", base, status=1)["incomplete"] == [4]
 
     def test_ls_knows_the_bytes_of_every_version(self, slime, capsys):
         root, base = slime

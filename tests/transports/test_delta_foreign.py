@@ -59,6 +59,18 @@ class TestFilesOfOthers:
             assert same(trainer_at(root, base=base).receive_weights(WAIT_S), own)
         assert reader.receive_weights(0.0) is None
 
+    def test_a_new_run_in_the_emptied_folder_is_followed_from_the_base(self, tmp_path, root):
+        base, reader = checkpoint(tmp_path / "base", weights()), None
+        for run, count in ((1, 3), (2, 4)):
+            shutil.rmtree(root, ignore_errors=True)
+            own = weights()
+            for version in range(1, count + 1):
+                old = {name: tensor.clone() for name, tensor in own.items()}
+                step(own, 10 * run + version)
+                write_slime(folder(root, version), version, old, own, "xor", "xxh3-128")
+            reader = reader or trainer_at(root, base=base)
+            assert same(reader.receive_weights(WAIT_S), own)
+
     def test_a_full_version_in_the_middle_is_enough_to_join(self, root):
         own = weights()
         checkpoint(folder(root, 3), own)

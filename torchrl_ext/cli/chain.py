@@ -205,8 +205,18 @@ def _verify(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]
             follower = reader.follower(keep=True)
         print(f"version {number}: {_FOUND[rows[-1]['ok']]}", file=sys.stderr)
     good, damaged, unchecked = ([row["version"] for row in rows if row["ok"] is ok] for ok in (True, False, None))
-    document = {"root": reader.store.url, "versions": rows, "damaged": damaged, "unchecked": unchecked}
-    lines = [f"version {row['version']}: {row['error']}" for row in rows if not row["ok"]]
+    incomplete = [
+        number for number in reader.chain.versions.numbers() if number not in {row["version"] for row in rows}
+    ]
+    document = {
+        "root": reader.store.url,
+        "versions": rows,
+        "damaged": damaged,
+        "unchecked": unchecked,
+        "incomplete": incomplete,
+    }
+    lines = [f"version {number}: being written, or left unfinished" for number in incomplete]
+    lines += [f"version {row['version']}: {row['error']}" for row in rows if not row["ok"]]
     return document, [*lines, f"{len(good)} of {len(rows)} versions are what their digests say"]
 
 

@@ -97,7 +97,7 @@ class ForeignVersions:
         if _LONE in names:
             return self._full(number, folder, None), None
         rows = tuple(DeltaParam(meta=meta, digest="") for meta in params)
-        files = self._sizes(folder, _flushes(names))
+        files = self._sizes(number, _flushes(names))
         return None, (folder, _delta(number, number - 1, _run(files), "foreign flushes", (), rows, files))
 
     def _names(self, number: int) -> frozenset[str]:
@@ -106,13 +106,28 @@ class ForeignVersions:
             raise FileNotFoundError(f"{self._store.url}/{version_name(number)}")
         return names
 
-    def _sizes(self, folder: str, names: Collection[str]) -> dict[str, int]:
+    def _sizes(self, number: int, names: Collection[str]) -> dict[str, int]:
+        """Bytes of the files of a version, all of which have to be there."""
+        folder = version_name(number)
         sizes = self._store.sizes(folder)
-        return {name: sizes[name] for name in sorted(names) if name in sizes}
+        lost = min((name for name in names if name not in sizes), default=None)
+        if lost is not None and self._followed(number):
+            raise IntegrityError(
+                f"{self._store.url}/{folder}/{lost} is missing",
+                expected="every file of a version that another one follows",
+                state="nothing was read",
+                hint="let the trainer publish a full version",
+            )
+        if lost is not None:
+            raise FileNotFoundError(f"{self._store.url}/{folder}/{lost}")
+        return {name: sizes[name] for name in sorted(names)}
+
+    def _followed(self, number: int) -> bool:
+        return any(other > number for other in Versions(self._store).numbers())
 
     def _over(self, number: int, names: Collection[str]) -> bool:
         """Whether the writer is done with a version of the first format."""
-        return _DONE in names or any(other > number for other in Versions(self._store).numbers())
+        return _DONE in names or self._followed(number)
 
     def _unchanged(self, number: int, names: frozenset[str]) -> bool:
         """Whether a folder is a version without changes: empty, complete, and between others of the first format."""
@@ -144,12 +159,12 @@ class ForeignVersions:
     def _full(self, number: int, folder: str, where: Mapping[str, str] | None) -> Manifest:
         """A checkpoint; ``where`` is its index, if it has one."""
         placed: dict[str, Placed] = {}
-        names = {_LONE} if where is None else {*where.values()}
-        with self._store.local(folder, names) as path:
-            for name in sorted(names):
+        files = self._sizes(number, {_LONE} if where is None else {*where.values()})
+        with self._store.local(folder, files) as path:
+            for name in files:
                 with closing(TensorFile(path / name, within=path.parent)) as file:
                     file.no_payloads()
-                    held = file.params()
+                    held, files[name] = file.params(), file.nbytes
                 placed |= {meta.name: Placed(meta=meta, file=name, checksum="") for meta in held}
         for tensor, name in (where or {}).items():
             if tensor not in placed or placed[tensor].file != name:
@@ -159,7 +174,6 @@ class ForeignVersions:
                 )
         if not placed:
             raise IntegrityError(f"{self._store.url}/{folder} is a full version without tensors")
-        files = self._sizes(folder, names)
         return Manifest(version=number, run_id=_run(files), params=tuple(placed.values()), files=files)
 
     def _changes(self, folder: str, index: DeltaIndex, params: tuple[ParamMeta, ...]) -> DeltaManifest:
@@ -182,7 +196,7 @@ class ForeignVersions:
             for meta in params
         )
         codecs = (make_codec(index.delta_encoding).to_json(),)
-        files = self._sizes(folder, index.files())
+        files = self._sizes(index.version, index.files())
         run_id = _run(files, index.to_bytes())
         return _delta(index.version, index.base_version, run_id, "foreign whole", codecs, rows, files)
 
