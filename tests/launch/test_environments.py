@@ -63,6 +63,19 @@ def test_bare_packages_and_files_are_part_of_an_environment(tmp_path, cache):
     assert runs(python, "import toyengine, demanding, standin; assert standin.WORKS and standin.STARTED")
 
 
+def test_an_environment_of_another_recipe_is_made_anew_and_files_alone_are_written_anew(tmp_path, cache):
+    first, second = wheel(tmp_path, "first"), wheel(tmp_path, "second")
+    lines, files = [], {"standin.py": "WORKS = 1\n"}
+    ensure(Recipe(name="toy", packages=(first,)), lines.append)
+    python = ensure(Recipe(name="toy", packages=(second,), files=files), lines.append)
+    assert runs(python, "import second, standin") and not runs(python, "import first")
+    assert sum("another recipe" in line for line in lines) == 1
+    lines.clear()
+    for works in (1, 2):
+        ensure(Recipe(name="toy", packages=(second,), files={"standin.py": f"WORKS = {works}\n"}), lines.append)
+        assert runs(python, f"import standin; assert standin.WORKS == {works}") and lines == []
+
+
 def test_a_failed_installation_shows_the_log_and_is_made_anew(tmp_path, cache):
     name = wheel(tmp_path, "late")
     bad = Recipe(name="toy", packages=(str(tmp_path / "nothing-1.0-py3-none-any.whl"),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import httpx
@@ -14,8 +15,9 @@ import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from tests.rpc.ray_cluster import two_nodes
-from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 from torchrl_ext.launch.ray import RayLauncher
+from torchrl_ext.launch.topology import EnginePlan
 
 YAML = "embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]}]"
 
@@ -39,6 +41,12 @@ def job_of(tmp_path):
         return tx.OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, keeper={"interval_s": 0})
 
     return made
+
+
+def plan(path, gpus=(0,)):
+    return EnginePlan(
+        name="a/regular/0", model="a", kind="embedded", worker_type="regular", model_path=str(path), gpus=gpus
+    )
 
 
 def listeners(url):
@@ -76,5 +84,27 @@ def test_what_an_engine_refuses_reaches_the_job_in_its_own_words(cluster, job_of
 
 
 def test_a_cluster_without_room_is_a_deadline_and_says_what_is_asked_for(cluster, job_of):
-    with pytest.raises(DeadlineError, match=r"a/regular/0(.|\n)*ray status"):
+    with pytest.raises(DeadlineError, match=r"a/regular/[01](.|\n)*ray status"):
         job_of(remote={"resources": {"nowhere": 1}}, start_timeout_s=3)
+
+
+def test_an_engine_gets_what_ray_gave_its_actor_and_is_started_again_on_its_node(cluster, tmp_path):
+    """One node alone has a device; Ray only counts it. Where the plan is started again, both would do."""
+    options = iter([{"num_gpus": 1}, {"num_cpus": 1}])
+    launcher = RayLauncher(dtype="float32", threads=1, remote=lambda _: next(options))
+    asked, found = plan(tiny_checkpoint(tmp_path / "model"), gpus=(3,)), []
+    for devices in ("0", None):
+        engine = launcher.launch(asked)
+        (environ,) = (psutil.Process(pid).environ() for pid in listeners(engine.url))
+        assert environ.get("CUDA_VISIBLE_DEVICES") == devices
+        found.append((engine.url, environ["RAY_RAYLET_PID"]))  # each node has one
+        engine.stop()
+    assert found[0] == found[1]
+
+
+def test_a_start_that_is_given_up_ends_its_actor(cluster, tmp_path):
+    cancel = threading.Event()
+    cancel.set()
+    launcher = RayLauncher(remote={"resources": {"nowhere": 1}})
+    with pytest.raises(EngineError, match="a/regular/0 was given up"):
+        launcher.launch(plan(tmp_path), cancel=cancel)

@@ -27,7 +27,7 @@ def two_nodes():
         try:
             settings = {"memory_monitor_refresh_ms": 0}
             cluster.add_node(**node, resources={"trainer": 8}, _system_config=settings)
-            cluster.add_node(**node, resources={"rollout": 8})
+            cluster.add_node(**node, resources={"rollout": 8}, num_gpus=1)  # counted, and nothing else
             cluster.wait_for_nodes(timeout=START_S)
             ray.init(address=cluster.address, log_to_driver=False)
             yield ray

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -154,7 +155,7 @@ def router_python(report: Report = to_stderr) -> Path:
 
 
 def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
-    """Make the environment unless it is there; returns its interpreter.
+    """Make the environment unless it is there, made by this recipe; returns its interpreter.
 
     A marker beside the folder is written last, so a half-made environment is never taken for one; processes that ask
     at the same time wait for the first.
@@ -165,23 +166,21 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
     engines = cache_folder() / "engines"
     folder, marker = engines / recipe.name, engines / f"{recipe.name}.json"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    if marker.is_file() and python.exists():
+    if python.exists() and _packages(marker) == _wanted(recipe) and not _stale(recipe, folder):
         return python
     try:
         engines.mkdir(parents=True, exist_ok=True)
         with FileLock(engines / f"{recipe.name}.lock", timeout=_LOCK_TIMEOUT_S):
-            if not (marker.is_file() and python.exists()):
+            if not python.exists() or _packages(marker) != _wanted(recipe):
+                if marker.exists():
+                    report(f"{folder} was made by another recipe, or is damaged, and is made anew")
                 marker.unlink(missing_ok=True)
                 _make(recipe, folder, python, engines / f"{recipe.name}.log", report)
-                marker.write_text(
-                    json.dumps(
-                        {
-                            "packages": [*recipe.packages, *recipe.bare],
-                            "removed": recipe.remove,
-                            "files": sorted(recipe.files),
-                        }
-                    )
-                )
+            for path, text in _stale(recipe, folder).items():
+                path.write_text(text)
+            written = marker.with_suffix(".written")
+            written.write_text(json.dumps({**_wanted(recipe), "files": sorted(recipe.files)}))
+            written.replace(marker)
     except Timeout:
         raise DeadlineError(
             f"another process has been making {folder} for {_LOCK_TIMEOUT_S:g} s", hint="look for it, and end it"
@@ -191,6 +190,30 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
             f"{folder} cannot be made: {error}", hint="set TORCHRL_EXT_CACHE to a folder with space"
         ) from error
     return python
+
+
+def _wanted(recipe: Recipe) -> dict[str, list[str]]:
+    """What an environment has to be made of."""
+    return {"packages": [*recipe.packages, *recipe.bare], "removed": list(recipe.remove)}
+
+
+def _packages(marker: Path) -> dict[str, Any] | None:
+    """What an environment was made of; None where that is not known."""
+    try:
+        told = json.loads(marker.read_text())
+        return {name: told[name] for name in ("packages", "removed")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _stale(recipe: Recipe, folder: Path) -> dict[Path, str]:
+    """The recipe's files that are not in the environment's site-packages, or not as they should be."""
+    if not recipe.files:
+        return {}
+    pattern = "Lib/site-packages" if os.name == "nt" else "lib/python3*/site-packages"
+    packages = next(folder.glob(pattern), folder / "lib")
+    wanted = {packages / name: text for name, text in recipe.files.items()}
+    return {path: text for path, text in wanted.items() if not path.is_file() or path.read_text() != text}
 
 
 def _make(recipe: Recipe, folder: Path, python: Path, log: Path, report: Report) -> None:
@@ -210,16 +233,7 @@ def _make(recipe: Recipe, folder: Path, python: Path, log: Path, report: Report)
         for command, what in steps:
             report(f"  {what}")
             _run(command, out, log, report)
-    for name, text in recipe.files.items():
-        (_site_packages(python) / name).write_text(text)
     report(f"  ready: {folder}")
-
-
-def _site_packages(python: Path) -> Path:
-    """Where an interpreter keeps what is installed for it."""
-    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    told = subprocess.run([str(python), "-I", "-c", ask], capture_output=True, text=True, check=True)
-    return Path(told.stdout.strip())
 
 
 def _run(command: list[str], out, log: Path, report: Report) -> None:

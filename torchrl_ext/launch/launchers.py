@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -58,17 +59,21 @@ class EngineLauncher(ABC):
 class LocalLauncher(EngineLauncher):
     """Starts engines as processes of this machine, each with its devices.
 
-    Overrides that the engine's launcher knows as settings go there; others become arguments of the server. On a machine
-    without GPUs, devices count workers and nothing is pinned.
+    Overrides that the engine's launcher knows as settings go there; others become arguments of the server. The device
+    numbers of a plan count what this process sees: where its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is 4.
 
     Args:
         log_folder: gets a file per engine; None takes temporary ones.
+        devices: what plans count, in the words of ``CUDA_VISIBLE_DEVICES``; None takes those that this process sees.
+            Where there are none, as on a machine without GPUs, plans count workers and nothing is pinned.
         settings: for every engine's launcher, such as ``dtype``; overrides of a plan go first.
     """
 
-    def __init__(self, *, log_folder: str | Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self, *, log_folder: str | Path | None = None, devices: Sequence[str] | None = None, **settings: Any
+    ) -> None:
         self._log_folder = None if log_folder is None else Path(log_folder)
-        self._settings = settings
+        self._settings, self._devices = settings, devices
         self._ports: dict[str, int] = {}
 
     def launch(
@@ -90,14 +95,40 @@ class LocalLauncher(EngineLauncher):
             settings.setdefault("tensor_parallel_size", len(plan.gpus))
         elif len(plan.gpus) > 1:
             raise ConfigError(f"{plan.name}: an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
-        if torch.cuda.is_available():
-            devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, plan.gpus))}
-            settings["environ"] = {**devices, **settings.get("environ", {})}
+        pinned = _pinned(plan, seen_devices() if self._devices is None else self._devices)
+        settings["environ"] = {**pinned, **settings.get("environ", {})}
         settings.setdefault("port", self._ports.setdefault(plan.name, free_port()))
         if self._log_folder is not None:
             self._log_folder.mkdir(parents=True, exist_ok=True)
             settings.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
         return make(plan.model_path, **settings)
+
+
+def seen_devices() -> tuple[str, ...]:
+    """The GPUs that this process sees, in the words of ``CUDA_VISIBLE_DEVICES``."""
+    return named_devices(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def named_devices(count: int, told: str | None) -> tuple[str, ...]:
+    """What ``CUDA_VISIBLE_DEVICES`` calls the ``count`` devices that a process sees where its own is ``told``."""
+    if told is None:
+        return tuple(map(str, range(count)))
+    return tuple(name.strip() for name in told.split(","))[:count]
+
+
+def _pinned(plan: EnginePlan, devices: Sequence[str]) -> dict[str, str]:
+    """The variable that gives an engine its devices and no others."""
+    if not devices:
+        return {}
+    beyond = [number for number in plan.gpus if number >= len(devices)]
+    if beyond:
+        raise ConfigError(
+            f"{plan.name} is to have device {beyond[0]} of the job",
+            expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
+            state="it was not started",
+            hint="let the job see more devices, or plan with fewer; engines on other machines need another launcher",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
 
 
 def _role(plan: EnginePlan, encoders: Sequence[str]) -> dict[str, Any]:

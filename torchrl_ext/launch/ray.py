@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ _POLL_S = 0.2
 
 
 class RayLauncher(EngineLauncher):
-    """Starts each engine in an actor; Ray picks the node, and sets which GPUs it sees.
+    """Starts each engine in an actor; Ray picks the node, which is the same for every later start, and the GPUs.
 
     Args:
         remote: options of an engine's actor (``num_cpus``, ``resources``, ...), or a callable that takes the plan and
@@ -41,7 +42,7 @@ class RayLauncher(EngineLauncher):
     ) -> None:
         self._ray = _ray()
         self._remote, self._timeout_s, self._settings = remote, start_timeout_s, settings
-        self._ports: dict[str, int] = {}
+        self._first: dict[str, _Engine] = {}
 
     def launch(
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
@@ -49,18 +50,43 @@ class RayLauncher(EngineLauncher):
         wanted = self._remote(plan) if callable(self._remote) else self._remote
         if wanted is None:
             wanted = {"num_gpus": len(plan.gpus)} if self._ray.cluster_resources().get("GPU") else {}
-        settings = {**self._settings}
-        if plan.name in self._ports:
-            settings["port"] = self._ports[plan.name]
+        settings, before = dict(self._settings), self._first.get(plan.name)
+        if before is not None:  # others know it by that address
+            settings["port"] = urlsplit(before.url).port
+            wanted = {**wanted, **self._on_node(before)}
         actor = self._ray.remote(_Node).options(**{"num_cpus": 1, **wanted}).remote(settings)
         engine = _Engine(self._ray, actor, plan.name)
         try:
-            engine.url = engine.ask("launch", plan, tuple(encoders), timeout_s=self._timeout_s, cancel=cancel)
+            engine.url, engine.node = engine.ask(
+                "launch", plan, tuple(encoders), timeout_s=self._timeout_s, cancel=cancel
+            )
+            if before is not None and engine.url != before.url:
+                raise EngineError(
+                    f"engine {plan.name} came up at {engine.url}",
+                    expected=before.url,
+                    state="it was ended",
+                    hint="let remote= place it where it was",
+                )
         except BaseException:
             engine.kill()  # an actor that has no node, or still launches, would not answer a request to stop
             raise
-        self._ports[plan.name] = urlsplit(engine.url).port or 0
+        self._first.setdefault(plan.name, engine)
         return engine
+
+    def _on_node(self, before: _Engine) -> dict[str, Any]:
+        """Options for an actor on the node that an engine was on, or on one that has come back at its address."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        node, address = before.node
+        there = [row["NodeID"] for row in self._ray.nodes() if row["Alive"] and row["NodeManagerAddress"] == address]
+        if not there:
+            raise EngineError(
+                f"the node {address} of engine {before.name} is not part of the Ray cluster",
+                expected=f"a node where the engine can be started again at {before.url}",
+                state="the engine does not run",
+                hint="bring the node back; it is tried again with the next look",
+            )
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node if node in there else there[0], soft=False)}
 
 
 class _Node:
@@ -69,12 +95,17 @@ class _Node:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings, self._engine = settings, None
 
-    def launch(self, plan: EnginePlan, encoders: tuple[str, ...]) -> str:
-        settings = dict(self._settings)
+    def launch(self, plan: EnginePlan, encoders: tuple[str, ...]) -> tuple[str, tuple[str, str]]:
+        """Start it; returns its address, and the id and the address of the node."""
+        ray, settings = _ray(), dict(self._settings)
+        context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
         if plan.kind in ("vllm", "sglang"):
-            settings.setdefault("host", _ray().util.get_node_ip_address())
+            settings.setdefault("host", address)
+        # numbers of the job mean nothing on a node, and those of Ray are the engine's whatever Ray put into variables
+        plan = replace(plan, gpus=tuple(range(len(plan.gpus))))
+        settings.setdefault("devices", tuple(map(str, context.get_accelerator_ids().get("GPU", ()))))
         self._engine = LocalLauncher(**settings).launch(plan, encoders)
-        return self._engine.url
+        return self._engine.url, (context.get_node_id(), address)
 
     def alive(self) -> bool:
         return self._engine is not None and self._engine.alive()
@@ -91,8 +122,8 @@ class _Engine:
     """The other end of the actor, as a `RunningEngine`."""
 
     def __init__(self, ray: Any, actor: Any, name: str) -> None:
-        self._ray, self._actor, self._name = ray, actor, name
-        self.url = ""
+        self._ray, self._actor, self.name = ray, actor, name
+        self.url, self.node = "", ("", "")
 
     def alive(self) -> bool:
         try:
@@ -129,17 +160,17 @@ class _Engine:
             answer = getattr(self._actor, method).remote(*arguments)
             while not self._ray.wait([answer], timeout=max(0.0, min(_POLL_S, until - time.monotonic())))[0]:
                 if cancel is not None and cancel.is_set():
-                    raise EngineError(f"to {method} engine {self._name} was given up", state="its actor is ended")
+                    raise EngineError(f"to {method} engine {self.name} was given up", state="its actor is ended")
                 if time.monotonic() >= until:
                     raise DeadlineError(
-                        f"the actor of engine {self._name} did not {method} within {timeout_s:g} s",
+                        f"the actor of engine {self.name} did not {method} within {timeout_s:g} s",
                         hint="a node with the resources that it asks for may be missing: ray status",
                     )
             return self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, WeightSyncError) else EngineError(str(error)) from error
         except self._ray.exceptions.RayError as error:
-            raise EngineError(f"the actor of engine {self._name} is dead: {error}") from error
+            raise EngineError(f"the actor of engine {self.name} is dead: {error}") from error
 
 
 def _ray() -> Any:
