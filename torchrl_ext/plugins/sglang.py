@@ -16,6 +16,7 @@ to load only remember that the model was loaded past us.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pkgutil
 import weakref
@@ -23,42 +24,80 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrl_ext.plugins import sglang_adapters, sglang_cpu
+from torchrl_ext.plugins.found import attempt, say
 from torchrl_ext.types import CHANNEL
 
 __all__ = ["register"]
 
+log = logging.getLogger("torchrl_ext")
+
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-_WAYS_PAST_US = (
-    "load_weights_from_distributed",  # 0.5.21 and later
-    "update_weights_from_distributed",  # before
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
+_PAST_US = ("update_weights_from_", "load_weights_from_")
+"""How the names of SGLang's other ways to load begin, which differ between releases."""
+
+_TESTED = "0.5.23"
 
 _workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_unseen: list[str] = []
+"""Why SGLang's own ways to load cannot be seen here: what a worker knows of its weights may be wrong."""
 
 
 def register() -> None:
-    """Register the hooks. May be called any number of times."""
+    """Register the hooks. May be called any number of times; what a release does not have is said in the log."""
+    needed = {
+        "bfloat16 may end in SIGILL on this CPU": _grant_tiles,
+        "it follows no trainer by our transports": _register_hooks,
+    }
+    if os.environ.get("TORCHRL_EXT_UNPINNED") == "1":
+        needed["LoRA may need a GPU"] = _pin_nothing
+    why = {follows: attempt(enable) for follows, enable in needed.items()}
+    missing = {follows: words for follows, words in why.items() if words is not None}
+    if _unseen:
+        missing["its own ways to load cannot be seen, so that every version has to be a full one"] = _unseen[0]
+    say("SGLang", "sglang", _TESTED, missing)
+
+
+def _grant_tiles() -> None:
+    """The kernel grants AMX tiles only on request."""
+    import torch
+
+    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+def _register_hooks() -> None:
+    """Around what there is; what cannot be done without is looked for first.
+
+    Raises:
+        AttributeError, ImportError: there is no `check_weights`, which our messages come by, or no registry of hooks.
+    """
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()  # the kernel grants AMX tiles only on request; without it bfloat16 may end in SIGILL
-    if os.environ.get("TORCHRL_EXT_UNPINNED") == "1":
-        _pin_nothing()
+    pkgutil.resolve_name(f"{_MANAGER}.check_weights")
+    unseen, ways = "", []
+    try:
+        ways = [name for name in dir(pkgutil.resolve_name(_UPDATER)) if name.startswith(_PAST_US)]
+    except (ImportError, AttributeError) as error:
+        unseen = f"there is no {_UPDATER}: {error}"
+    _unseen[:] = [unseen] if unseen else []
     hooks: dict[str, Callable[..., Any]] = {
         f"{_MANAGER}.check_weights": check_weights,
+        **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
-        **{f"{_UPDATER}.{name}": load_past_us for name in _WAYS_PAST_US},
         **sglang_adapters.HOOKS,
         **({} if torch.accelerator.is_available() else sglang_cpu.HOOKS),
     }
+    absent = []
     for target, hook in hooks.items():
         known = any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ()))
-        if not known and _exists(target):
+        if not _exists(target):
+            absent.append(target)
+        elif not known:
             HookRegistry.register(target, hook, HookType.AROUND)
+    if absent:
+        log.info("this SGLang has no %s", ", ".join(absent))
 
 
 def _pin_nothing() -> None:
@@ -87,6 +126,8 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
             failure = _united(_objection(runner.lora_manager, message["adapter"]))
             return CheckWeightsReqOutput(success=not failure, message=failure)
         worker = _worker(runner)
+        if _unseen and "start" in message:
+            worker.doubt()
         success, message = worker.answer(request.action.removeprefix(CHANNEL), manager)
     except Exception as error:  # noqa: BLE001 - it would end the server
         success, message = False, f"{type(error).__name__}: {error}"
@@ -191,5 +232,6 @@ def _exists(target: str) -> bool:
     """Whether this SGLang has what a hook would wrap."""
     try:
         return pkgutil.resolve_name(target) is not None
-    except (ImportError, AttributeError):
+    except Exception:
+        log.debug("%s cannot be imported", target, exc_info=True)
         return False

@@ -8,20 +8,41 @@ from __future__ import annotations
 
 import os
 
+from torchrl_ext.plugins.found import attempt, say
 from torchrl_ext.types import BACKEND
 
 __all__ = ["register"]
 
+_TESTED = "0.32.0"
+
 
 def register() -> None:
-    """Make the backend known. May be called any number of times."""
+    """Make the backend known. May be called any number of times.
+
+    vLLM calls it outside any ``try``, in every process of every server of the environment that has this package: what a
+    release does not have is said in the log, and nothing is raised.
+    """
+    needed = {
+        "bfloat16 may end in SIGILL on this CPU": _grant_tiles,
+        "it follows no trainer by our transports": _register_backend,
+    }
+    if os.environ.get("TORCHRL_EXT_PLAIN_LINEARS") == "1":
+        needed["TORCHRL_EXT_PLAIN_LINEARS has no effect"] = _keep_linears_plain
+    why = {follows: attempt(enable) for follows, enable in needed.items()}
+    say("vLLM", "vllm", _TESTED, {follows: words for follows, words in why.items() if words is not None})
+
+
+def _grant_tiles() -> None:
+    """The kernel grants AMX tiles only on request."""
     import torch
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()  # the kernel grants AMX tiles only on request; without it bfloat16 ends in SIGILL
-    if os.environ.get("TORCHRL_EXT_PLAIN_LINEARS") == "1":
-        _keep_linears_plain()
+        torch.cpu._init_amx()
+
+
+def _register_backend() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
     try:
         WeightTransferEngineFactory.register_engine(BACKEND, "torchrl_ext.plugins.vllm_engine", "TorchRLExtEngine")
     except ValueError:
@@ -36,5 +57,6 @@ def _keep_linears_plain() -> None:
     import vllm._custom_ops as ops
     import vllm.model_executor.layers.utils as layers
 
+    _ = ops._supports_onednn, layers.check_cpu_sgl_kernel  # else they would be set, and nobody would look at them
     ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *_: False

@@ -1,0 +1,50 @@
+"""What a plugin finds in the release that it meets: what is missing is said once, and never stops an engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+
+__all__ = ["attempt", "say"]
+
+log = logging.getLogger("torchrl_ext")
+
+
+def attempt(enable: Callable[[], None]) -> str | None:
+    """Make use of an engine's internals; returns None, or why that cannot be.
+
+    Whatever goes wrong: names that another release does not have, or gives other arguments.
+    """
+    try:
+        enable()
+    except Exception as error:
+        log.debug("a plugin cannot make use of this release", exc_info=True)
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def say(engine: str, module: str, tested: str, missing: Mapping[str, str]) -> None:
+    """Log the release that was found and the one that was tested, and what is not as it was there; once per process.
+
+    Args:
+        engine: its name for people.
+        module: of the engine, which has ``__version__``.
+        tested: release.
+        missing: what follows -> why.
+    """
+    try:
+        found = str(getattr(importlib.import_module(module), "__version__", "of an unknown release"))
+    except Exception as error:
+        log.debug("%s cannot be imported", module, exc_info=True)
+        found = f"that cannot be imported ({error})"
+    _say_once(f"torchrl_ext found {engine} {found}, tested with {tested}", tuple(missing.items()))
+
+
+@functools.cache
+def _say_once(releases: str, missing: tuple[tuple[str, str], ...]) -> None:
+    if missing:
+        log.warning("%s: %s", releases, "; ".join(f"{follows} ({why})" for follows, why in missing))
+    else:
+        log.info("%s", releases)
