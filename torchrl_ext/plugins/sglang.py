@@ -126,7 +126,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
             failure = _united(_objection(runner.lora_manager, message["adapter"]))
             return CheckWeightsReqOutput(success=not failure, message=failure)
         worker = _worker(runner)
-        if _unseen and "start" in message:
+        if _unseen and "prefetch" in message:  # the first word of an update
             worker.doubt()
         success, message = worker.answer(request.action.removeprefix(CHANNEL), manager)
     except Exception as error:  # noqa: BLE001 - it would end the server
