@@ -203,6 +203,10 @@ class TestIndexes:
             write_slime(folder(root, version), version, old, own, "xor", "xxh3-128")
         return base
 
+    def test_a_delta_is_no_checkpoint_to_begin_with(self, chain, root):
+        with pytest.raises(IntegrityError, match="what changed in"):
+            trainer_at(root, base=folder(root, 1)).receive_weights(WAIT_S)
+
     @pytest.mark.parametrize("number", [2, 3, 7])
     def test_a_base_that_is_not_an_earlier_version_is_refused(self, chain, root, number):
         edit_index(root, 2, lambda index: index["metadata"].update(base_version=f"{number:06d}"))

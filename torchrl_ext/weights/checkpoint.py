@@ -63,6 +63,7 @@ class CheckpointSource(WeightSource):
         self._params: tuple[ParamMeta, ...] = ()
         for name in names:
             file = self._open(name)
+            file.no_payloads()
             file.close()  # opened again for each pass: a checkpoint of hundreds of files holds none in between
             kept = [meta for meta in file.params() if where is None or where.get(meta.name) == name]
             for meta in kept:

@@ -168,18 +168,23 @@ class TensorFile:
         return tuple(entry.meta for entry in self._entries.values())
 
     def no_payloads(self) -> None:
-        """Make sure that this is no file of a delta, whose metadata give the checksum of each tensor.
+        """Make sure that this is no file of slime's deltas: bytes by name, whose metadata name the same checksums.
 
         Raises:
             IntegrityError: it is one.
         """
-        name = next((name for name in self._entries if name in self._metadata), None)
+        payloads = (
+            name
+            for name, entry in self._entries.items()
+            if name in self._metadata and entry.meta.dtype == torch.uint8 and len(entry.meta.shape) == 1
+        )
+        name = next(payloads, None)
         if name is not None:
             raise IntegrityError(
                 f"{self.path} holds what changed in {name!r}",
-                expected="whole tensors, as a full version has",
+                expected="whole tensors, as a checkpoint has",
                 state="nothing was read",
-                hint="the index of this version is damaged; let the trainer publish a full one",
+                hint="name a full version; where the index says that this is one, it is damaged",
             )
 
     def read(self, name: str, into: Tensor | None = None) -> tuple[Tensor, str]:
