@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+import torchrl_ext as tx
 from tests.engine.following import sending
+from tests.engine.following_deltas import by_route
 from tests.engine.served import ServedVLLM
 from tests.models import VOCAB, greedy, tiny_model
 from torchrl_ext.launch.vllm import VLLMServer
@@ -51,3 +53,19 @@ def test_an_update_drops_them(served, kept, tmp_path, pause_mode):
                 assert choice["token_ids"] == expected
                 assert choice["weight_versions"] == [{"version": str(report.version), "start": 0, "end": 24}]
             assert list(kept.iterdir())  # else there was nothing to be dropped
+
+
+@pytest.mark.parametrize("load_format", ["delta", "auto"])
+def test_an_update_by_the_route_of_other_trainers_drops_them(served, kept, tmp_path, load_format):
+    with sending("disk", tmp_path / "known", served) as sender:
+        sender.update_weights(tiny_model(84))
+    for version, seed in ((1, 85), (2, 86)):
+        assert served.generate(24, LONG)["token_ids"] and list(kept.iterdir())
+        model, folder = tiny_model(seed), tmp_path / "root" / f"weight_v{version:06d}"
+        if load_format == "delta":
+            tx.make_transport("delta", root=folder.parent, keyframe_every=1).send_weights("policy", model)
+        else:
+            model.save_pretrained(folder)
+        by_route(served, folder, load_format=load_format, weight_version=f"{version}")
+        assert not list(kept.iterdir())
+        assert served.generate(24, LONG)["token_ids"] == greedy(model, LONG, 24)

@@ -1,6 +1,7 @@
 """An engine that shares a machine with its trainer: weights by shared memory, and sleep while the trainer works."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import files_of, maps_of, python
 from torchrl_ext.cli.bench import track_peak
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
+from torchrl_ext.launch.sglang import SGLangServer
+from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 
@@ -251,6 +254,23 @@ def test_sleep_that_makes_no_sense_is_refused(engine):
         engine.wake_up(["dreams"])
     with pytest.raises(ConfigError, match="cannot be put to sleep"):
         tx.InProcessEngine(torch.nn.Linear(1, 1)).sleep()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags"),
+    [(VLLMServer, "--enable-sleep-mode"), (SGLangServer, "--enable-memory-saver --enable-weights-cpu-backup")],
+)
+def test_servers_on_a_gpu_are_started_so_that_they_can_give_memory_back(tmp_path, monkeypatch, launcher, flags):
+    noting, seen = tmp_path / "python", tmp_path / "arguments"
+    noting.write_text(f'#!/bin/sh\necho "$@" > {seen}\nexit 1\n')
+    noting.chmod(0o700)
+    for on_gpu, wanted, expected in ((True, True, True), (True, False, False), (False, True, False)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr(sys, "executable", str(noting))
+        with pytest.raises(EngineError):
+            launcher(tmp_path, python=noting, sleep_mode=wanted)
+        assert (flags in seen.read_text()) == expected
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("transport", ["disk", "delta"])

@@ -18,6 +18,7 @@ __all__ = ["SGLangServer"]
 
 # an idle scheduler would keep one of the few cores busy
 _CPU_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle")
+_SLEEP_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -45,6 +46,8 @@ class SGLangServer(Launched):
         lora_rank: greatest rank of the LoRA adapters that it is to serve; None for a server without LoRA.
         lora_adapters: adapters that requests may use at the same time.
         plugin: whether the server gets our plugin; without, it follows by full files only.
+        sleep_mode: let the server give device memory back (``--enable-memory-saver``, which needs `torch_memory_saver`
+            there, and ``--enable-weights-cpu-backup``); nothing on a CPU, which has none.
         extra_args: more arguments for the server.
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
         log_path: file for what the server prints; None takes a temporary one.
@@ -71,6 +74,7 @@ class SGLangServer(Launched):
         lora_rank: int | None = None,
         lora_adapters: int = 1,
         plugin: bool = True,
+        sleep_mode: bool = False,
         extra_args: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
@@ -93,7 +97,8 @@ class SGLangServer(Launched):
             **(_CPU_ARGUMENTS if cpu else {}),
         }
         command = [str(python), "-m", "sglang.launch_server", *as_flags(arguments), "--skip-server-warmup"]
-        command += [*(_CPU_FLAGS if cpu else ()), *_lora(lora_rank, lora_adapters, cpu), *extra_args]
+        command += [*(_CPU_FLAGS if cpu else ()), *_lora(lora_rank, lora_adapters, cpu)]
+        command += [*(_SLEEP_FLAGS if sleep_mode and not cpu else ()), *extra_args]
         process, overlay = start_with_plugin(
             command,
             name="sglang",

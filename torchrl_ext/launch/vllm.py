@@ -40,6 +40,7 @@ class VLLMServer(Launched):
             server without LoRA.
         lora_adapters: adapters that requests may use at the same time.
         plain_linears: CPU only: keep linear weights as plain tensors, as a GPU does, instead of packing them.
+        sleep_mode: let the server give device memory back (``--enable-sleep-mode``); nothing on a CPU, which has none.
         extra_args: more arguments for the server.
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
         log_path: file for what the server prints; None takes a temporary one.
@@ -66,6 +67,7 @@ class VLLMServer(Launched):
         lora_rank: int | None = None,
         lora_adapters: int = 1,
         plain_linears: bool = False,
+        sleep_mode: bool = False,
         extra_args: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
@@ -90,7 +92,8 @@ class VLLMServer(Launched):
         }
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
         command += ["--enable-scale-out"]  # /inference/v1/generate
-        command += [*(["--enforce-eager"] if cpu else []), *_lora(lora_rank, lora_adapters), *extra_args]
+        command += [*(["--enforce-eager"] if cpu else []), *_lora(lora_rank, lora_adapters)]
+        command += [*(["--enable-sleep-mode"] if sleep_mode and not cpu else []), *extra_args]
         process, overlay = start_with_plugin(
             command,
             name="vllm",

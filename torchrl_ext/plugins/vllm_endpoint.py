@@ -21,6 +21,7 @@ message says whether the engine serves what it served, or is paused.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -35,12 +36,15 @@ from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyn
 from torchrl_ext.plugins.access import bears_key
 from torchrl_ext.plugins.published_path import locate, parameters
 from torchrl_ext.plugins.vllm_adapters import AdapterRoutes
+from torchrl_ext.plugins.vllm_caches import drop_cached
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import STILL_STAGING, Info
 
 __all__ = ["UpdateFromDisk"]
+
+log = logging.getLogger("torchrl_ext")
 
 ROUTE = "/update_weights_from_disk"
 _STAGING_S = 600.0
@@ -142,37 +146,66 @@ class UpdateFromDisk:
             await asyncio.sleep(pause_s)
 
     async def _commit(self, version: int, info: Info, label: str) -> None:
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        engine = self._engine
+        served = await self._pause()
         try:
-            await self._engine.start_weight_update()
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={**info, "seal": version}))
-            await self._engine.finish_weight_update(label)
-            await self._engine.reset_prefix_cache(reset_running_requests=True)
+            await engine.start_weight_update()
+        except Exception as error:
+            self._joined = None
+            raise StoreError(f"version {version} was not begun: {error}", state=await self._undone(served)) from error
+        held = "part of an update"
+        try:
+            await engine.update_weights(WeightTransferUpdateRequest(update_info={**info, "seal": version}))
+            await engine.finish_weight_update(label)
+            held = f"version {version}, and what was cached of older weights"
+            await drop_cached(engine)
         except Exception as error:
             self._joined = None
             raise StoreError(
                 f"version {version} did not land: {error}",
-                state="the engine is paused, and holds part of an update",
+                state=f"the engine is paused, and holds {held}",
                 hint="send a full version; the next good update resumes it",
             ) from error
+        await engine.resume_generation()
+
+    async def _pause(self) -> bool:
+        """Pause; returns whether the engine served before."""
+        served = not await self._engine.is_paused()
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        return served
+
+    async def _undone(self, served: bool) -> str:
+        """No weight was changed: an engine that served before serves again. Returns what holds then."""
+        try:
+            await self._engine.finish_weight_update()  # on workers that had begun
+        except Exception:  # the others have nothing to end, and say so
+            log.debug("an update that was not begun everywhere is ended", exc_info=True)
+        if not served:
+            return "the engine is paused, and holds what it held before"
         await self._engine.resume_generation()
+        paused = await self._engine.is_paused()
+        return "the engine is paused: it did not resume" if paused else "the engine serves what it served"
 
     async def _reload(self, path: str, label: str | None) -> str:
         admit(path)
         folder = Path(path)
         if not folder.is_dir() or not any(folder.glob("*.safetensors")):
             raise StoreError(f"{path} is no checkpoint directory", state="the engine serves what it served")
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        await self._pause()
         self._joined = None
+        held = "part of an update"
         try:
             await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder.absolute())})
             await self._init({"reloaded": True})
             if label is not None:
                 await self._engine.update_weight_version(label)
-            await self._engine.reset_prefix_cache(reset_running_requests=True)
+            held = "these weights, and what was cached of older ones"
+            await drop_cached(self._engine)
         except Exception as error:
             raise StoreError(
-                f"{path} did not land: {error}", state="the engine is paused, and holds part of an update"
+                f"{path} did not land: {error}",
+                state=f"the engine is paused, and holds {held}",
+                hint="send it again; the next good update resumes the engine",
             ) from error
         await self._engine.resume_generation()
         return f"{path} is in service"

@@ -220,7 +220,11 @@ class OwnedEngines(Serving):
         return tuple(kept.url for kept in self._keeper.recover())
 
     def offload(self) -> None:
-        """Sleep at level 1, which keeps weights in host memory (engines of kind ``embedded`` have no such route)."""
+        """Sleep at level 1, which keeps weights in host memory.
+
+        A topology gives engines on GPUs ``sleep_mode: true`` among their ``overrides``: without it vLLM only pauses,
+        and SGLang refuses. An update wakes them (see `torchrl_ext.rpc.slumber`).
+        """
         self._everywhere("sleep", level=1)
 
     def onload(self) -> None:
