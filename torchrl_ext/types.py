@@ -188,6 +188,7 @@ class EngineInfo:
         model: path or name of the model.
         weight_version: the label of the weights in service.
         transports: names of the transports that the engine can follow.
+        bootstrap_port: where an SGLang engine that prefills meets those that decode; None for others.
     """
 
     url: str
@@ -202,6 +203,7 @@ class EngineInfo:
     model: str = ""
     weight_version: str = ""
     transports: tuple[str, ...] = ()
+    bootstrap_port: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Discovery against servers that are slow, strange or hostile: a clear error within the deadline, or the facts."""
 
+import asyncio
 import json
 import socket
 import socketserver
@@ -15,6 +16,8 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.servers import CONFIG, GOOD, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.rpc.async_http import AsyncSession
+from torchrl_ext.rpc.http import HTTPSession
 
 FLAT = {
     "engine": "embedded",
@@ -217,6 +220,58 @@ def test_a_bearer_key_is_sent_and_its_absence_is_explained():
         assert {headers.get("authorization") for _, headers in server.seen} == {"Bearer secret"}
 
 
+def answered(status, words):
+    return status, {}, json.dumps({"error": words}).encode()
+
+
+@pytest.mark.parametrize("absent", [404, 405, 501])
+def test_sglangs_server_info_alone_is_enough(absent):
+    with scripted({"/server_info": told(SGLANG)}) as server:
+        for route in ("/model_info", "/get_model_info", "/weights_checker"):
+            server.script[route] = answered(absent, "not here")
+        (info,) = tx.discover(f"127.0.0.1:{server.port}")
+        assert (info.kind, info.model, info.tp_size, info.transports) == ("sglang", "/m", 2, ("disk",))
+        server.script["/model_info"] = told({"model_path": "/now", "weight_version": "3"})
+        (info,) = tx.discover(f"127.0.0.1:{server.port}")
+        assert (info.model, info.weight_version) == ("/now", "3")
+
+
+@pytest.mark.parametrize("status", [401, 403, 500, 503])
+def test_an_sglang_server_is_described_though_its_control_routes_are_not_for_everybody(status):
+    with scripted({"/server_info": told(SGLANG)}) as server:
+        for route in ("/model_info", "/weights_checker"):
+            server.script[route] = answered(status, "not for you")
+        (info,) = tx.discover(f"127.0.0.1:{server.port}")
+        assert (info.kind, info.model, info.transports) == ("sglang", "/m", ())
+        engine = tx.make_engine("sglang", url=f"127.0.0.1:{server.port}")
+        with pytest.raises(EngineRefusedError, match=f"{status}: not for you"):
+            engine.connect({"transport": "disk"})
+        engine.close()
+
+
+def test_a_server_that_wants_a_key_or_lacks_the_routes_is_not_said_to_be_no_engine():
+    for status, words in ((401, "wants a key"), (403, "wants a key"), (501, "does not implement what it is asked")):
+        script = {route: answered(status, "no") for route in ("/server_info", "/get_server_info")}
+        with scripted(script) as server:
+            text = refused(server)
+        assert words in text and f"{status}: no" in text and "does not say what engine" not in text
+        assert ("api_key" in text) == (status != 501)
+
+
+def test_where_prefilling_engines_meet_those_that_decode_is_told():
+    port = {"disaggregation_bootstrap_port": 8998}
+    for mode, more, expected in (
+        ("prefill", port, 8998),
+        ("decode", port, None),
+        ("null", port, None),
+        ("prefill", {}, None),
+        ("prefill", {"disaggregation_bootstrap_port": "8998; rm"}, None),
+        ("prefill", {"disaggregation_bootstrap_port": 70000}, None),
+    ):
+        with scripted({"/server_info": told({**SGLANG, "disaggregation_mode": mode, **more})}) as server:
+            assert tx.discover(f"127.0.0.1:{server.port}")[0].bootstrap_port == expected
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     """A key and a self-signed certificate for 127.0.0.1."""
@@ -245,6 +300,27 @@ def test_https_works_with_an_authority_that_the_environment_names(tls, certifica
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
         (info,) = tx.discover(f"https://127.0.0.1:{server.port}")
         assert info.url == f"https://127.0.0.1:{server.port}" and info.kind == "embedded"
+
+
+def test_sessions_of_both_kinds_trust_the_same_authorities(tls, certificate, monkeypatch):
+    async def ask(url):
+        session = AsyncSession()
+        try:
+            return await session.json("GET", url, until=time.monotonic() + LIMIT_S)
+        finally:
+            await session.close()
+
+    with scripted({"/server_info": told(FLAT)}, context=tls) as server:
+        url = f"https://127.0.0.1:{server.port}"
+        for known in (False, True, False):
+            if known:
+                monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+                assert HTTPSession(url).get("/server_info") == asyncio.run(ask(f"{url}/server_info")) == FLAT
+                monkeypatch.delenv("SSL_CERT_FILE")
+                continue
+            for call in (lambda: HTTPSession(url).get("/server_info"), lambda: asyncio.run(ask(f"{url}/server_info"))):
+                with pytest.raises(EngineUnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
+                    call()
 
 
 def test_https_at_a_plain_server_says_what_to_try():

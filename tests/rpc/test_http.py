@@ -1,10 +1,12 @@
 """The HTTP session against real servers on real sockets."""
 
+import contextlib
 import json
 import socket
 import socketserver
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +15,8 @@ import pytest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rpc.http import HTTPSession, normalise_url
+
+LIMIT_S = 10.0  # far above every deadline here: what it bounds is one that does not hold
 
 
 class Routes(BaseHTTPRequestHandler):
@@ -52,6 +56,7 @@ class Routes(BaseHTTPRequestHandler):
                 "query": query,
                 "body": json.loads(body) if body else None,
                 "authorization": self.headers.get("authorization"),
+                "host": self.headers.get("host"),
             }
             self.send(200, json.dumps(told).encode())
 
@@ -154,6 +159,7 @@ def test_bodies_queries_and_keys_arrive(port):
         "query": "mode=keep",
         "body": {"a": [1, None]},
         "authorization": "Bearer secret",
+        "host": f"127.0.0.1:{port}",
     }
     assert session.get("/echo")["method"] == "GET"
     assert session.get("/empty") == {}
@@ -204,6 +210,61 @@ def test_a_listener_that_never_answers_ends_at_the_deadline():
         session = HTTPSession(f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(DeadlineError, match=r"0\.3 s"):
             session.get("/health", timeout_s=0.3)
+
+
+def test_a_name_that_is_not_looked_up_in_time_ends_at_the_deadline(monkeypatch):
+    answered, began = threading.Event(), time.monotonic()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(LIMIT_S))
+    with pytest.raises(DeadlineError, match=r"engine\.example:8000/health.*0\.3 s"):
+        HTTPSession("engine.example:8000").get("/health", timeout_s=0.3)
+    assert time.monotonic() - began < LIMIT_S
+    answered.set()
+
+
+def test_a_name_that_nobody_knows_is_unreachable(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(EngineUnreachableError, match=r"engine\.example.*Name or service not known"):
+        HTTPSession("engine.example:8000").get("/health")
+
+
+def addresses(monkeypatch, port, *found):
+    rows = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: rows)
+
+
+def test_a_name_with_several_addresses_has_one_deadline_for_all(monkeypatch):
+    dead = [f"127.0.0.{last}" for last in range(2, 22)]
+    with contextlib.ExitStack() as stack:
+        port = full(stack, dead[0], 0)
+        for address in dead[1:]:
+            full(stack, address, port)
+        addresses(monkeypatch, port, *dead)
+        began = time.monotonic()
+        with pytest.raises((DeadlineError, EngineUnreachableError), match=r"engine\.example.*1 s"):
+            HTTPSession(f"engine.example:{port}").get("/health", timeout_s=1)
+        assert time.monotonic() - began < LIMIT_S
+
+
+def full(stack, address, port):
+    """A listener whose queue is full: the system drops whoever else wants to connect."""
+    listener = stack.enter_context(socket.socket())
+    listener.bind((address, port))
+    listener.listen(0)
+    for _ in range(4):
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(listener.getsockname())
+    return listener.getsockname()[1]
+
+
+def test_the_first_address_that_takes_a_connection_answers_under_the_name_that_was_given(port, monkeypatch):
+    addresses(monkeypatch, port, "127.0.0.2", "127.0.0.1")
+    session = HTTPSession(f"engine.example:{port}", timeout_s=10)
+    assert session.get("/echo")["host"] == f"engine.example:{port}"
+    session.close()
 
 
 def test_nobody_there_is_unreachable():

@@ -15,6 +15,7 @@ import httpx
 
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rpc.http import Answer
+from torchrl_ext.rpc.tls import authorities
 
 __all__ = ["AsyncSession"]
 
@@ -39,6 +40,7 @@ class AsyncSession:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_S),
             follow_redirects=False,
             trust_env=False,
+            verify=authorities(),
         )
 
     async def call(

@@ -22,6 +22,7 @@ _TIMEOUT_S = 30.0
 _SHORTEST_S = 0.05  # of a call, however late it is
 _GRACE_S = 0.5  # calls end by themselves at the deadline, in words of their own
 _MAX_BODY_BYTES = 16 << 20
+_WANTS_KEY, _UNAVAILABLE = {401, 403}, 501
 
 
 def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None = None) -> list[EngineInfo]:
@@ -122,13 +123,28 @@ def _describe(session: HTTPSession, api_key: str | None, until: float) -> Engine
         except EngineRefusedError as error:
             answers.append(error.what.rstrip("."))
             statuses.add(error.status)
+    told = "; ".join(answers)
+    status = next(iter(statuses)) if len(statuses) == 1 else None
+    expected = "an answer to GET /server_info or GET /get_server_info"
+    if statuses & _WANTS_KEY:
+        raise EngineRefusedError(
+            f"{session.url} wants a key before it says what it is: {told}",
+            expected=expected,
+            hint="give its key as api_key" + (": it does not accept the one that it got" if api_key else ""),
+            status=status,
+        )
+    if _UNAVAILABLE in statuses:
+        raise EngineRefusedError(
+            f"{session.url} does not implement what it is asked: {told}",
+            expected=expected,
+            hint="is another kind of server, or a frontend without these routes, in front of the engine?",
+            status=status,
+        )
     raise EngineRefusedError(
-        f"{session.url} does not say what engine it is: {'; '.join(answers)}",
-        expected="an answer to GET /server_info or GET /get_server_info",
-        hint="it wants a key: give its own as api_key"
-        if statuses & {401, 403}
-        else "give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1",
-        status=next(iter(statuses)) if len(statuses) == 1 else None,
+        f"{session.url} does not say what engine it is: {told}",
+        expected=expected,
+        hint="give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1",
+        status=status,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import ssl
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.rpc.addresses import addresses_of
+from torchrl_ext.rpc.tls import authorities
 from torchrl_ext.rpc.watchdog import Watchdog
 from torchrl_ext.types import is_loopback
 
@@ -183,7 +185,7 @@ class HTTPSession:
                 answer = self._send(where, method, route, body, query, watchdog)
         except httpx.ConnectTimeout as error:
             raise self._unreachable(where, f"no connection within {min(limit_s, _CONNECT_TIMEOUT_S):g} s") from error
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, socket.gaierror) as error:
             raise self._unreachable(where, str(error)) from error
         except (httpx.TimeoutException, TimeoutError) as error:
             raise self._late(where, limit_s) from error
@@ -215,7 +217,7 @@ class HTTPSession:
                     limits=self._limits,
                     follow_redirects=False,
                     trust_env=False,
-                    verify=_authorities() if self.url.startswith("https:") else True,
+                    verify=authorities(),
                 )
             return self._client
 
@@ -228,17 +230,7 @@ class HTTPSession:
         query: Mapping[str, Any] | None,
         watchdog: Watchdog,
     ) -> Answer:
-        left_s = watchdog.left_s()
-        client = self._http()
-        request = client.build_request(
-            method,
-            self.url + route,
-            json=body,
-            params=query,
-            timeout=httpx.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S)),
-            extensions={"trace": watchdog.trace},
-        )
-        response = client.send(request, stream=True)
+        response = self._first_answer(method, route, body, query, watchdog)
         try:
             chunks, size = [], 0
             for chunk in response.iter_bytes():
@@ -256,6 +248,32 @@ class HTTPSession:
             response.close()
         headers = {name.lower(): value for name, value in response.headers.items()}
         return Answer(status=response.status_code, text=b"".join(chunks).decode("utf-8", "replace"), headers=headers)
+
+    def _first_answer(
+        self, method: str, route: str, body: Any, query: Mapping[str, Any] | None, watchdog: Watchdog
+    ) -> httpx.Response:
+        """From the first address of the host that takes a connection; each of them gets a share of the time left."""
+        client, url = self._http(), httpx.URL(self.url + route)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        found = addresses_of(url.host, port, watchdog.left_s())
+        for number, address in enumerate(found, 1):
+            left_s = watchdog.left_s()
+            connect_s = min(left_s / (len(found) - number + 1), _CONNECT_TIMEOUT_S)
+            request = client.build_request(
+                method,
+                url.copy_with(host=address),
+                json=body,
+                params=query,
+                headers={"host": url.netloc.decode("ascii")},
+                timeout=httpx.Timeout(left_s, connect=connect_s),
+                extensions={"trace": watchdog.trace, "sni_hostname": url.host},
+            )
+            try:
+                return client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if number == len(found):
+                    raise
+        raise httpx.ConnectError(f"the name {url.host!r} has no address")
 
     def _json(
         self, method: str, route: str, body: Any, query: Mapping[str, Any] | None, timeout_s: float | None
@@ -289,10 +307,3 @@ class HTTPSession:
             state="the other side may still be at work on it",
             hint="look at the engine's log, or raise timeout_s",
         )
-
-
-def _authorities() -> ssl.SSLContext:
-    """Those of the system (SSL_CERT_FILE and SSL_CERT_DIR name others, as with OpenSSL) and those that httpx brings."""
-    context = httpx.create_ssl_context(trust_env=False)
-    context.load_default_certs()
-    return context

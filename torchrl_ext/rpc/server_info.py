@@ -79,6 +79,11 @@ def _count(url: str, name: str, value: Any, default: int = 1) -> int:
     return value
 
 
+def _port(value: Any) -> int | None:
+    """A port that an engine tells; None where it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535 else None
+
+
 def _role(kv_transfer: Mapping[str, Any]) -> str:
     """A producer of keys and values prefills; their consumer decodes."""
     return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(str(kv_transfer.get("kv_role")), "regular")
@@ -144,4 +149,5 @@ def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tu
         model=str(model.get("model_path") or told["model_path"]),
         weight_version=str(model.get("weight_version") or told.get("weight_version") or ""),
         transports=transports,
+        bootstrap_port=_port(told.get("disaggregation_bootstrap_port")) if mode == "prefill" else None,
     )

@@ -24,6 +24,7 @@ is paused nothing new is. `torchrl_ext.rpc.sglang_slumber` has the routes of sle
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -43,8 +44,11 @@ from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["SGLangEngine"]
 
+log = logging.getLogger("torchrl_ext")
+
 PAUSE_MODES = ("abort", "retract", "in_place")
 
+_ABSENT = (404, 405, 501)
 _CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")
 
 
@@ -95,12 +99,24 @@ class SGLangEngine(HTTPEngine):
         self._before = Rest(paused=None)  # how it was before the update that is going on
 
     def info(self) -> EngineInfo:
+        """See `EngineClient.info`. ``/server_info`` is enough; ``/model_info`` and our plugin add what they know."""
         told = self._told()
-        served = self._either("/model_info", "/get_model_info")
-        everything = tuple(name for name in transports.names() if name != "memory")
-        return parse_sglang_info(
-            self.url, told, served, transports=everything if self._channel.answers() else ("disk",)
-        )
+        try:
+            served = self._either("/model_info", "/get_model_info")
+        except EngineRefusedError as error:
+            served = None
+            if error.status not in _ABSENT:
+                log.warning("%s does not say what it serves now: %s", self.url, error)
+        return parse_sglang_info(self.url, told, served, transports=self._transports())
+
+    def _transports(self) -> tuple[str, ...]:
+        """What can reach it: none where its control routes want a key that this client does not have."""
+        try:
+            plugin = self._channel.answers()
+        except EngineRefusedError as error:
+            log.warning("%s does not say whether it has our plugin: %s", self.url, error)
+            return ()
+        return tuple(name for name in transports.names() if name != "memory") if plugin else ("disk",)
 
     def _told(self) -> Any:
         return self._either("/server_info", "/get_server_info")
@@ -278,7 +294,7 @@ class SGLangEngine(HTTPEngine):
         if self._flush_own() and self._stores:
             newer, older = _CLEAR
             answer = self._http.call("POST", newer, timeout_s=self._load_timeout_s)
-            if answer.status in (404, 405):
+            if answer.status in _ABSENT:
                 answer = self._http.call("POST", older, timeout_s=self._load_timeout_s)
             if not answer.ok:
                 raise EngineRefusedError(
@@ -333,7 +349,7 @@ class SGLangEngine(HTTPEngine):
             self._http.post("/end_weight_update", {}, timeout_s=self._load_timeout_s)
             answer = self._http.call("POST", "/begin_weight_update", {}, timeout_s=self._load_timeout_s)
         self._in_session = answer.ok
-        if not answer.ok and answer.status not in (404, 405):
+        if not answer.ok and answer.status not in _ABSENT:
             raise EngineRefusedError(
                 f"POST {self.url}/begin_weight_update answered {answer.status}: {answer.message()}",
                 status=answer.status,
@@ -357,7 +373,7 @@ class SGLangEngine(HTTPEngine):
         try:
             return self._http.get(route)
         except EngineRefusedError as error:
-            if error.status not in (404, 405):
+            if error.status not in _ABSENT:
                 raise
             try:
                 return self._http.get(older)
