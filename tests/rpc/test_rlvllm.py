@@ -10,9 +10,10 @@ from torch import nn
 from torchrl.modules.llm.backends.vllm import RLvLLMEngine
 
 import torchrl_ext as tx
-from torchrl_ext.errors import DeadlineError, UpdateError
+from torchrl_ext.errors import ConfigError, DeadlineError, UpdateError
 from torchrl_ext.rpc.rlvllm import RLvLLMClient
 from torchrl_ext.sync.parties import as_engine
+from torchrl_ext.weights.digest import tensor_digest
 
 
 class ModuleEngine(RLvLLMEngine):
@@ -86,6 +87,30 @@ def test_every_transport_feeds_it(transport, tmp_path):
         with torch.no_grad():
             policy[0].weight.add_(1)
     sender.shutdown()
+
+
+@pytest.mark.parametrize(("transport", "verify"), [("disk", True), ("disk", False), ("delta", True)])
+def test_tensors_are_summed_in_the_pause_only_where_somebody_compares(tmp_path, monkeypatch, transport, verify):
+    summed = []
+    monkeypatch.setattr(
+        "torchrl_ext.rpc.rlvllm.tensor_digest", lambda tensor: (summed.append(tensor), tensor_digest(tensor))[1]
+    )
+    engine, policy = RLvLLMClient(ModuleEngine(net(0))), net(1)
+    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), engine, verify=verify)
+    sender.update_weights(policy)
+    assert len(summed) == (len(policy.state_dict()) if verify and transport == "disk" else 0)
+    sender.shutdown()
+
+
+def test_deadlines_reach_every_kind_of_engine_behind_the_name_ray():
+    engine, policy = FrozenEngine(net(0)), net(1)
+    for settings in ({"timeout_s": 0.3}, {"timeout_s": 50.0, "load_timeout_s": 0.3, "start_timeout_s": 70.0}):
+        sender = sender_to(tx.make_engine("ray", engine=engine, **settings), "memory", None, policy)
+        with pytest.raises(UpdateError, match=r"did not take weights within 0\.3 s"):
+            sender.update_weights()
+    engine.thawed.set()
+    with pytest.raises(ConfigError, match="pause_mode"):
+        tx.make_engine("ray", engine=engine, pause_mode="keep")
 
 
 def test_a_sender_takes_it_as_vllm_engine(tmp_path):

@@ -19,6 +19,8 @@ from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]
 
+_LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
+
 
 def _ray() -> Any:
     try:
@@ -308,10 +310,11 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
 
     Args:
         engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `RLvLLMEngine`.
-        settings: as for `RayEngine`.
+        settings: as for `RayEngine`. Of TorchRL's engine ``load_timeout_s``, else ``timeout_s``, is the deadline of
+            each call.
 
     Raises:
-        ConfigError: ray is not installed, or there is no such actor.
+        ConfigError: ray is not installed, or there is no such actor; or a setting that the engine does not take.
     """
     if isinstance(engine, Sequence) and not isinstance(engine, str):
         return Fleet([RayEngine(actor, **settings) for actor in engine])
@@ -320,5 +323,11 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
     if isinstance(engine, RLvLLMEngine):
         from torchrl_ext.rpc.rlvllm import RLvLLMClient
 
-        return RLvLLMClient(engine)
+        unknown = sorted(settings.keys() - _LIMITS)
+        if unknown:
+            raise ConfigError(
+                f"TorchRL's engines take no {', '.join(unknown)}", expected=f"of {', '.join(sorted(_LIMITS))}"
+            )
+        limits = [settings[name] for name in ("load_timeout_s", "timeout_s") if name in settings]
+        return RLvLLMClient(engine, **({"timeout_s": limits[0]} if limits else {}))
     return RayEngine(engine, **settings)

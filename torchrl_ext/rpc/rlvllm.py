@@ -126,6 +126,10 @@ class _Loader(WeightLoader):
         self._engine, self._call = engine, call
         self._digests: dict[str, str] = {}
         self._staged: list[tuple[str, Tensor]] = []
+        self._vouches = True
+
+    def vouch(self, wanted: bool) -> None:
+        self._vouches, self._digests = wanted, {}
 
     def check(self, params: Iterable[ParamMeta]) -> None:
         known = self._engine.get_model_metadata()
@@ -143,7 +147,8 @@ class _Loader(WeightLoader):
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         def noted() -> Any:
             for name, tensor in pairs:
-                self._digests[name] = tensor_digest(tensor)
+                if self._vouches:
+                    self._digests[name] = tensor_digest(tensor)
                 yield name, tensor
 
         stream = noted()

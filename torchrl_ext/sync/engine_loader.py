@@ -25,10 +25,11 @@ class EngineLoader(WeightLoader):
     Attributes:
         touched: something was loaded after the weights that the engine was started with.
         repairs: steps that `finish` and `commit` take after the engine's own processing, by name.
+        vouches: somebody will ask for digests of what is loaded.
     """
 
     def __init__(self) -> None:
-        self.touched = False
+        self.touched, self.vouches = False, True
         self.repairs: frozenset[str] = frozenset(self.known_repairs())
         self._rehearsed: Rehearsal | None = None
         self._rehearsing = False
@@ -69,6 +70,9 @@ class EngineLoader(WeightLoader):
         return {}
 
     # what the receiver asks
+
+    def vouch(self, wanted: bool) -> None:
+        self.vouches = wanted
 
     def proof(self) -> str:
         """``"in place"`` or ``"rehearsed"`` once that was shown; ``"sent"`` before."""

@@ -132,6 +132,10 @@ class WeightLoader(ABC):
         """
         return self.rehearsal()
 
+    def vouch(self, wanted: bool) -> None:  # noqa: B027 - what is read back at the end costs nothing before
+        """Whether somebody will ask for `digests` of what is loaded from now on. What cannot be read back has to be
+        summed as it comes, while the engine is paused, and need not be where nobody asks."""
+
     def refuse_unsound(self, *, unproved: bool = False) -> None:  # noqa: B027 - only a rehearsal can show it
         """Raises EngineRefusedError where a rehearsal showed that an update would go wrong."""
 
