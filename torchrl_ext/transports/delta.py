@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import encodings, make_codec
@@ -28,6 +27,7 @@ from torchrl_ext.transports.publisher import Publisher
 from torchrl_ext.transports.shared_root import VISIBLE_S
 from torchrl_ext.transports.ways import Way
 from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DeltaTransport"]
@@ -129,7 +129,7 @@ class DeltaTransport(Transport):
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
-            baseline_device=None if baseline_device is None else torch.device(baseline_device),
+            baseline_device=None if baseline_device is None else usable_device(baseline_device),
         )
         self._follower = Follower(self._chain, self._carrier.open_full, self._base, HostCopies(local_dir))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)

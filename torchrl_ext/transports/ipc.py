@@ -22,6 +22,7 @@ from torchrl_ext.transports.links import new_address, shared_address
 from torchrl_ext.transports.segments import HOST, Segment, create, local_devices
 from torchrl_ext.transports.staging import Packer, StagePlan
 from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["IPCTransport"]
@@ -75,7 +76,7 @@ class IPCTransport(Transport):
         if workers < 1 or timeout_s <= 0:
             raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
         self._channel, self._count, self._bucket_bytes = channel or "default", workers, bucket_bytes
-        self._on_host = device is not None and torch.device(device).type == "cpu"
+        self._on_host = device is not None and usable_device(device).type == "cpu"
         self._in_place, self._plan = in_place, StagePlan()
         # trainer end
         self._crew: Crew | None = None

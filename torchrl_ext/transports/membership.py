@@ -13,6 +13,7 @@ from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.groups import Group
 from torchrl_ext.transports.rendezvous import Board, enter, host, process_text
 from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.devices import known_device, usable_device
 
 __all__ = ["Membership", "choose_backend"]
 
@@ -148,13 +149,13 @@ def choose_backend(device: torch.device | str | int | None, backend: str | None)
     """Where tensors travel, and over what: gloo on the CPU, NCCL on CUDA.
 
     Raises:
-        ConfigError: no such backend, or one that cannot move tensors of this device.
+        ConfigError: no such backend, or one that cannot move tensors of this device; or there is no such device.
     """
     if backend not in (None, "gloo", "nccl"):
         raise ConfigError(f"there is no collective backend {backend!r}", expected="'gloo' or 'nccl'")
     if device is None:
         device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    chosen = known_device(device) if backend == "gloo" else usable_device(device)
     if chosen.type == "cuda" and backend == "gloo":
         chosen = torch.device("cpu")  # gloo moves host memory; CUDA tensors are copied to it and from it
     if chosen.type == "cuda" and chosen.index is None:

@@ -16,6 +16,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, N
 from torchrl_ext.plugins.embedded.scheduler import PauseMode, Scheduler
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import HOLLOW, Info, ParamMeta, dtype_from_name
+from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.dormant import Dormant
 from torchrl_ext.weights.loader import TensorsLoader
 from torchrl_ext.weights.scoring import score
@@ -41,12 +42,12 @@ class Engine:
         context: most tokens of a sequence; None takes the model's own limit.
 
     Raises:
-        ConfigError: no causal LM can be loaded from ``model_dir``.
+        ConfigError: no causal LM can be loaded from ``model_dir``, or there is no such device.
     """
 
     def __init__(self, model_dir: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
         self.model_dir, self.dtype = model_dir, dtype
-        model = _load(model_dir, dtype).to(device).eval().requires_grad_(False)
+        model = _load(model_dir, dtype).to(usable_device(device)).eval().requires_grad_(False)
         self.context = context or model.config.max_position_embeddings
         self._model = model
         self._vocabulary = model.get_input_embeddings().weight.shape[0]

@@ -1,0 +1,27 @@
+"""A device that is not there is refused by name, wherever one can be asked for."""
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.models import tiny_checkpoint
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.plugins.embedded.engine import Engine
+
+ABSENT = f"cuda:{torch.cuda.device_count()}"
+
+
+SEES = rf"{ABSENT}.*this process sees \d+ CUDA devices"
+
+
+@pytest.mark.parametrize(("device", "words"), [(ABSENT, SEES), ("abacus", "'abacus' is no device")])
+def test_a_device_that_this_process_does_not_have_is_refused_before_anything_is_opened(tmp_path, device, words):
+    model = tiny_checkpoint(tmp_path / "model")
+    for ask in (
+        lambda: tx.VLLMCollectiveTransport("127.0.0.1", 29500, 0, 2, device=device),
+        lambda: tx.make_transport("ipc", device=device),
+        lambda: tx.make_transport("delta", root=tmp_path / "root", baseline_device=device),
+        lambda: Engine(str(model), device=device),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ask()

@@ -1,0 +1,40 @@
+"""Devices that somebody asks for, and whether this process has them."""
+
+from __future__ import annotations
+
+import torch
+
+from torchrl_ext.errors import ConfigError
+
+__all__ = ["known_device", "usable_device"]
+
+
+def known_device(device: torch.device | str | int) -> torch.device:
+    """``device`` as torch writes it.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"{device!r} is no device: {why}", expected="'cpu', 'cuda:0', ...") from None
+
+
+def usable_device(device: torch.device | str | int) -> torch.device:
+    """As `known_device`, of this process.
+
+    Raises:
+        ConfigError: torch knows no such device, or this process does not see it.
+    """
+    chosen = known_device(device)
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (chosen.index or 0) >= count:
+            raise ConfigError(
+                f"device {str(chosen)!r} cannot be used: this process sees {count} CUDA devices",
+                expected=f"an index below {count}" if count else "'cpu'",
+                hint="look at CUDA_VISIBLE_DEVICES, and at torch.version.cuda of this environment",
+            )
+    return chosen
