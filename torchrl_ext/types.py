@@ -128,7 +128,7 @@ class ParamMeta:
             sizes = tuple(operator.index(size) for size in shape)
             if not isinstance(name, str) or any(not 0 <= size < 1 << 48 for size in sizes):
                 raise ValueError
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ManifestError(f"{row!r} does not describe a parameter", expected="[name, dtype, [sizes]]") from None
         return cls(name, dtype_from_name(dtype), sizes)
 

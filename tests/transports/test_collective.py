@@ -78,8 +78,8 @@ def test_a_worker_without_a_trainer_says_where_it_looked():
 
 
 def test_a_worker_whose_trainer_listens_but_does_not_enter_names_it():
-    trainer = member(0, 0, None)
-    info = trainer.open(1, ()).info
+    trainer = member(0, 0, 2)
+    info = trainer.open(0, ()).info
     worker = member(info["master_port"], 1, 2, timeout_s=SHORT_S)
     with pytest.raises(DeadlineError, match="rank 0, which did not arrive"):
         worker.init_all_workers_group({})

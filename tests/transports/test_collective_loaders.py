@@ -38,7 +38,7 @@ for line in sys.stdin:
 
 def packed(choice):
     """Tensors of which most share buckets, and a few are too large for one."""
-    sizes = [choice.choice([1, 7, 50, 300, 300, 700, 700, 3000]) for _ in range(40)]
+    sizes = [choice.choice([1, 7, 50, 300, 300, 700, 700, 3000]) for _ in range(25)]
     return {f"p{index:02d}": any_bits(torch.float32, size, seed=index) for index, size in enumerate(sizes)}
 
 
@@ -54,7 +54,7 @@ def test_wherever_a_loader_fails_its_process_lives_and_the_trainer_names_it_and_
         trainer.init_all_workers_group({})
         for number in range(200):
             sent = packed(choice)
-            assert sum(not piece.direct for piece in layout(as_source(sent).params(), BUCKET)) > 4
+            assert sum(not piece.direct for piece in layout(as_source(sent).params(), BUCKET)) > 2
             stop_at = number % len(sent)
             ask(stop_at)
             with pytest.raises(TransportError, match=rf"was not taken by rank 1 \(pid {child.pid}"):

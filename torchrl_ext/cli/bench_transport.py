@@ -85,13 +85,13 @@ class _End:
     Args:
         rank: 0 or 1.
         transport: connected to the other end.
-        info: of the connection.
+        info: of the connection, with the port of a store for the group that this is compared with.
     """
 
     def __init__(self, rank: int, transport: VLLMCollectiveTransport, info: Info) -> None:
         self.rank, self._transport = rank, transport
         patience = timedelta(seconds=TIMEOUT_S)
-        store = dist.TCPStore(info["master_address"], info["master_port"], None, False, patience, False)
+        store = dist.TCPStore(info["master_address"], info["plain_port"], None, False, patience, False)
         self._plain = dist.ProcessGroupGloo(dist.PrefixStore("plain", store), rank, 2, patience)
 
     def compare(self, shapes: Shapes, ways: Mapping[str, int | None], repeats: int) -> dict[str, list[float]]:
@@ -149,15 +149,17 @@ class _End:
 def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     transport = VLLMCollectiveTransport(device="cpu", timeout_s=TIMEOUT_S)
     handoff = transport.open(1, ())
+    plain = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_S), False)
+    info = {**handoff.info, "plain_port": plain.port}
     worker = multiprocessing.get_context("spawn").Process(
-        target=_work, args=(handoff.info, args.size, args.bucket_bytes, args.repeats), daemon=True
+        target=_work, args=(info, args.size, args.bucket_bytes, args.repeats), daemon=True
     )
     say("starting the worker process")
     worker.start()
     numbers: dict[str, Any] = {}
     try:
         handoff.transfer()
-        end = _End(0, transport, handoff.info)
+        end = _End(0, transport, info)
         say("collective against a flat broadcast")
         for part, seconds, extra in end.steps(shapes, args.bucket_bytes, args.repeats):
             numbers[part] = _numbers(part, shapes[part], seconds, extra, args.bucket_bytes)

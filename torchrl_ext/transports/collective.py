@@ -16,7 +16,7 @@ from torchrl_ext.transports.announcements import Announcements
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.buckets import BUCKET_BYTES, Plan
 from torchrl_ext.transports.groups import Group
-from torchrl_ext.transports.membership import Membership, choose_backend
+from torchrl_ext.transports.membership import LOBBY, Membership, choose_backend
 from torchrl_ext.transports.pipeline import Incoming, send_pieces
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked
@@ -38,6 +38,8 @@ class VLLMCollectiveTransport(Transport):
         vllm_engine: an engine client that the caller drives; kept as an attribute.
         backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on CPU.
         bucket_bytes: size of a bucket for small tensors; 0 sends one tensor at a time.
+        secret: without a control layer, what every rank is given and nobody else knows; "" lets whoever finds the
+            port take part. A control layer passes on one that the trainer makes.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -57,6 +59,7 @@ class VLLMCollectiveTransport(Transport):
         *,
         backend: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        secret: str = "",
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -64,12 +67,20 @@ class VLLMCollectiveTransport(Transport):
         self.rank, self.world_size = rank or 0, world_size
         self.device, self.backend = choose_backend(device, backend)
         self.bucket_bytes, self.vllm_engine = bucket_bytes, vllm_engine
-        if bucket_bytes < 0 or timeout_s <= 0:
-            raise ConfigError(f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}", expected="0 or more; more than 0")
+        if bucket_bytes < 0 or not timeout_s > 0 or not 0 <= self.master_port < 1 << 16:
+            raise ConfigError(
+                f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}, master_port={master_port}",
+                expected="0 or more; more than 0; 0 to 65535",
+            )
         if world_size is not None and not 0 <= self.rank < world_size:
             raise ConfigError(f"rank {self.rank} does not exist in world_size {world_size}")
         self._member = Membership(
-            self.master_address, self.master_port, device=self.device, backend=self.backend, timeout_s=timeout_s
+            self.master_address,
+            self.master_port,
+            secret=secret,
+            device=self.device,
+            backend=self.backend,
+            timeout_s=timeout_s,
         )
         self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0
@@ -78,6 +89,8 @@ class VLLMCollectiveTransport(Transport):
 
     @classmethod
     def from_info(cls, info: Info) -> VLLMCollectiveTransport:
+        _require(info, master_address=str, master_port=int, world_size=int, room=str)
+        _require(info, backend=str, bucket_bytes=int, timeout_s=float)
         return cls(
             info["master_address"],
             info["master_port"],
@@ -86,6 +99,7 @@ class VLLMCollectiveTransport(Transport):
             backend=info["backend"],
             device="cpu" if info["backend"] == "gloo" else None,
             bucket_bytes=info["bucket_bytes"],
+            secret=str(info.get("secret", "")),
             timeout_s=info["timeout_s"],
         )
 
@@ -105,14 +119,14 @@ class VLLMCollectiveTransport(Transport):
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         self._member.stop.clear()
         if self.rank == 0:
-            self._host("lobby", self._standalone_size(), params)
+            self._host(LOBBY, self._standalone_size(), params)
         else:
             if self.master_port == 0:
                 raise ConfigError(
                     f"rank {self.rank} does not know the trainer's port",
                     hint="give the trainer and every worker one port",
                 )
-            self._enter("lobby", self.world_size, params)
+            self._enter(LOBBY, self.world_size, params)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
@@ -126,7 +140,7 @@ class VLLMCollectiveTransport(Transport):
         if workers == 0:
             if self.check_connection():
                 return Handoff(info={"transport": self.name})
-            size, room = self._standalone_size(), "lobby"
+            size, room = self._standalone_size(), LOBBY
         else:
             size, room = 1 + workers, f"room/{uuid.uuid4().hex}"
             if self.world_size not in (None, size):
@@ -135,7 +149,7 @@ class VLLMCollectiveTransport(Transport):
                     expected=f"world_size {size} (1 + workers), or None to take it from the engines",
                 )
         info = {"transport": self.name, "world_size": size, "room": room, "bucket_bytes": self.bucket_bytes}
-        info |= self._member.address_info()
+        info |= self._member.address_info(room)
         return Handoff(info=info, transfer=lambda: self._host(room, size, params))
 
     def join(self, info: Info) -> None:
@@ -145,6 +159,7 @@ class VLLMCollectiveTransport(Transport):
             DeadlineError: names the ranks that did not arrive.
             ConfigError: the rank does not exist in this world size.
         """
+        _require(info, rank=int, world_size=int, room=str)
         self.rank = info["rank"]
         if not 0 < self.rank < info["world_size"]:
             raise ConfigError(
@@ -234,6 +249,7 @@ class VLLMCollectiveTransport(Transport):
         self._drain(group, self._incoming(group, info, {}), info, acks.why(error))
 
     def _incoming(self, group: Group, info: Info, into: Mapping[str, Tensor]) -> Incoming:
+        _require(info, group=str, handoff=int, version=int, bucket_bytes=int, params=list)
         if info["group"] != group.generation:
             raise NotConnectedError(
                 f"the trainer sends through group {info['group']}, rank {self.rank} is in group {group.generation}",
@@ -290,4 +306,17 @@ class VLLMCollectiveTransport(Transport):
                 f"{what} was called on rank {self.rank}",
                 expected="rank 0, the trainer; other ranks receive",
                 state="nothing was sent",
+            )
+
+
+def _require(info: Info, **fields: type) -> None:
+    """What a trainer says to a worker is somebody else's word; a float may also be written as an integer."""
+    for name, kind in fields.items():
+        value = info.get(name)
+        if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is int and value < 0):
+            raise TransportError(
+                f"{name} is {str(value)[:200]!r} in what the trainer says of the collective transport",
+                expected="a whole number, 0 or more" if kind is int else f"a {kind.__name__}",
+                state="nothing was received",
+                hint="use the same version of torchrl_ext in trainer and engine",
             )

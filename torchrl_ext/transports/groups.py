@@ -22,8 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.rendezvous import Board, brief, pauses
+from torchrl_ext.transports.board import Board, GroupStore
+from torchrl_ext.transports.notes import listener
+from torchrl_ext.transports.rendezvous import brief
 from torchrl_ext.transports.sockets import connected, listening, shut_down
+from torchrl_ext.transports.waits import await_threads, beside, in_time, pauses
 
 __all__ = ["Group"]
 
@@ -32,6 +35,11 @@ _GLOO_DEVICES = 2
 """Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
 _GLOO_THREADS = 8
 _LAST_RITES_S = 2.0
+_LATER_S = 5.0
+"""Ours is the deadline that speaks: gloo's comes later and only frees its threads."""
+_NEVER = timedelta(days=365)
+_ATTEMPTS = 20
+_LOOK_UP_S = 10.0
 _CREATING = threading.Lock()
 """Devices are created one group at a time, so that a group knows its own listening sockets."""
 
@@ -65,30 +73,46 @@ class Group:
         self.device, self.backend, self.timeout_s, self.peers = device, backend, timeout_s, peers
         self._severed = False
         self._begun: deque[Any] = deque()
-        store = dist.PrefixStore(f"group/{generation}", board.store)
-        # Ours is the deadline that speaks: the backend's comes later and only frees its threads.
-        patience = timedelta(seconds=timeout_s + 5)
         self._listeners: set[tuple[Any, ...]] = set()
         self._connections = 0
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = patience
-            make = partial(dist.ProcessGroupNCCL, store, rank, world_size, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            with _CREATING:
-                before = set(listening())
-                options._devices = _gloo_devices(board)
-                self._listeners = set(listening()) - before
-            options._threads, options._timeout = _GLOO_THREADS, patience
-            board.put(f"listeners/{generation}/{rank}", sorted(self._listeners))
-            make = partial(dist.ProcessGroupGloo, store, rank, world_size, options)
-        self._pg: Any = _made(make, timeout_s, board.stop)
-        if backend == "gloo":
-            for peer in range(world_size):
-                self._listeners |= {tuple(name) for name in board.get(f"listeners/{generation}/{peer}")}
-            self._connections = self._count_connections()
+        until = time.monotonic() + timeout_s
+        make = self._nccl(until) if backend == "nccl" else self._gloo(until)
+        self._pg: Any = _made(make, until, timeout_s, board.stop)
         _GROUPS.add(self)
+        try:
+            for peer in range(world_size if backend == "gloo" else 0):
+                self._listeners |= _endpoints(board.get(f"listeners/{generation}/{peer}"))
+            self._connections = self._count_connections()
+            self._exchange()
+        except BaseException:
+            self.sever()
+            raise
+
+    def _gloo(self, until: float) -> Callable[[], Any]:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, self._listeners = _gloo_devices(self.board)
+        options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self.timeout_s + _LATER_S)
+        self.board.put(f"listeners/{self.generation}/{self.rank}", sorted(self._listeners))
+        self._store = GroupStore(self.board, until)  # C++ keeps what it needs of it, but not its methods
+        store = dist.PrefixStore(f"group/{self.generation}", self._store)
+        return partial(dist.ProcessGroupGloo, store, self.rank, self.world_size, options)
+
+    def _nccl(self, until: float) -> Callable[[], Any]:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _NEVER  # where it passes, torch ends the process; waits here have deadlines of their own
+        store = torch_store(self.board, self.generation, self.rank, until)
+        return partial(dist.ProcessGroupNCCL, store, self.rank, self.world_size, options)
+
+    def _exchange(self) -> None:
+        """Hear of every rank: NCCL forms its communicator only when it is used first, and a group that is formed
+        should be one that works."""
+        total = torch.full((1,), float(self.rank + 1), device=self.device)
+        work = self._pg.allreduce([total])
+        self._begun.append(work)
+        self.wait(work)
+        expected = self.world_size * (self.world_size + 1) / 2
+        if total.item() != expected:
+            raise TransportError(f"a first sum over all ranks is {total.item()}", expected=f"{expected}")
 
     @property
     def alive(self) -> bool:
@@ -161,48 +185,62 @@ class Group:
         self._severed = True
         pg, self._pg = self._pg, None
         if self.backend == "nccl":
-            _start(pg.abort)
+            beside(pg.abort)
             return
         shut_down(self._listeners)
         remains = [self._begun, pg]
         del pg
-        _start(lambda: _put_to_rest(remains))
+        beside(lambda: _put_to_rest(remains))
 
 
-def _made(make: Callable[[], Any], timeout_s: float, stop: threading.Event) -> Any:
-    """What a backend's constructor returns; gloo's waits several timeouts for a peer that died, so it gets a thread."""
-    made: list[Any] = []
-    failed: list[RuntimeError] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except RuntimeError as error:
-            failed.append(error)
-
-    thread = _start(run)
-    until = time.monotonic() + timeout_s
-    while thread.is_alive() and time.monotonic() < until and not stop.is_set():
-        thread.join(0.05)
+def _made(make: Callable[[], Any], until: float, timeout_s: float, stop: threading.Event) -> Any:
+    """What a backend's constructor returns; gloo's waits several timeouts for a peer that died."""
+    try:
+        made = in_time(make, until, stop)
+    except RuntimeError as error:
+        raise TransportError(f"connections could not be made: {brief(error)}") from error
     if made:
         return made[0]
-    if failed:
-        raise TransportError(f"connections could not be made: {brief(failed[0])}") from failed[0]
     if stop.is_set():
         raise TransportError("forming the group was aborted")
     raise DeadlineError(f"connections were not made within {timeout_s:g} s")
 
 
+def torch_store(board: Board, generation: str, rank: int, until: float) -> Any:
+    """A store of torch's own, kept by rank 0: NCCL's threads ask it at times when one in Python could not answer.
+
+    Raises:
+        TransportError, DeadlineError: rank 0 cannot keep one, or it cannot be reached.
+    """
+    key, left_s = f"store/{generation}", max(1.0, until - time.monotonic())
+    patience = timedelta(seconds=left_s)
+    if rank == 0:
+        own = listener(board.host, 0)
+        port = own.getsockname()[1]
+        make = partial(dist.TCPStore, board.host, port, None, True, patience, False, False, own.detach())
+    else:
+        if board.missing([key], until):
+            raise DeadlineError(f"rank 0 did not say within {left_s:g} s where the store of the group is")
+        port = board.get(key)
+        if type(port) is not int:
+            raise TransportError(f"rank 0 says that the store of the group is at port {port!r}")
+        make = partial(dist.TCPStore, board.host, port, None, False, patience, False)
+    store = _made(make, until, left_s, board.stop)
+    if rank == 0:
+        board.put(key, port)
+    return dist.PrefixStore(f"group/{generation}", store)
+
+
+def _endpoints(said: Any) -> set[tuple[Any, ...]]:
+    """Where a rank says that it listens."""
+    if type(said) is not list or not all(
+        type(one) is list and len(one) == 2 and (type(one[0]), type(one[1])) == (str, int) for one in said
+    ):
+        raise TransportError(f"a rank says that it listens at {str(said)[:200]!r}", expected="a list of [host, port]")
+    return {(host, port) for host, port in said}
+
+
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
-_THREADS: list[threading.Thread] = []
-
-
-def _start(call: Callable[[], None]) -> threading.Thread:
-    """A thread around a call into a backend that may take its time."""
-    thread = threading.Thread(target=call, name="torchrl-ext-group", daemon=True)
-    _THREADS[:] = [other for other in _THREADS if other.is_alive()] + [thread]
-    thread.start()
-    return thread
 
 
 def _put_to_rest(remains: list[Any]) -> None:
@@ -223,20 +261,56 @@ def _put_to_rest(remains: list[Any]) -> None:
 def _end_groups() -> None:
     for group in list(_GROUPS):
         group.sever()
-    until = time.monotonic() + _LAST_RITES_S
-    for thread in _THREADS:
-        thread.join(max(0.0, until - time.monotonic()))
+    await_threads(time.monotonic() + _LAST_RITES_S)
 
 
-def _gloo_devices(board: Board) -> list[Any]:
-    """Bound where the trainer is reachable from; GLOO_SOCKET_IFNAME has the last word, as it has in torch."""
+def _gloo_devices(board: Board) -> tuple[list[Any], set[tuple[Any, ...]]]:
+    """Devices, and where they listen.
+
+    They are bound where the trainer is reachable from; GLOO_SOCKET_IFNAME has the last word, as it has in torch.
+    """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     make = dist.ProcessGroupGloo.create_device
     if names:
-        return [make(interface=names[index % len(names)]) for index in range(_GLOO_DEVICES)]
-    address = board.address.rpartition(":")[0]
-    family, _, _, _, target = socket.getaddrinfo(address, board.port, type=socket.SOCK_DGRAM)[0]
+        calls = [partial(make, interface=names[index % len(names)]) for index in range(_GLOO_DEVICES)]
+    else:
+        calls = [partial(make, hostname=_own_address(board))] * _GLOO_DEVICES
+    with _CREATING:
+        devices, listeners = zip(*(_listening_device(call) for call in calls), strict=True)
+    return list(devices), set().union(*listeners)
+
+
+def _listening_device(make: Callable[[], Any]) -> tuple[Any, set[tuple[Any, ...]]]:
+    """A device and where it listens, which gloo does not tell: at the one place that is new.
+
+    Where another thread of this process began to listen meanwhile, there are several: the device is made anew.
+
+    Raises:
+        TransportError: other threads do nothing but open listeners.
+    """
+    for _ in range(_ATTEMPTS):
+        before = set(listening())
+        device = make()
+        new = set(listening()) - before
+        if len(new) <= 1:  # none where open files cannot be listed
+            return device, new
+    raise TransportError(
+        f"other threads of this process opened listening sockets during each of {_ATTEMPTS} attempts to make a device",
+        state="no group was formed",
+        hint="connect before or after they do so",
+    )
+
+
+def _own_address(board: Board) -> str:
+    """This machine's address on the way to the trainer."""
+    places = in_time(
+        partial(socket.getaddrinfo, board.host, board.port, type=socket.SOCK_DGRAM),
+        time.monotonic() + _LOOK_UP_S,
+        board.stop,
+    )
+    if not places:
+        raise DeadlineError(f"no name server said within {_LOOK_UP_S:g} s where {board.host} is")
+    family, _, _, _, target = places[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; the kernel picks the interface
-        own = probe.getsockname()[0]
-    return [make(hostname=own) for _ in range(_GLOO_DEVICES)]
+        return probe.getsockname()[0]

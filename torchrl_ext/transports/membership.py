@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import Any
+import uuid
 
 import torch
 
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.acks import tell_stopped
 from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.board import Board
 from torchrl_ext.transports.groups import Group
-from torchrl_ext.transports.rendezvous import Board, enter, host, process_text
+from torchrl_ext.transports.rendezvous import Note, enter, host, process_text
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.devices import known_device, usable_device
 
-__all__ = ["Membership", "choose_backend"]
+__all__ = ["LOBBY", "Membership", "choose_backend"]
+
+LOBBY = "lobby"
+"""Where those meet that no control layer brings together."""
+
+_SETTINGS = {"nccl": ("NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE")}
+"""Variables of the environment that make ranks of one communicator speak differently; engines set some for themselves
+(vLLM sets ``NCCL_CUMEM_ENABLE=0``)."""
 
 _AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
 
@@ -24,14 +33,19 @@ class Membership:
     """Forms groups, one after the other, and ends them.
 
     Args:
-        address, port: where workers reach the trainer's store.
+        address, port: where workers reach the trainer's board.
+        secret: what trainer and workers know; "" lets in whoever finds the port, unless a control layer passes on one
+            that the trainer makes.
         device, backend: of the groups.
         timeout_s: deadline of every wait, in seconds.
     """
 
-    def __init__(self, address: str, port: int, *, device: torch.device, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, port: int, *, secret: str, device: torch.device, backend: str, timeout_s: float
+    ) -> None:
         self.address, self.port, self.device, self.backend = address, port, device, backend
         self.timeout_s = timeout_s
+        self._secret, self._private = secret, secret or uuid.uuid4().hex
         self.stop = threading.Event()
         self._board: Board | None = None
         self._group: Group | None = None
@@ -53,21 +67,27 @@ class Membership:
             raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=_AGAIN)
         return self._group
 
-    def board(self) -> Board:
-        """Trainer: the board that it hosts.
+    def board(self, room: str) -> Board:
+        """Trainer: the board that it hosts, for those who meet in ``room``.
 
         Raises:
             TransportError: the port is taken.
         """
+        secret = self._secret if room == LOBBY else self._private
+        if self._board is not None and self._board.secret != secret:
+            self._board.close()
+            self._board = None
         if self._board is None:
-            self._board = Board(self.address, self.port, host=True, timeout_s=self.timeout_s, stop=self.stop)
+            self._board = self._at(self.port, host=True, secret=secret)
         return self._board
 
-    def address_info(self) -> Info:
+    def address_info(self, room: str) -> Info:
         """Trainer: what a worker needs to reach its board, and to speak the same backend."""
+        board = self.board(room)
         return {
             "master_address": self.address,
-            "master_port": self.board().port,
+            "master_port": board.port,
+            "secret": board.secret,
             "backend": self.backend,
             "timeout_s": self.timeout_s,
         }
@@ -80,11 +100,10 @@ class Membership:
             TransportError: connections could not be made.
         """
         self.leave(0)
-        board = self.board()
+        board = self.board(room)
         self._generations += 1
-        generation, own = str(self._generations), self._note(size, params)
-        notes = host(board, room, generation, own, deadline(self.timeout_s))
-        peers = {0: own["process"], **{rank: note["process"] for rank, note in notes.items()}}
+        generation = str(self._generations)
+        peers = host(board, room, generation, self._note(size, params), deadline(self.timeout_s))
         self._form(board, generation, 0, peers)
 
     def enter(self, room: str, rank: int, size: int | None, params: tuple[ParamMeta, ...]) -> None:
@@ -95,10 +114,12 @@ class Membership:
             TransportError: connections could not be made.
         """
         self.leave(rank)
+        if self._board is not None:
+            self._board.close()
         until = deadline(self.timeout_s)
-        self._board = board = Board(self.address, self.port, host=False, timeout_s=self.timeout_s, stop=self.stop)
-        answer = enter(board, room, rank, self._note(size, params), until)
-        self._form(board, answer["generation"], rank, dict(enumerate(answer["peers"])))
+        self._board = board = self._at(self.port, host=False, secret=self._secret)
+        admission = enter(board, room, rank, self._note(size, params), until)
+        self._form(board, admission.generation, rank, dict(enumerate(admission.peers)))
 
     def leave(self, rank: int) -> None:
         """End the group, if there is one."""
@@ -136,13 +157,18 @@ class Membership:
                 state="no group was formed",
             ) from error
 
-    def _note(self, size: int | None, params: tuple[ParamMeta, ...]) -> dict[str, Any]:
-        return {
-            "world_size": size,
-            "timeout_s": self.timeout_s,
-            "process": process_text(),
-            "params": [meta.to_json() for meta in params],
-        }
+    def _at(self, port: int, *, host: bool, secret: str) -> Board:
+        return Board(self.address, port, host=host, timeout_s=self.timeout_s, stop=self.stop, secret=secret)
+
+    def _note(self, size: int | None, params: tuple[ParamMeta, ...]) -> Note:
+        return Note(
+            world_size=size,
+            timeout_s=self.timeout_s,
+            process=process_text(),
+            params=[meta.to_json() for meta in params],
+            backend=self.backend,
+            settings={name: os.environ.get(name) for name in _SETTINGS.get(self.backend, ())},
+        )
 
 
 def choose_backend(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:

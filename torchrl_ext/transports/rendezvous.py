@@ -1,32 +1,104 @@
-"""Where the ranks of a group meet: a `TCPStore` that the trainer (rank 0) hosts, with JSON notes in it.
+"""How the ranks of a group find each other on its board (`host` and `enter`) and agree before a group is formed.
 
-`host` and `enter` let ranks find each other and agree before a group is formed; whoever does not come is named.
+Whoever does not come is named. What a note says is somebody else's word: it is checked before it is used.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import threading
-import time
 import uuid
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from torchrl_ext import errors
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.transports.sockets import endpoint, limit_waits
+from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
+from torchrl_ext.transports.board import Board
+from torchrl_ext.types import ParamMeta
 
-__all__ = ["Board", "brief", "enter", "host", "pauses", "process_text", "ranks_text"]
+__all__ = ["Admission", "Note", "brief", "enter", "host", "process_text", "ranks_text"]
 
-_PART_BYTES = 4 << 20  # TCPStore closes connections that carry more than 8 MiB at once
-_PAUSE_S = (0.0005, 0.01)
+_KINDS: Mapping[str, type[errors.WeightSyncError]] = {
+    kind.__name__: kind
+    for kind in (errors.ConfigError, errors.ManifestError, errors.DeadlineError, errors.TransportError)
+}
+"""What a trainer may say that went wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """What a rank says of itself.
+
+    Attributes:
+        world_size: what it was given; None leaves that to the trainer.
+        timeout_s: deadline of its waits, in seconds.
+        process: how to call its process in a message.
+        params: what it expects to be moved, `ParamMeta.to_json` of each; empty says nothing.
+        backend: ``"gloo"`` or ``"nccl"``.
+        settings: variables of its environment on which ranks must agree, and None for those that are not set.
+        token: names the answer to it.
+    """
+
+    world_size: int | None
+    timeout_s: float
+    process: str
+    params: list[Any]
+    backend: str
+    settings: dict[str, str | None]
+    token: str = ""
+
+    @classmethod
+    def from_json(cls, found: Any) -> Note:
+        """What was read, checked.
+
+        Raises:
+            TransportError: it is no such note.
+            ManifestError: it lists what is no parameter.
+        """
+        said = _fields(found, "a note of a rank")
+        note = cls(
+            world_size=_of(said, "world_size", int, None),
+            timeout_s=float(_of(said, "timeout_s", int, float)),
+            process=_of(said, "process", str),
+            params=_of(said, "params", list),
+            backend=_of(said, "backend", str),
+            settings=_of(said, "settings", dict),
+            token=_of(said, "token", str),
+        )
+        for row in note.params:
+            ParamMeta.from_json(row)
+        return note
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What the trainer answers.
+
+    Attributes:
+        generation: of the group that is formed now.
+        peers: how to call the process of each rank, from 0 on.
+    """
+
+    generation: str
+    peers: list[str]
+
+    @classmethod
+    def from_json(cls, found: Any) -> Admission:
+        """What was read, checked; an answer that says why there is no group is raised.
+
+        Raises:
+            TransportError: it is no such answer.
+            ConfigError, ManifestError, DeadlineError: what the trainer says.
+        """
+        said = _fields(found, "the answer of the trainer")
+        if "error" in said:
+            kind = _KINDS.get(str(said.get("kind")), TransportError)
+            raise kind(f"the trainer formed no group: {_of(said, 'error', str)}")
+        answer = cls(generation=_of(said, "generation", str), peers=_of(said, "peers", list))
+        if not all(type(peer) is str for peer in answer.peers):
+            raise _malformed("the answer of the trainer", found)
+        return answer
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -35,195 +107,84 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
 
 
-def pauses(until: float, stop: threading.Event) -> Iterator[None]:
-    """Turns of a loop that asks for something, with growing pauses, until a deadline or ``stop``."""
-    pause_s, longest_s = _PAUSE_S
-    while not stop.is_set():
-        yield
-        if time.monotonic() >= until:
-            return
-        stop.wait(pause_s)
-        pause_s = min(pause_s * 1.5, longest_s)
-
-
-class Board:
-    """JSON notes that every rank can read, in the trainer's `TCPStore`.
-
-    Args:
-        address, port: of the trainer; port 0 lets the trainer's own board pick a free one.
-        host: this is the trainer, which keeps the store.
-        timeout_s: how long a worker waits for the trainer to listen, and then for each of its answers, in seconds.
-        stop: set by another thread to end every wait.
-
-    Raises:
-        DeadlineError: no trainer listens at the address.
-        TransportError: the port is taken.
-    """
-
-    def __init__(self, address: str, port: int, *, host: bool, timeout_s: float, stop: threading.Event) -> None:
-        until = time.monotonic() + timeout_s
-        self.stop = stop
-        if not host:
-            _await_listener(address, port, until, stop)
-        patience = timedelta(seconds=max(1.0, until - time.monotonic()))
-        self._server: Any = None
-        try:
-            if host:  # groups keep clients of the store, so closing the server frees the port whatever they still do
-                self._server = dist.TCPStore(address, port, None, True, patience, False)
-                port = self._server.port
-            self.store = dist.TCPStore(address, port, None, False, patience, False)
-        except RuntimeError as error:
-            raise TransportError(
-                f"the trainer's store at {address}:{port} cannot be {'opened' if host else 'joined'}: {brief(error)}",
-                hint="pick another master_port, or 0 for a free one" if host else None,
-            ) from error
-        self.port = port
-        self._gone = ""
-        found = [] if host else socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        self._trainer = {endpoint(entry[4]) for entry in found}
-        self.limit_waits(timeout_s)
-        self.address = f"{address}:{self.port}"
-
-    def limit_waits(self, timeout_s: float) -> None:
-        """Worker: how long the trainer may take for an answer from now on."""
-        if self._trainer:
-            limit_waits(self._trainer, timeout_s)
-
-    def close(self) -> None:
-        """Trainer: end the store. May be called twice."""
-        self._server = None
-
-    def put(self, key: str, value: Any) -> None:
-        """Write a note."""
-        body = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
-        parts = [body[at : at + _PART_BYTES] for at in range(0, len(body), _PART_BYTES)]
-        with self._trainer_alive():
-            for index, part in enumerate(parts[1:], 1):
-                self.store.set(f"{key}#{index}", part)
-            self.store.set(key, b"%d:" % len(parts) + parts[0])
-
-    def get(self, key: str) -> Any:
-        """Read a note that is known to be there."""
-        with self._trainer_alive():
-            count, _, body = bytes(self.store.get(key)).partition(b":")
-            for index in range(1, int(count)):
-                body += bytes(self.store.get(f"{key}#{index}"))
-        return json.loads(zlib.decompress(body))
-
-    def take(self, key: str) -> Any:
-        """`get`, then `drop`."""
-        value = self.get(key)
-        self.drop(key)
-        return value
-
-    def drop(self, key: str) -> None:
-        """Remove a note, if it is there."""
-        with self._trainer_alive():
-            self.store.delete_key(key)
-
-    def has(self, key: str) -> bool:
-        """Whether the note is there."""
-        with self._trainer_alive():
-            return self.store.check([key])
-
-    def missing(self, keys: Sequence[str], until: float) -> list[str]:
-        """Wait for notes; those that are still missing at the deadline (or when stopped)."""
-        rest = list(keys)
-        for _ in pauses(until, self.stop):
-            while rest and self.has(rest[0]):
-                rest.pop(0)
-            if not rest:
-                break
-        return [key for key in rest if not self.has(key)]
-
-    @contextmanager
-    def _trainer_alive(self) -> Iterator[None]:
-        try:
-            if not self._gone:
-                yield
-                return
-        except RuntimeError as error:
-            self._gone = brief(error)  # a late answer would be taken for that to the next question
-        raise NotConnectedError(
-            f"the trainer (rank 0) at {self.address} is dead, frozen or shut down: {self._gone}",
-            state="what was received completely is intact",
-            hint="connect again when a trainer is back",
-        )
-
-
-def host(board: Board, room: str, generation: str, own: dict[str, Any], until: float) -> dict[int, dict[str, Any]]:
+def host(board: Board, room: str, generation: str, own: Note, until: float) -> dict[int, str]:
     """Trainer: wait until every worker stands in ``room``, check what they expect, and let them in.
 
     Args:
-        own: this rank's note, with ``world_size``, ``timeout_s`` and ``params``.
+        own: this rank's note, with a ``world_size``.
 
     Returns:
-        The workers' notes by rank.
+        How to call the process of each rank, this one included.
 
     Raises:
         DeadlineError: names the ranks that never arrived.
         ConfigError, ManifestError: a worker expects another world size, or other parameters.
+        TransportError: what a worker says cannot be read.
     """
-    workers = range(1, own["world_size"])
-    board.put(f"{room}/0", own)
+    size = own.world_size or 1
+    workers = range(1, size)
+    board.put(f"{room}/0", asdict(own))
+    answers: list[str] = []
     try:
         absent = [int(key.rpartition("/")[2]) for key in board.missing([f"{room}/{rank}" for rank in workers], until)]
-        notes = {rank: board.take(f"{room}/{rank}") for rank in workers if rank not in absent}
         try:
+            said = {rank: _taken(board, f"{room}/{rank}", answers) for rank in workers if rank not in absent}
             if board.stop.is_set():
                 raise TransportError("forming the group was aborted")
             if absent:
                 raise DeadlineError(
-                    f"{ranks_text(absent)} of world size {own['world_size']} did not arrive at {board.address} within "
-                    f"{own['timeout_s']:g} s",
+                    f"{ranks_text(absent)} of world size {size} did not arrive at {board.address} within "
+                    f"{own.timeout_s:g} s",
                     expected="every rank enters at the same time",
                     state="no group was formed",
                     hint="start the missing workers, or mend world_size",
                 )
+            notes = {rank: _told_by(rank, read) for rank, read in said.items()}
             for rank, note in notes.items():
                 _agree(own, rank, note)
         except errors.WeightSyncError as error:
-            for note in notes.values():
-                board.put(f"{room}/answer/{note['token']}", {"kind": type(error).__name__, "error": str(error)})
+            kind = next((name for name, kind in _KINDS.items() if type(error) is kind), "TransportError")
+            for answer in answers:
+                board.put(answer, {"kind": kind, "error": str(error)})
             raise
-        peers = {0: own["process"], **{rank: note["process"] for rank, note in notes.items()}}
-        for note in notes.values():
-            board.put(f"{room}/answer/{note['token']}", {"generation": generation, "peers": list(peers.values())})
+        peers = {0: own.process, **{rank: note.process for rank, note in notes.items()}}
+        admission = asdict(Admission(generation=generation, peers=list(peers.values())))
+        for answer in answers:
+            board.put(answer, admission)
         _ready(board, generation, workers, peers, until)
-        return notes
+        return peers
     finally:
         board.drop(f"{room}/0")
 
 
-def enter(board: Board, room: str, rank: int, own: dict[str, Any], until: float) -> dict[str, Any]:
+def enter(board: Board, room: str, rank: int, own: Note, until: float) -> Admission:
     """Worker: stand in ``room`` until the trainer lets everyone in.
-
-    Returns:
-        The trainer's answer: ``generation`` and ``peers``.
 
     Raises:
         DeadlineError: names the ranks that never arrived.
         ConfigError, ManifestError: the trainer expects something else.
+        TransportError: what the trainer says cannot be read.
     """
-    token = uuid.uuid4().hex
-    board.put(f"{room}/{rank}", {**own, "token": token})
-    if board.missing([f"{room}/answer/{token}"], until):
+    answer = f"{room}/answer/{uuid.uuid4().hex}"
+    board.put(f"{room}/{rank}", asdict(replace(own, token=answer.rpartition("/")[2])))
+    if board.missing([answer], until):
         board.drop(f"{room}/{rank}")
         if board.stop.is_set():
             raise TransportError("joining the group was aborted")
-        others = [other for other in range(own["world_size"] or 1) if other != rank]
+        others = [other for other in range(own.world_size or 1) if other != rank]
         absent = [other for other in others if not board.has(f"{room}/{other}")]
         raise DeadlineError(
-            f"rank {rank} waited {own['timeout_s']:g} s at {board.address} for "
+            f"rank {rank} waited {own.timeout_s:g} s at {board.address} for "
             + (f"{ranks_text(absent)}, which did not arrive" if absent else "the trainer (rank 0)"),
             expected="every rank enters at the same time",
             state="no group was formed",
         )
-    answer = board.take(f"{room}/answer/{token}")
-    if "error" in answer:
-        raise getattr(errors, answer["kind"])(f"the trainer formed no group: {answer['error']}")
-    board.put(f"ready/{answer['generation']}/{rank}", True)
-    return answer
+    read = board.take(answer)
+    admission = Admission.from_json(read)
+    if not rank < len(admission.peers) == (own.world_size or len(admission.peers)):
+        raise _malformed("the answer of the trainer", read)
+    board.put(f"ready/{admission.generation}/{rank}", True)
+    return admission
 
 
 def process_text() -> str:
@@ -244,44 +205,84 @@ def _ready(board: Board, generation: str, workers: range, peers: dict[int, str],
         )
 
 
-def _agree(own: dict[str, Any], rank: int, note: dict[str, Any]) -> None:
+def _taken(board: Board, key: str, answers: list[str]) -> Any:
+    """The note under ``key``, not checked yet; where its rank waits for an answer is added to the list."""
+    read = board.take(key)
+    token = read.get("token") if type(read) is dict else None
+    if type(token) is str:
+        answers.append(f"{key.rpartition('/')[0]}/answer/{token}")
+    return read
+
+
+def _told_by(rank: int, read: Any) -> Note:
+    try:
+        return Note.from_json(read)
+    except errors.WeightSyncError as error:
+        raise type(error)(f"rank {rank} says what cannot be: {error.what}", expected=error.expected) from error
+
+
+def _agree(own: Note, rank: int, note: Note) -> None:
     """Hold a worker's expectations against the trainer's."""
-    if note["world_size"] not in (None, own["world_size"]):
+    if note.world_size not in (None, own.world_size):
         raise ConfigError(
-            f"rank {rank} was given world_size {note['world_size']}, the trainer {own['world_size']}",
+            f"rank {rank} was given world_size {note.world_size}, the trainer {own.world_size}",
             expected="the same world_size, 1 + the number of workers, on every rank",
         )
-    mine, theirs = ({row[0]: row for row in side["params"]} for side in (own, note))
-    if not mine or not theirs:  # nothing was said about them
+    if note.backend != own.backend:
+        raise ConfigError(
+            f"rank {rank} speaks {note.backend}, the trainer {own.backend}",
+            expected="the same backend on every rank",
+            hint="give backend= on every rank, or devices of the same kind",
+        )
+    for name in [*own.settings, *note.settings]:
+        mine, theirs = own.settings.get(name), note.settings.get(name)
+        if mine != theirs:
+            raise ConfigError(
+                f"{name} is {_setting(mine)} in the trainer's environment, {_setting(theirs)} in that of rank {rank}",
+                expected="the same on every rank: else their communicator hangs, or fails in the middle of an update",
+                state="no group was formed",
+                hint=f"start the trainer with {name}={theirs or ''}" if theirs else f"start all without {name}",
+            )
+    mine_rows, their_rows = ({row[0]: list(row) for row in side.params} for side in (own, note))
+    if not mine_rows or not their_rows:  # nothing was said about them
         return
-    for name in [*mine, *theirs]:
-        if mine.get(name) != theirs.get(name):
+    for name in [*mine_rows, *their_rows]:
+        if mine_rows.get(name) != their_rows.get(name):
             raise errors.ManifestError(
                 f"rank {rank} and the trainer disagree on parameter {name!r}",
-                expected=f"the trainer has {_row(mine.get(name))}, rank {rank} {_row(theirs.get(name))}",
+                expected=f"the trainer has {_row(mine_rows.get(name))}, rank {rank} {_row(their_rows.get(name))}",
                 state="no group was formed",
             )
+
+
+def _setting(value: str | None) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def _row(row: list[Any] | None) -> str:
     return "none" if row is None else f"{row[1]}{row[2]}"
 
 
-def _await_listener(address: str, port: int, until: float, stop: threading.Event) -> None:
-    """Until somebody listens; TCPStore's own retries can be neither aborted nor kept quiet."""
-    began, failure = time.monotonic(), "no attempt was made"
-    for _ in pauses(until, stop):
-        try:
-            socket.create_connection((address, port), timeout=max(0.1, until - time.monotonic())).close()
-            return
-        except OSError as error:
-            failure = str(error)
-    if stop.is_set():
-        raise TransportError("joining the trainer was aborted")
-    raise DeadlineError(
-        f"no trainer (rank 0) listens at {address}:{port} after {time.monotonic() - began:.1f} s: {failure}",
-        expected="the trainer calls init_all_workers_group (or open) at the same time",
-        hint="check master_address and master_port",
+def _fields(found: Any, what: str) -> dict[str, Any]:
+    if type(found) is not dict:
+        raise _malformed(what, found)
+    return found
+
+
+def _of(said: dict[str, Any], field: str, *kinds: type | None) -> Any:
+    """One field, of one of these types exactly (JSON knows no others); None for what may be null."""
+    value = said.get(field)
+    if not (type(value) in kinds or (value is None and None in kinds)):
+        raise _malformed(f"{field} of a note", value)
+    return value
+
+
+def _malformed(what: str, found: Any) -> TransportError:
+    return TransportError(
+        f"{what} is {str(found)[:200]!r}",
+        expected="a trainer and workers of the same version of torchrl_ext",
+        state="no group was formed",
+        hint="give each training job a port of its own, and check versions",
     )
 
 

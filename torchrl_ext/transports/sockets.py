@@ -1,23 +1,50 @@
-"""This process's own TCP sockets, for what neither gloo nor `TCPStore` offers: a way to end a wait.
+"""This process's own TCP sockets, for what gloo does not offer: a way to end a wait.
 
-Works where ``/dev/fd`` lists open files (Linux, macOS); elsewhere nothing is found and the backends' timeouts remain.
+They are looked at through the C library, which changes nothing about them: Python's own socket objects would set the
+mode of a connection that another thread reads. Works where ``/dev/fd`` lists open files (Linux, macOS); elsewhere
+nothing is found and the backends' timeouts remain.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["connected", "endpoint", "limit_waits", "listening", "shut_down"]
+__all__ = ["connected", "listening", "shut_down"]
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_ADDRESS_BYTES = 128  # of the largest address that a system knows (sockaddr_storage)
 
 
-def tcp_sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's internet sockets, to be closed by the caller."""
-    if socket.getdefaulttimeout() is not None:
-        return  # looking at a socket would then make it non-blocking
+def listening() -> Iterator[tuple[Any, ...]]:
+    """Where this process listens."""
+    for number in _descriptors():
+        own = _endpoint(_LIBC.getsockname, number)
+        if own is not None and _accepts(number):
+            yield own
+
+
+def connected(endpoints: set[tuple[Any, ...]]) -> Iterator[int]:
+    """Descriptors, valid until the next is asked for, of connections that begin or end at one of ``endpoints``."""
+    for number in _descriptors():
+        own, other = _endpoint(_LIBC.getsockname, number), _endpoint(_LIBC.getpeername, number)
+        if own is not None and other is not None and {own, other} & endpoints:
+            yield number
+
+
+def shut_down(endpoints: set[tuple[Any, ...]]) -> None:
+    """End every connection that begins or ends at one of ``endpoints``; whoever waits on one sees it closed."""
+    for number in connected(endpoints):
+        _LIBC.shutdown(number, int(socket.SHUT_RDWR))  # fails on one that was closed meanwhile, which is as good
+
+
+def _descriptors() -> Iterator[int]:
+    """Duplicates, closed after use, of what this process has open: nobody can put another file into their place."""
     try:
         entries = os.listdir("/dev/fd")
     except OSError:
@@ -26,55 +53,30 @@ def tcp_sockets() -> Iterator[socket.socket]:
         try:
             copy = os.dup(int(entry))
         except OSError:
-            continue
+            continue  # closed since it was listed
         try:
-            one = socket.socket(fileno=copy)
-        except OSError:
+            yield copy
+        finally:
             os.close(copy)
-            continue
-        if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-            yield one
-        else:
-            one.close()
 
 
-def listening() -> Iterator[tuple[Any, ...]]:
-    """Where this process listens."""
-    for one in tcp_sockets():
-        with one:
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield endpoint(one.getsockname())
+def _endpoint(ask: Any, number: int) -> tuple[Any, ...] | None:
+    """``(host, port)``, IPv4 addresses in their own form; None for what is no internet socket, or has no such end."""
+    found, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint32(_ADDRESS_BYTES)
+    if ask(number, found, ctypes.byref(length)) != 0:
+        return None
+    raw = found.raw[: length.value]
+    if len(raw) < 4:
+        return None
+    family = struct.unpack_from("=H", raw)[0] if sys.platform.startswith("linux") else raw[1]  # BSDs: length, family
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    (port,) = struct.unpack_from(">H", raw, 2)
+    host = raw[4:8] if family == socket.AF_INET else raw[8:24]
+    return (socket.inet_ntop(family, host).removeprefix("::ffff:"), port)
 
 
-def endpoint(address: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``(host, port)``, IPv4 addresses in their own form."""
-    return (str(address[0]).removeprefix("::ffff:"), address[1])
-
-
-def connected(endpoints: set[tuple[Any, ...]]) -> Iterator[socket.socket]:
-    """Duplicates, closed after use, of connections that begin or end at one of ``endpoints``."""
-    for one in tcp_sockets():
-        with one:
-            try:
-                ends = {endpoint(one.getsockname()), endpoint(one.getpeername())}
-            except OSError:
-                continue  # not connected
-            if ends & endpoints:
-                yield one
-
-
-def shut_down(endpoints: set[tuple[Any, ...]]) -> None:
-    """End every connection that begins or ends at one of ``endpoints``; whoever waits on one sees it closed."""
-    for one in connected(endpoints):
-        try:
-            one.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # closed meanwhile
-
-
-def limit_waits(endpoints: set[tuple[Any, ...]], timeout_s: float) -> None:
-    """Let reads and writes on these connections fail after ``timeout_s`` instead of waiting for a frozen peer."""
-    value = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    for one in connected(endpoints):
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+def _accepts(number: int) -> bool:
+    value, length = ctypes.c_int(0), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
+    done = _LIBC.getsockopt(number, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(value), ctypes.byref(length))
+    return done == 0 and bool(value.value)
