@@ -125,14 +125,14 @@ def tell_stopped(group: Group, reason: str) -> None:
 def stop_reason(group: Group) -> str | None:
     """Worker: why the trainer ended the group; None while it has not."""
     key = _stopped(group)
-    return group.board.get(key) if group.board.has(key) else None
+    return str(group.board.get(key)) if group.board.has(key) else None
 
 
 def _said(group: Group, info: Info, timeout_s: float) -> dict[int, str]:
     keys = {rank: _key(group, info, rank) for rank in group.workers}
     try:
         missing = group.board.missing(list(keys.values()), deadline(timeout_s))
-        return {rank: group.board.get(key) for rank, key in keys.items() if key not in missing}
+        return {rank: str(group.board.get(key)) for rank, key in keys.items() if key not in missing}
     except NotConnectedError:
         return {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torchrl_ext.errors import NotConnectedError
+from torchrl_ext.errors import NotConnectedError, TransportError
 from torchrl_ext.transports.acks import stop_reason
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.groups import Group
@@ -43,6 +43,7 @@ class Announcements:
 
         Raises:
             NotConnectedError: the trainer ended the group, or is gone, or another thread aborted.
+            TransportError: what is announced is no handoff.
         """
         group, key = self._group, self._key(self._count + 1)
         until = deadline(timeout_s)
@@ -61,7 +62,15 @@ class Announcements:
             group.sever()
             raise
         self._count += 1
-        self._rows = info["params"] = self._rows if info["params"] is None else info["params"]
+        if type(info) is dict:
+            self._rows = info["params"] = self._rows if info.get("params") is None else info["params"]
+        if type(info) is not dict or type(self._rows) is not list:
+            raise TransportError(
+                f"the trainer, {group.call([0])}, announced {str(info)[:200]!r}",
+                expected="what its transport says of a handoff, with a list of parameters",
+                state="nothing was received",
+                hint="use the same version of torchrl_ext on every rank",
+            )
         return info
 
     def _ended(self) -> str | None:

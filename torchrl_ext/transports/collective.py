@@ -89,12 +89,13 @@ class VLLMCollectiveTransport(Transport):
 
     @classmethod
     def from_info(cls, info: Info) -> VLLMCollectiveTransport:
-        _require(info, master_address=str, master_port=int, world_size=int, room=str)
+        info = {"rank": 1, **info}
+        _require(info, master_address=str, master_port=int, rank=int, world_size=int, room=str)
         _require(info, backend=str, bucket_bytes=int, timeout_s=float)
         return cls(
             info["master_address"],
             info["master_port"],
-            info.get("rank", 1),
+            info["rank"],
             info["world_size"],
             backend=info["backend"],
             device="cpu" if info["backend"] == "gloo" else None,

@@ -1,0 +1,367 @@
+"""Where ranks meet: silent listeners, wrong secrets, notes that say anything, and sockets of other threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchrl_ext as tx
+from tests.transports.members import SHORT_S, WAIT_S, beside, enter, free_port, group, member, same, weights
+from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.transports import groups
+from torchrl_ext.transports.announcements import Announcements
+from torchrl_ext.transports.board import Board
+from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.groups import torch_store
+from torchrl_ext.transports.notes import NOTE_BYTES
+from torchrl_ext.transports.rendezvous import Note, host
+from torchrl_ext.transports.rendezvous import enter as enter_room
+from torchrl_ext.weights.source import as_source
+
+
+@contextmanager
+def silent_port():
+    """Somebody who listens, and never says a word."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        yield silent.getsockname()[1]
+
+
+@contextmanager
+def boards(secret="s"):
+    """The trainer's board and a worker's."""
+    stop = threading.Event()
+    trainer = Board("127.0.0.1", 0, host=True, timeout_s=WAIT_S, stop=stop, secret=secret)
+    worker = Board("127.0.0.1", trainer.port, host=False, timeout_s=WAIT_S, stop=stop, secret=secret)
+    yield trainer, worker
+    worker.close()
+    trainer.close()
+
+
+# those that do not answer
+
+
+def test_a_port_that_listens_and_says_nothing_is_given_up_at_the_deadline():
+    with silent_port() as port, pytest.raises(DeadlineError, match=rf"127.0.0.1:{port} did not answer within 2 s"):
+        member(port, 1, 2, timeout_s=SHORT_S).init_all_workers_group({})
+
+
+def test_an_abort_ends_the_wait_for_a_port_that_says_nothing():
+    with silent_port() as port:
+        worker = member(port, 1, 2)
+        timer = threading.Timer(0.2, worker.abort)
+        timer.start()
+        with pytest.raises(TransportError, match="aborted"):
+            worker.init_all_workers_group({})
+
+
+def test_an_engine_that_waits_for_a_silent_trainer_is_another_trainers_at_once():
+    served, policy = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    params = [meta.to_json() for meta in as_source(policy).params()]
+    receiver = WeightReceiver(served)
+    other = tx.make_transport("memory")
+    began = time.monotonic()
+    with silent_port() as port, ThreadPoolExecutor(1) as pool:
+        info = {**member(0, 0, None).open(1, ()).info, "master_port": port, "params": params}
+        waiting = pool.submit(receiver.connect, info)
+        while not isinstance(receiver._transport, VLLMCollectiveTransport):
+            assert time.monotonic() - began < WAIT_S
+        receiver.abort()  # as every control layer does before it lets another trainer in
+        with pytest.raises(TransportError, match="aborted"):
+            waiting.result(WAIT_S)
+        receiver.connect({**other.open(1, ()).info, "params": params})
+    (piece,) = other.prepare(as_source(policy), 1)
+    receiver.start()
+    receiver.load(piece.info)
+    receiver.finish(1)
+    assert torch.equal(served.weight, policy.weight)
+
+
+def test_nobody_is_asked_for_the_name_of_an_address(monkeypatch):
+    asked = []
+    monkeypatch.setattr(socket, "getnameinfo", lambda *a: asked.append(a))
+    monkeypatch.setattr(dist, "TCPStore", lambda *a, **k: asked.append(a))
+    with group(2) as (trainer, worker):
+        _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
+        assert same(received, weights())
+    assert not asked
+
+
+# those that may not
+
+
+def listened_at(port):
+    """Addresses, as the kernel writes them, at which anybody listens on ``port``."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/net/{table}") as lines:
+            rows = [line.split() for line in lines][1:]
+        found += [row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port]
+    return found
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_a_trainer_for_this_machine_alone_listens_to_this_machine_alone(address):
+    trainer = VLLMCollectiveTransport(address, 0, 0, None, "cpu")
+    port = trainer.open(1, ()).info["master_port"]
+    assert listened_at(port) == ["0100007F"]
+    trainer.shutdown()
+
+
+def test_only_those_who_know_the_secret_are_let_in():
+    port = free_port()
+    trainer, worker = member(port, 0, 2, secret="rose", timeout_s=SHORT_S), member(port, 1, 2, secret="tulip")
+    absent, refused = enter(trainer, worker)
+    assert isinstance(absent, DeadlineError) and "rank 1 of world size 2 did not arrive" in str(absent)
+    assert isinstance(refused, TransportError) and "give every rank the same secret" in str(refused)
+    members = [trainer, member(port, 1, 2, secret="rose")]
+    assert enter(*members) == [None, None]
+    for one in members:
+        one.shutdown()
+
+
+def test_a_control_layer_passes_on_a_secret_that_nobody_can_know_before():
+    trainers = [member(0, 0, None) for _ in range(2)]
+    infos = [trainer.open(1, ()).info for trainer in trainers]
+    assert len({info["secret"] for info in infos}) == 2 and all(len(info["secret"]) >= 32 for info in infos)
+    with pytest.raises(TransportError, match="does not let this worker in"):
+        VLLMCollectiveTransport.from_info({**infos[0], "secret": "a guess"}).join({**infos[0], "rank": 1})
+    for trainer in trainers:
+        trainer.shutdown()
+
+
+def test_whoever_does_not_speak_the_language_is_disconnected_and_others_are_served():
+    choice = random.Random(65)
+    with boards() as (trainer, worker):
+        for _ in range(30):
+            with socket.create_connection(("127.0.0.1", trainer.port), WAIT_S) as one:
+                one.sendall(choice.randbytes(choice.choice([48, 48, 200])))
+                with suppress(ConnectionResetError):
+                    while one.recv(4096):
+                        continue
+        worker.put("a", {"b": 1})
+        assert trainer.get("a") == {"b": 1}
+
+
+def test_a_note_has_a_bound():
+    with boards() as ends:
+        for one in ends:
+            with pytest.raises(TransportError, match=f"at most {NOTE_BYTES}"):
+                one.put_bytes("large", bytes(NOTE_BYTES + 1))
+        assert not ends[0].has("large")
+
+
+# notes that say anything
+
+
+def mutated(value, choice):
+    """Another JSON value: something in it, or all of it, replaced, dropped or doubled."""
+    strange = [
+        None,
+        True,
+        -1,
+        0,
+        1 << 70,
+        1e400,
+        "",
+        "\ud800",
+        "x" * 300,
+        [],
+        {},
+        [[]],
+        {"a": []},
+        [["p", "int8", [-3]]],
+    ]
+    if choice.random() < 0.15 or not value or not isinstance(value, (dict, list)):
+        return choice.choice([*strange, "__class__", "WeightSyncError", "BaseException"])
+    copy = json.loads(json.dumps(value))
+    keys = list(copy) if isinstance(copy, dict) else list(range(len(copy)))
+    key = choice.choice(keys)
+    if choice.random() < 0.3:
+        del copy[key]
+    else:
+        copy[key] = mutated(copy[key], choice)
+    return copy
+
+
+def note(**changes):
+    own = {"world_size": 2, "timeout_s": 5.0, "process": "pid 1", "params": [["p", "int8", [3]]], "backend": "gloo"}
+    return Note(**{**own, "settings": {"A": "1"}, "token": "t", **changes})
+
+
+def ours_or_nothing(call):
+    """Run it; anything but one of our errors is a failure of the test. Whether there was one."""
+    try:
+        call()
+    except WeightSyncError:
+        return True
+    return False
+
+
+def test_whatever_a_worker_writes_the_trainer_ends_with_an_error_of_ours_or_a_group():
+    choice, refused = random.Random(1), 0
+    with boards() as (board, _):
+        for number in range(2000):
+            board.put(f"r{number}/1", mutated(vars(note()), choice))
+            board.put("ready/g/1", True)
+            refused += ours_or_nothing(lambda n=number: host(board, f"r{n}", "g", note(), time.monotonic() + WAIT_S))
+    assert refused > 1000
+
+
+def test_whatever_the_trainer_answers_a_worker_ends_with_an_error_of_ours_or_goes_on(monkeypatch):
+    choice, refused = random.Random(2), 0
+    answers = [{"generation": "1", "peers": ["a", "b"]}, {"kind": "ConfigError", "error": "no"}]
+    with boards() as (board, _):
+        for number in range(2000):
+            monkeypatch.setattr("uuid.uuid4", lambda n=number: type("", (), {"hex": f"t{n}"}))
+            board.put(f"r/answer/t{number}", mutated(answers[number % 2], choice))
+            refused += ours_or_nothing(lambda: enter_room(board, "r", 1, note(), time.monotonic() + WAIT_S))
+    assert refused > 1500
+
+
+def test_a_trainer_cannot_choose_what_its_workers_raise_but_among_four():
+    with boards() as (board, _):
+        for kind in ("WeightSyncError", "annotations", "__builtins__", "Any", 7, None):
+            with pytest.raises(TransportError, match="the trainer formed no group: boo"):
+                _answered(board, {"kind": kind, "error": "boo"})
+        with pytest.raises(ConfigError, match="boo"):
+            _answered(board, {"kind": "ConfigError", "error": "boo"})
+
+
+def _answered(board, answer):
+    with ThreadPoolExecutor(1) as pool:
+        entering = pool.submit(enter_room, board, "room", 1, note(), time.monotonic() + WAIT_S)
+        assert not board.missing(["room/1"], time.monotonic() + WAIT_S)
+        board.put(f"room/answer/{board.take('room/1')['token']}", answer)
+        return entering.result(WAIT_S)
+
+
+def test_whatever_is_announced_or_handed_over_a_worker_ends_with_an_error_of_ours():
+    choice, refused = random.Random(3), 0
+    with group(2) as (trainer, worker):
+        board = trainer._member.group().board
+        (piece,) = trainer.prepare(as_source(weights(count=3, numel=9)), 1)
+        for number in range(1, 1001):
+            board.put(f"announced/{worker._member.group().generation}/{number}", mutated(piece.info, choice))
+            worker._announcements = Announcements(worker._member.group())
+            worker._announcements._count = number - 1
+
+            def read():
+                info = worker.poll(WAIT_S)
+                worker._incoming(worker._member.group(), info, {})
+
+            refused += ours_or_nothing(read)
+        assert refused > 700
+        opened = member(0, 0, None).open(1, ()).info
+        for _ in range(500):
+            info = mutated({**opened, "rank": 1}, choice)
+            if isinstance(info, dict):
+                ours_or_nothing(lambda i=info: VLLMCollectiveTransport.from_info(i))
+
+
+def test_bytes_that_are_no_note_are_an_error_of_ours():
+    with boards() as (trainer, worker):
+        for number, raw in enumerate([b"", b"{", b"\xff\xfe", b"[" * 100_000, b"\x78\x9c\x03\x00", b"NaNN"]):
+            trainer.put_bytes(f"raw{number}", raw)
+            with pytest.raises(TransportError, match="cannot be read"):
+                worker.get(f"raw{number}")
+
+
+# what ranks must have in common
+
+
+def test_ranks_that_speak_different_backends_or_set_nccl_up_differently_say_so():
+    cases = {
+        "speaks nccl, the trainer gloo": note(backend="nccl"),
+        "NCCL_CUMEM_ENABLE is not set in the trainer's environment, '0' in that of rank 1": note(
+            settings={"A": "1", "NCCL_CUMEM_ENABLE": "0"}
+        ),
+    }
+    with boards() as (board, _):
+        for words, other in cases.items():
+            board.put("room/1", vars(other))
+            with pytest.raises(ConfigError, match=words):
+                host(board, "room", "g", note(), time.monotonic() + WAIT_S)
+
+
+def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch):
+    """A rank whose connections are there, but which takes no part in the first exchange, is waited for in vain."""
+    port = free_port()
+    whole, frozen = groups.Group._exchange, threading.Event()
+
+    def exchange(self):
+        return whole(self) if self.rank != 1 else (frozen.wait(WAIT_S), whole(self))
+
+    monkeypatch.setattr(groups.Group, "_exchange", exchange)
+    trainer, worker = member(port, 0, 2, timeout_s=SHORT_S), member(port, 1, 2)
+
+    def form():
+        try:
+            trainer.init_all_workers_group({})
+        finally:
+            frozen.set()
+
+    failed, lost = beside(form, lambda: worker.init_all_workers_group({}))
+    assert isinstance(failed, DeadlineError) and "could not form a gloo group of 2" in str(failed)
+    assert isinstance(lost, WeightSyncError)
+    assert not trainer.check_connection() and not worker.check_connection()
+
+
+def test_the_store_that_nccl_needs_is_kept_by_rank_0_and_reached_by_all():
+    with boards() as (trainer, worker):
+        until = time.monotonic() + WAIT_S
+        own, other = beside(lambda: torch_store(trainer, "7", 0, until), lambda: torch_store(worker, "7", 1, until))
+        own.set("id", b"who")
+        assert other.get("id") == b"who"
+        assert listened_at(trainer.get("store/7")) == ["0100007F"]
+
+
+# sockets of others
+
+
+def test_a_default_timeout_of_the_process_neither_harms_a_group_nor_the_sockets_of_others():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        with client, accepted, group(2) as (trainer, worker):
+            socket.setdefaulttimeout(30.0)
+            try:
+                _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
+                assert same(received, weights())
+                assert worker.receive_weights(0.6) is None and worker.check_connection()
+                assert all(os.get_blocking(one.fileno()) for one in (listener, client, accepted))
+            finally:
+                socket.setdefaulttimeout(None)
+
+
+def test_a_listener_that_another_thread_opens_meanwhile_is_left_alone(monkeypatch):
+    kept, whole = [], dist.ProcessGroupGloo.create_device
+
+    def make(**how):
+        if len(kept) < 3:  # as another thread would, between two looks
+            listener = socket.create_server(("127.0.0.1", 0))
+            client = socket.create_connection(listener.getsockname())
+            kept.append((listener, client, listener.accept()[0]))
+        return whole(**how)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", make)
+    with group(2) as (trainer, worker):
+        _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
+        assert same(received, weights())
+    assert len(kept) == 3
+    for listener, client, accepted in kept:
+        with listener, client, accepted:
+            client.sendall(b"still here")
+            assert accepted.recv(100) == b"still here"
