@@ -227,7 +227,7 @@ def test_a_small_file_with_a_large_header_is_not_parsed(chance):
 def test_files_and_manifests_of_deltas(name, chance):
     codec = make_codec({"packed": "ulp", "flushes": "deltas", "whole": "xor"}[name])
     files, manifest = written(name, codec)
-    document = json.loads(zstandard.decompress(manifest.to_bytes()))
+    document = json.loads(zstandard.decompress(manifest.to_bytes())) | {"format_number": 1}  # had no checksum
     refused, number = 0, 1200
     for _ in range(number):
         held, found = dict(files), manifest

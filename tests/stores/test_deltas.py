@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 import zstandard
 from xxhash import xxh3_128_hexdigest
 
+from tests.hostile import at_most_more_bytes
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam, is_delta
-from torchrl_ext.stores.manifest import Manifest
+from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam, read_manifest
+from torchrl_ext.stores.manifest import Manifest, Placed
 from torchrl_ext.types import ParamMeta
 
 
@@ -42,20 +45,34 @@ def manifest(count=5, checksum=""):
     )
 
 
+def first_format(found):
+    """The document of a manifest in the first format, which had no checksum of its own text."""
+    data = found.to_bytes()
+    document = json.loads(zstandard.decompress(data) if data[:1] == b"(" else data)
+    del document["content"]
+    return document | {"format_number": 1}
+
+
+def full(count=5):
+    metas = [ParamMeta(name=f"w{row}", dtype=torch.float32, shape=(2, 3)) for row in range(count)]
+    placed = tuple(Placed(meta=meta, file="m.safetensors", checksum="0" * 32) for meta in metas)
+    return Manifest(version=7, run_id="r", params=placed, files={"m.safetensors": 24 * count})
+
+
 @pytest.mark.parametrize("checksum", ["", "0123456789abcdef"])
 def test_a_manifest_survives_its_bytes_and_plain_json_says_the_same(checksum):
     original = manifest(checksum=checksum)
     data = original.to_bytes()
     assert DeltaManifest.from_bytes(data, "here") == original
     text = zstandard.decompress(data)
-    assert is_delta(data) and is_delta(text)
+    assert read_manifest(data, "here") == read_manifest(text, "here") == original
     assert DeltaManifest.from_bytes(text, "here") == original
     with pytest.raises(IntegrityError, match=r"is format 'torchrl_ext.delta'"):
         Manifest.from_bytes(data, "here")
 
 
 def test_payloads_with_a_hole_between_keep_their_places():
-    text = json.loads(zstandard.decompress(manifest().to_bytes()))
+    text = first_format(manifest())
     assert [row[7] for row in text["params"] if len(row) > 4] == [None] * 4
     text["params"][1][7], text["files"]["d.bin"] = 5000, 9999
     moved = DeltaManifest.from_bytes(json.dumps(text).encode(), "here")
@@ -72,6 +89,108 @@ def test_frames_that_grow_without_bound_are_refused_unread():
     huge = zstandard.ZstdCompressor().compress(b" " * (1 << 28) + b" ")
     streamed = zstandard.ZstdCompressor(write_content_size=False).compress(b" " * 100)
     for data in (huge, streamed, honest[:-9], honest + b"more", honest[:4]):
-        assert not is_delta(data)
-        with pytest.raises(IntegrityError, match="here is damaged"):
-            DeltaManifest.from_bytes(data, "here")
+        for read in (DeltaManifest.from_bytes, read_manifest):
+            with pytest.raises(IntegrityError, match="here is damaged"):
+                read(data, "here")
+
+
+@pytest.mark.parametrize("make", [manifest, full])
+class TestContent:
+    def test_a_manifest_of_the_first_format_is_read_without_a_checksum(self, make):
+        assert read_manifest(json.dumps(first_format(make())).encode(), "here") == make()
+
+    def test_one_whose_parameters_were_emptied_is_refused(self, make):
+        text = unpacked(make())
+        begin, end = text.index(b'"params": [') + 11, text.index(b"\n  ],\n")
+        with pytest.raises(IntegrityError, match="here is damaged: its content is not that of its checksum"):
+            read_manifest(text[:begin] + text[end:], "here")
+
+    def test_any_flipped_bit_is_noticed(self, make):
+        text, chance = bytearray(unpacked(make())), random.Random(0)
+        for _ in range(300):
+            at, bit = chance.randrange(len(text)), 1 << chance.randrange(8)
+            text[at] ^= bit
+            with pytest.raises(IntegrityError, match="here is "):
+                read_manifest(bytes(text), "here")
+            text[at] ^= bit
+        assert read_manifest(bytes(text), "here") == make()
+
+    def test_a_part_is_no_manifest_and_neither_is_more_or_one_without_its_checksum(self, make):
+        text = unpacked(make())
+        cut = text[: text.index(b',\n  "content"')] + b"\n}\n"
+        again = cut[:-3] + b',\n  "content": "' + b"0" * 32 + b'"\n}\n'
+        for other in (text[:-40], text + b" ", cut, again, text.replace(b'"content"', b'"Content"')):
+            with pytest.raises(IntegrityError, match="here is damaged"):
+                read_manifest(other, "here")
+
+    def test_what_is_no_manifest_is_always_our_own_error(self, make):
+        chance, refused, number = random.Random(1), 0, 1500
+        for _ in range(number):
+            document = first_format(make())
+            worsen(document, chance)
+            try:
+                found = read_manifest(json.dumps(document).encode(), "here")
+            except IntegrityError as error:
+                assert "here is" in str(error)
+                refused += 1
+                continue
+            for row in found.params:  # what passed can be worked with
+                assert row.meta.nbytes >= 0 and isinstance(row.meta.name, str)
+            assert found.version > 0 or found == found
+            assert sum(found.files.values()) >= 0
+        assert refused > number // 2
+
+
+def unpacked(found):
+    data = found.to_bytes()
+    return zstandard.decompress(data) if data[:1] == b"(" else data
+
+
+WORSE = [
+    None, True, False, -1, 0, 1.5, 1e300, float("nan"), float("inf"), -float("inf"), 1 << 63, 10**400, "", "x", "..",
+    "a/b", "\0", [], [None], {}, {"name": 1}, [[]], "9" * 40, "float32", "load", [1] * 70, {"": ""},
+]  # fmt: skip
+
+
+def worsen(document, chance):
+    """Replace, remove, repeat or cut something, somewhere."""
+    at = document
+    while True:
+        keys = list(at) if isinstance(at, dict) else range(len(at))
+        key = chance.choice(keys)
+        inner = at[key]
+        if not isinstance(inner, (dict, list)) or not inner or chance.random() < 0.2:
+            break
+        at = inner
+    kind = chance.random()
+    if kind < 0.6:
+        at[key] = chance.choice(WORSE)
+    elif kind < 0.8 or isinstance(at, dict):
+        del at[key]
+    elif kind < 0.9:
+        at.insert(key, at[key])
+    else:
+        del at[key:]
+
+
+class TestBombs:
+    @pytest.mark.parametrize("unit", ["[]", "{}", "0", '""', "[[[[[[[[[[]]]]]]]]]]", '{"a":{"a":{"a":0}}}'])
+    def test_a_small_file_takes_little_memory(self, unit):
+        text = b"[" + ",".join([unit] * 100_000).encode() * 100 + b"]"
+        frame = zstandard.ZstdCompressor(level=19).compress(b'{"params": ' + text[: 1 << 27] + b"}")
+        assert len(frame) < 100_000
+        with at_most_more_bytes(256 << 20), pytest.raises(IntegrityError, match="here is damaged"):
+            read_manifest(frame, "here")
+
+    def test_a_dense_file_takes_little_memory(self):
+        for unit in (b"[],", b"{},", b"0,", b'"",'):
+            with at_most_more_bytes(256 << 20), pytest.raises(IntegrityError, match="which no manifest has"):
+                read_manifest(b'{"params": [' + unit * 3_000_000 + b"0]}", "here")
+
+    def test_large_models_are_none(self):
+        for rows in (manifest(30_000), full(30_000)):
+            assert read_manifest(rows.to_bytes(), "here") == rows
+        alike = replace(
+            manifest(0), params=tuple(replace(row, digest="0" * 32) for row in manifest(20_000).params[4::5])
+        )
+        assert read_manifest(alike.to_bytes(), "here") == alike

@@ -64,7 +64,9 @@ def flip(path, at):
 
 
 def rewrite(path, change):
-    """Change a manifest; what is written is plain JSON, which readers take too."""
+    """Change a manifest; what is written is plain JSON of the first format, whose text had no checksum."""
     document = json.loads(zstandard.decompress(path.read_bytes()))
+    document.update(format_number=1)
+    del document["content"]
     change(document)
     path.write_text(json.dumps(document))

@@ -158,7 +158,7 @@ class TestDamage:
             ('"shape": [500]', '"shape": [50]', "does not hold"),
             ('"dtype": "float32"', '"dtype": "load"', "damaged"),
             ('"w01"', '"w00"', "listed twice"),
-            ('"format_number": 1', '"format_number": 2', "use the same torchrl_ext version"),
+            ('"format_number": 1', '"format_number": 3', "use the same torchrl_ext version"),
             ('"version": 1', '"version": 7', "says that it is version 7"),
             ('"base_version": null', '"base_version": 3', "delta on version 3"),
             ("{", "[", "damaged"),
@@ -166,11 +166,40 @@ class TestDamage:
     )
     def test_a_manifest_that_cannot_be_right_is_refused(self, folder, worker, old, new, said):
         manifest = folder / "manifest.json"
-        text = manifest.read_text()
+        text, _, _ = (
+            manifest.read_text().replace('"format_number": 2', '"format_number": 1').partition(',\n  "content"')
+        )
+        text += "\n}\n"  # as in the first format, whose text had no checksum
         assert old in text
         manifest.write_text(text.replace(old, new))
         with pytest.raises(IntegrityError, match=said):
             worker.receive_weights(0.0)
+
+    def test_a_manifest_whose_parameters_were_emptied_is_refused(self, folder, worker):
+        manifest = folder / "manifest.json"
+        text = manifest.read_text()
+        begin, end = text.index('"params": [') + len('"params": ['), text.index("\n  ],\n")
+        manifest.write_text(text[:begin] + text[end:])
+        with pytest.raises(IntegrityError, match=r"manifest\.json is damaged: its content is not that of its checksum"):
+            worker.receive_weights(0.0)
+
+    @pytest.mark.parametrize("transport", ["disk", "delta"])
+    @pytest.mark.parametrize("kind", ["a pipe", "a device", "a link out", "a folder", "a large file"])
+    def test_a_manifest_that_is_no_file_of_the_root_is_refused_at_once(self, root, folder, transport, kind):
+        manifest = folder / "manifest.json"
+        manifest.rename(root.parent / "elsewhere")
+        if kind == "a pipe":
+            os.mkfifo(manifest)
+        elif kind == "a folder":
+            manifest.mkdir()
+        elif kind == "a large file":
+            manifest.touch()
+            os.truncate(manifest, 1 << 40)
+        else:
+            manifest.symlink_to("/dev/zero" if kind == "a device" else "../../elsewhere")
+        said = r"manifest\.json (is no regular file|is a link to|has 1,099,511,627,776 bytes)"
+        with pytest.raises(IntegrityError, match=said):
+            tx.make_transport(transport, root=root).receive_weights(0.0)
 
     def test_a_pointer_that_holds_something_else_is_told(self, root, folder, worker):
         (root / "latest").write_text("weight_v000001")

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
+import xxhash
+
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.deltas import DeltaManifest, is_delta
+from torchrl_ext.stores.deltas import DeltaManifest, read_manifest
 from torchrl_ext.stores.leases import Leases
-from torchrl_ext.stores.manifest import MANIFEST, Manifest
+from torchrl_ext.stores.manifest import LARGEST, MANIFEST, Manifest
 from torchrl_ext.stores.routes import Foreign, Found, Held, Route
 from torchrl_ext.stores.versions import Versions, version_name
 from torchrl_ext.types import ParamMeta
@@ -26,6 +28,7 @@ from torchrl_ext.types import ParamMeta
 __all__ = ["BESIDE", "Chain"]
 
 BESIDE = "delta"
+_PARSED = 2  # manifests that are kept for whoever looks again: of a keyframe and its delta
 
 
 class Chain:
@@ -42,6 +45,7 @@ class Chain:
         self._foreign, self._leases = foreign, Leases(store, lease_s)
         self._known: dict[int, Found] = {}
         self._keyframes: dict[int, bool] = {}
+        self._parsed: dict[bytes, Manifest | DeltaManifest] = {}
 
     def latest(self) -> int:
         """The newest version: what the pointer says, else the newest that another library completed; 0 if none.
@@ -76,21 +80,30 @@ class Chain:
 
     def _own(self, number: int) -> Found:
         folder = version_name(number)
-        data = self.store.get(f"{folder}/{MANIFEST}")
+        found = self._manifest(folder, number)
+        if isinstance(found, DeltaManifest):
+            return None, (folder, found)
+        folder = f"{folder}/{BESIDE}"
+        try:
+            beside = self._manifest(folder, number)
+        except FileNotFoundError:
+            return found, None
+        if not isinstance(beside, DeltaManifest):
+            raise IntegrityError(f"{self.store.url}/{folder}/{MANIFEST} is that of a full version, and no delta's")
+        return found, (folder, beside)
+
+    def _manifest(self, folder: str, number: int) -> Manifest | DeltaManifest:
+        """A folder's manifest. A version is looked for more than once while it is followed, and parsed once."""
         where = f"{self.store.url}/{folder}/{MANIFEST}"
-        full, delta = None, None
-        if is_delta(data):
-            delta = (folder, DeltaManifest.from_bytes(data, where))
-        else:
-            full = Manifest.from_bytes(data, where)
-            folder = f"{folder}/{BESIDE}"
-            with suppress(FileNotFoundError):
-                beside = self.store.get(f"{folder}/{MANIFEST}")
-                delta = (folder, DeltaManifest.from_bytes(beside, f"{self.store.url}/{folder}/{MANIFEST}"))
-        for found in (full, delta and delta[1]):
-            if found is not None and found.version != number:
-                raise IntegrityError(f"{where} says that it is version {found.version}")
-        return full, delta
+        data = self.store.get_at_most(f"{folder}/{MANIFEST}", LARGEST)
+        mark = xxhash.xxh3_128_digest(data)
+        found = self._parsed.pop(mark, None) or read_manifest(data, where)
+        if found.version != number:
+            raise IntegrityError(f"{where} says that it is version {found.version}")
+        self._parsed[mark] = found  # the newest last
+        while len(self._parsed) > _PARSED:
+            del self._parsed[next(iter(self._parsed))]
+        return found
 
     def _read_foreign(self, foreign: Foreign, number: int) -> None:
         """Their deltas do not say what does not change, so what a version holds is known from its base on only."""

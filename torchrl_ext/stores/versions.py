@@ -18,7 +18,7 @@ import re
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.manifest import MANIFEST, Manifest
+from torchrl_ext.stores.manifest import LARGEST, MANIFEST, Manifest
 
 __all__ = ["LATEST", "Versions", "version_name", "version_number"]
 
@@ -108,7 +108,7 @@ class Versions:
         """
         key = f"{version_name(version)}/{MANIFEST}"
         where = f"{self.store.url}/{key}"
-        manifest = Manifest.from_bytes(self.store.get(key), where)
+        manifest = Manifest.from_bytes(self.store.get_at_most(key, LARGEST), where)
         if manifest.version != version:
             raise IntegrityError(f"{where} says that it is version {manifest.version}")
         return manifest
