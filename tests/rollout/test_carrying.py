@@ -115,3 +115,87 @@ def test_several_choices_or_prompts_and_streams_are_not_continued():
     assert not ChatContinuation({"messages": [], "n": 2}).carries
     assert not ChatContinuation({"messages": [], "stream": True}).carries
     assert not TextContinuation({"prompt": ["a", "b"]}).carries
+
+
+def test_an_aborted_thought_is_asked_for_again_from_the_start_and_charged_to_nobody():
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "seed": 1}
+    for said in ({"content": None}, {"content": "so"}):  # in the middle of the thought, and after it
+        for name in ("reasoning", "reasoning_content"):
+            request = ChatContinuation(body)
+            thought = {"role": "assistant", name: "let me see", **said}
+            row = {"index": 0, "message": thought, "finish_reason": "abort"}
+            assert request.take({"choices": [row], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}) is None
+            assert request.body() == body
+            whole = {"choices": [row | {"finish_reason": "stop"}], "usage": {"completion_tokens": 7}}
+            assert request.take(whole) == whole
+
+
+def test_an_answer_that_turns_out_to_call_a_tool_is_asked_for_again_whole():
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    request = ChatContinuation(body)
+    assert request.take(chat("ab", "abort", 2)) is None
+    call = chat("cd", "tool_calls", 2)
+    call["choices"][0]["message"]["tool_calls"] = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+    assert request.take(call) is None
+    assert request.body() == body
+
+
+def test_a_message_that_the_caller_continues_is_continued_and_not_followed_by_another():
+    parts = [{"type": "text", "text": "Once"}]
+    for content, longer in (("Once", "Onceab"), (parts, [*parts, {"type": "text", "text": "ab"}])):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+        body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        request = ChatContinuation(body)
+        assert request.take(chat("ab", "abort", 2)) is None
+        assert request.body() == {**body, "messages": [messages[0], {"role": "assistant", "content": longer}]}
+
+
+def test_the_prompt_of_a_continued_answer_is_that_of_the_first_request():
+    request = ChatContinuation({"messages": [], "return_token_ids": True})
+    first = chat("ab", "abort", 2) | {"prompt_token_ids": [7, 8]}
+    first["choices"][0]["token_ids"] = [1, 2]
+    last = chat("cd", "stop", 2) | {"prompt_token_ids": [7, 8, 1, 2]}
+    last["choices"][0]["token_ids"] = [3, 4]
+    assert request.take(first) is None
+    whole = request.take(last)
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == ([7, 8], [1, 2, 3, 4])
+    request = TextContinuation({"prompt": [7, 8]})
+    rows = ("ab", [1, 2], [7, 8], "abort"), ("cd", [3, 4], [7, 8, 1, 2], "stop")
+    for text, ids, prompt, reason in rows:
+        row = {"index": 0, "text": text, "token_ids": ids, "prompt_token_ids": prompt, "finish_reason": reason}
+        row["logprobs"] = {"tokens": list(text), "text_offset": [0, 1]}
+        whole = request.take({"choices": [row], "usage": {"prompt_tokens": len(prompt), "completion_tokens": 2}})
+    (choice,) = whole["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"], choice["text"]) == ([7, 8], [1, 2, 3, 4], "abcd")
+    assert choice["logprobs"] == {"tokens": list("abcd"), "text_offset": [0, 1, 2, 3]}
+    assert whole["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+
+
+def test_what_cannot_be_joined_is_asked_for_again_and_never_returned_as_it_is():
+    def choice(text, reason="abort"):
+        return {"index": 0, "text": text, "finish_reason": reason}
+
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    for body, answer in (
+        ({"prompt": "a", "n": 2}, {"choices": [choice("b", "stop"), choice("c")], "usage": usage}),
+        ({"prompt": "a", "echo": True}, {"choices": [choice("ab")], "usage": usage}),
+        ({"prompt": ["a", "b"]}, {"choices": [choice("b"), choice("c")], "usage": usage}),
+        ({"prompt": "a"}, {"choices": [choice("b")]}),
+        ({"prompt": "a"}, {"choices": [choice("b\ufffd")], "usage": usage}),
+        ({"prompt": "a"}, {"choices": [choice("")], "usage": usage}),
+        ({"prompt": "a"}, {"choices": [choice("b") | {"routed_experts": "AAAA"}], "usage": usage}),
+    ):
+        request = TextContinuation(body)
+        assert request.take(answer) is None
+        assert request.body() == body
+        done = {"choices": [row | {"finish_reason": "stop"} for row in answer["choices"]]}
+        assert request.take(done) == done
+
+
+def test_a_stop_string_over_the_seam_of_two_texts_is_no_part_of_an_answer():
+    body = {"prompt": "a", "stop": ["END"]}
+    request = TextContinuation(body)
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    assert request.take({"choices": [{"text": "so E", "finish_reason": "abort"}], "usage": usage}) is None
+    assert request.take({"choices": [{"text": "ND of it", "finish_reason": "length"}], "usage": usage}) is None
+    assert request.body() == body

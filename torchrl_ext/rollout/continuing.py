@@ -1,6 +1,9 @@
 """Chat and text completions that an engine aborted go on with what was said: OpenAI's bodies, asked again for the rest.
 
-Source of the fields: vLLM's `ChatCompletionRequest` and `CompletionRequest` (``continue_final_message``,
+What cannot be put into a prompt (thoughts, calls of tools, several choices) is asked for again from the start: a
+chat template drops such parts, so a continuation would be of another text than the one that was sampled.
+
+Source of the fields: vLLM's `ChatCompletionRequest` and `CompletionRequest` (``continue_final_message``, ``echo``,
 ``return_token_ids``).
 """
 
@@ -8,11 +11,15 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torchrl_ext.types import Info
 
 __all__ = ["ChatContinuation", "Continuation", "TextContinuation"]
+
+_OF_THE_PROMPT = ("prompt_token_ids", "prompt_logprobs", "prompt_text")  # those of the first request
+_HALF_A_CHARACTER = "\ufffd"
 
 
 class Continuation(ABC):
@@ -22,21 +29,23 @@ class Continuation(ABC):
         body: of the first request; not changed.
     """
 
+    _CARRIED: ClassVar[frozenset[str]] = frozenset(
+        {"index", "finish_reason", "stop_reason", "matched_stop", "logprobs", "token_ids", *_OF_THE_PROMPT}
+    )
+
     def __init__(self, body: Info) -> None:
         self._body = copy.deepcopy(body)
-        self._text = ""
-        self._choice: Info | None = None
-        self._tokens = 0
+        self._forget()
 
     @property
     def carries(self) -> bool:
-        """Whether an aborted answer can be taken up again: of one choice, not streamed."""
-        return self._body.get("n") in (None, 1) and not self._body.get("stream")
+        """Whether what was said when an engine aborted can be kept: of one choice, that does not repeat the prompt."""
+        return self._body.get("n") in (None, 1) and not self._body.get("stream") and not self._body.get("echo")
 
     def body(self) -> Info:
         """What to ask now."""
         body = copy.deepcopy(self._body)
-        if self._tokens:
+        if self._first is not None:
             for name in ("max_tokens", "max_completion_tokens"):
                 if body.get(name) is not None:
                     body[name] -= self._tokens
@@ -48,37 +57,71 @@ class Continuation(ABC):
         return body
 
     def take(self, answer: Info) -> Info | None:
-        """The whole answer, or None where the engine aborted and the rest is to be asked for.
+        """The whole answer, or None where the engine aborted and the rest, or all of it, is to be asked for.
 
         Raises:
-            KeyError, TypeError, IndexError: the answer is not of this form.
+            KeyError, TypeError, IndexError, ValueError, AttributeError: the answer is not of this form.
         """
-        choice = answer["choices"][0]
-        made = int((answer.get("usage") or {}).get("completion_tokens") or 0)
-        self._text += self._said(choice)
-        self._choice = choice if self._choice is None else self._merged(self._choice, choice)
-        self._tokens += made
-        limits = [self._body.get(name) for name in ("max_tokens", "max_completion_tokens")]
-        if choice["finish_reason"] == "abort":
+        aborted = any(choice["finish_reason"] == "abort" for choice in answer["choices"])
+        if self._first is None and not aborted:
+            return answer
+        if not self.carries or not self._joins(answer) or (aborted and self._cut(answer)):
+            self._forget()
+            return None
+        choice, said = answer["choices"][0], self._said(answer["choices"][0])
+        self._choice = choice if self._first is None else self._merged(self._choice, choice)
+        self._first = self._first or answer
+        self._text += said
+        self._tokens += int(answer["usage"]["completion_tokens"])
+        if aborted:
+            limits = [self._body.get(name) for name in ("max_tokens", "max_completion_tokens")]
             if not any(limit is not None and self._tokens >= limit for limit in limits):
                 return None
             self._choice["finish_reason"] = "length"
-        usage = dict(answer.get("usage") or {})
-        if usage:
-            prompt = usage.get("prompt_tokens", 0) - (self._tokens - made)
-            usage |= {"completion_tokens": self._tokens, "prompt_tokens": prompt, "total_tokens": prompt + self._tokens}
-        return {**answer, "choices": [self._choice], "usage": usage}
+        prompt = self._first["usage"].get("prompt_tokens", 0)
+        usage = {"completion_tokens": self._tokens, "prompt_tokens": prompt, "total_tokens": prompt + self._tokens}
+        of_prompt = {name: self._first[name] for name in _OF_THE_PROMPT if name in self._first}
+        choices = [self._with_text(self._choice)]
+        return {**answer, **of_prompt, "choices": choices, "usage": {**answer["usage"], **usage}}
+
+    def _forget(self) -> None:
+        """Ask from the start: what was said is not kept, and none of it counts."""
+        self._first: Info | None = None
+        self._choice: Info = {}
+        self._text, self._tokens = "", 0
+
+    def _joins(self, answer: Info) -> bool:
+        """Whether an answer has nothing but what can be joined with the others."""
+        (choice,) = answer["choices"]
+        counted = "completion_tokens" in (answer.get("usage") or {})
+        return counted and not _filled(choice, but=self._CARRIED) and not self._straddled(self._said(choice))
+
+    def _cut(self, answer: Info) -> bool:
+        """Whether the text of an aborted answer lacks some of what its tokens say."""
+        said = self._said(answer["choices"][0])
+        return said.endswith(_HALF_A_CHARACTER) or (not said and answer["usage"]["completion_tokens"] > 0)
+
+    def _straddled(self, said: str) -> bool:
+        """Whether a stop string began in the text so far and ended in ``said``, where no engine saw it whole."""
+        stops = self._body.get("stop") or ()
+        reaches = {stop: len(stop) - 1 for stop in ([stops] if isinstance(stops, str) else stops)}
+        return any(reach and stop in self._text[-reach:] + said[:reach] for stop, reach in reaches.items())
 
     def _merged(self, before: Info, after: Info) -> Info:
-        merged = {**before, **after}
+        merged = {**before, **after, **{name: before[name] for name in _OF_THE_PROMPT if name in before}}
         if before.get("token_ids") is not None and after.get("token_ids") is not None:
             merged["token_ids"] = [*before["token_ids"], *after["token_ids"]]
         if isinstance(before.get("logprobs"), dict) and isinstance(after.get("logprobs"), dict):
             merged["logprobs"] = {
-                name: [*(before["logprobs"].get(name) or ()), *(rows or ())] if isinstance(rows, list) else rows
+                name: [*(before["logprobs"].get(name) or ()), *self._moved(name, rows or ())]
+                if isinstance(rows, list)
+                else rows
                 for name, rows in after["logprobs"].items()
             }
-        return self._with_text(merged)
+        return merged
+
+    def _moved(self, name: str, rows: Any) -> Any:
+        return [row + len(self._text) for row in rows] if name == "text_offset" else rows
 
     @abstractmethod
     def _said(self, choice: Info) -> str:
@@ -96,6 +139,11 @@ class Continuation(ABC):
 class ChatContinuation(Continuation):
     """``/v1/chat/completions``: what was said is the message to be continued."""
 
+    _CARRIED: ClassVar[frozenset[str]] = Continuation._CARRIED | {"message"}
+
+    def _joins(self, answer: Info) -> bool:
+        return super()._joins(answer) and not _filled(answer["choices"][0]["message"], but={"role", "content"})
+
     def _said(self, choice: Info) -> str:
         return choice["message"].get("content") or ""
 
@@ -103,12 +151,20 @@ class ChatContinuation(Continuation):
         return {**choice, "message": {**choice["message"], "content": self._text}}
 
     def _go_on(self, body: Any) -> None:
+        if not self._text:
+            return
+        if body.get("continue_final_message"):  # the caller's own: there is no second message, it gets longer
+            *before, last = body["messages"]
+            body["messages"] = [*before, {**last, "content": _longer(last["content"], self._text)}]
+            return
         body["messages"] = [*body["messages"], {"role": "assistant", "content": self._text}]
         body |= {"continue_final_message": True, "add_generation_prompt": False}
 
 
 class TextContinuation(Continuation):
     """``/v1/completions`` with one prompt: text, or token ids (answers then have to come with theirs)."""
+
+    _CARRIED: ClassVar[frozenset[str]] = Continuation._CARRIED | {"text"}
 
     def __init__(self, body: Info) -> None:
         super().__init__(body)
@@ -120,6 +176,12 @@ class TextContinuation(Continuation):
     def carries(self) -> bool:
         return super().carries and (self._ids or isinstance(self._body.get("prompt"), str))
 
+    def _joins(self, answer: Info) -> bool:
+        return super()._joins(answer) and not (self._ids and answer["choices"][0].get("token_ids") is None)
+
+    def _cut(self, answer: Info) -> bool:
+        return not self._ids and super()._cut(answer)
+
     def _said(self, choice: Info) -> str:
         return choice.get("text") or ""
 
@@ -127,5 +189,14 @@ class TextContinuation(Continuation):
         return {**choice, "text": self._text}
 
     def _go_on(self, body: Any) -> None:
-        said = (self._choice or {}).get("token_ids") or [] if self._ids else self._text
-        body["prompt"] = body["prompt"] + said
+        body["prompt"] = body["prompt"] + (self._choice["token_ids"] if self._ids else self._text)
+
+
+def _filled(told: Mapping[str, Any], *, but: Any) -> list[str]:
+    """The fields that say something, beside those named."""
+    return [name for name, value in told.items() if name not in but and value not in (None, [], {}, "")]
+
+
+def _longer(content: Any, text: str) -> Any:
+    """A message's content, a string or a list of parts, with more text at its end."""
+    return content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
