@@ -1,7 +1,10 @@
 """Requests and answers, word by word, as each engine's own documentation has them."""
 
+from tests.rpc.servers import running
+from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect, dialects
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, version_number
+from torchrl_ext.rollout.remote import RemoteInferenceClient
 
 REQUEST = GenerationRequest(
     token_ids=(1, 2), n=2, max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,), more={"min_tokens": 1}
@@ -23,13 +26,44 @@ def test_vllm_makes_all_continuations_of_a_prompt_in_one_request():
     }
 
 
-def test_sglang_gets_a_batch_in_which_each_continuation_has_its_seed():
+def test_sglang_gets_one_prompt_and_one_map_of_settings():
     sampling = {"max_new_tokens": 3, "temperature": 0.5, "min_new_tokens": 1, "stop_token_ids": [9]}
     assert SGLangDialect().body(REQUEST) == {
-        "input_ids": [[1, 2], [1, 2]],
-        "sampling_params": [sampling | {"sampling_seed": 7}, sampling | {"sampling_seed": 8}],
+        "input_ids": [1, 2],
+        "sampling_params": sampling | {"sampling_seed": 7, "n": 2},
         "return_logprob": True,
     }
+    assert SGLangDialect.one_seed_per_request and not VLLMDialect.one_seed_per_request
+    assert [SGLangDialect().body(one)["sampling_params"] for one in REQUEST.split()] == [
+        sampling | {"sampling_seed": 7},
+        sampling | {"sampling_seed": 8},
+    ]
+
+
+def _router(body):
+    """As vLLM's router and SGLang's read ``/generate``: typed fields, and what is of another type is HTTP 422."""
+    sampling = body["sampling_params"]
+    if not isinstance(sampling, dict):
+        return 422, "Failed to deserialize the JSON body into the target type: sampling_params: invalid type: sequence"
+    told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+    rows = [
+        {"output_ids": [sampling.get("sampling_seed", -1), j], "meta_info": told} for j in range(sampling.get("n", 1))
+    ]
+    return 200, rows[0] if len(rows) == 1 else rows
+
+
+def test_sglang_behind_a_router_generates_with_seeds_and_without():
+    with running({}, post_generate=_router) as router:
+        client = InferenceClient(router.url, kind="sglang")
+        seeded = client.generate([[1], [2]], n=2, seed=5, max_tokens=2)
+        drawn = client.generate([[1], [2]], n=2, max_tokens=2)
+        client.close()
+        remote = RemoteInferenceClient(proxy_url=router.url, server_urls=[router.url], kind="sglang")
+        samples = remote.run(remote.sample([1], num_samples=2, sampling_params={"seed": 5, "max_tokens": 2}))
+        remote.close()
+    assert [one.token_ids for one in seeded] == [(5, 0), (6, 0), (7, 0), (8, 0)]
+    assert [one.token_ids for one in drawn] == [(-1, 0), (-1, 1)] * 2
+    assert [one.token_ids for one in samples] == [(5, 0), (6, 0)]
 
 
 def test_sglang_answers_are_read_with_spans_and_without():

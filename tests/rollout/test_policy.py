@@ -1,5 +1,7 @@
 """`RemoteLLMPolicy` against a real server, key by key beside TorchRL's own wrapper on the same model."""
 
+import copy
+import functools
 import pickle
 import threading
 
@@ -13,13 +15,14 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.processes import WAIT_S
+from tests.rollout.aborts import aborted
 from tests.rollout.inputs import PROMPTS, TEMPLATE, leaves, prompts
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.launch.processes import free_port
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 MODES = ["history", "text", "tokens"]
-OURS = {("token_versions", "response"), ("token_versions", "full")}
+OURS = {("token_versions", "response"), ("token_versions", "full"), "response_truncated"}
 MORE = {("log_probs", "full"), ("masks", "all_assistant_mask")}  # which of TorchRL's only vLLMWrapper gives
 
 
@@ -67,7 +70,7 @@ def test_each_entry_is_that_of_torchrls_wrapper(server, model, tokenizer, mode, 
     )(prompts(mode, tokenizer, padded=padded))
     ours = remote(server, tokenizer, mode, pad_output=padded)(prompts(mode, tokenizer, padded=padded))
     assert type(ours) is type(theirs) and ours.batch_size == theirs.batch_size
-    assert set(ours.keys()) == set(theirs.keys()) | {"token_versions"}
+    assert set(ours.keys()) == set(theirs.keys()) | {"token_versions", "response_truncated"}
     expected, found = leaves(theirs), leaves(ours)
     assert set(found) == set(expected) | OURS | MORE
     for key, rows in expected.items():
@@ -219,6 +222,46 @@ def test_a_policy_can_be_sent_to_another_process(server, tokenizer):
     assert again.model.urls == (server.url,) and again.out_keys == policy.out_keys
     first, second = (one(prompts("tokens", tokenizer))["tokens", "response"] for one in (policy, again))
     assert torch.equal(first, second)
+
+
+def test_what_an_engine_aborts_is_no_short_response_and_what_the_limit_ends_is_marked(server, tokenizer, model):
+    whole = {"max_new_tokens": 150, "do_sample": False, "ignore_eos": True}
+    policy = remote(server, tokenizer, generate_kwargs=whole)
+    expected = policy(prompts("tokens", tokenizer))
+    out = aborted(server.url, lambda: policy(prompts("tokens", tokenizer)))
+    assert leaves(out)["tokens", "response"][0].tolist() == leaves(expected)["tokens", "response"][0].tolist()
+    assert [ids.numel() for ids in leaves(out)["tokens", "response"]] == [150, 150]
+    assert out["response_truncated"].tolist() == [True, True]
+    stop = leaves(expected)["tokens", "response"][0][3].item()
+    ended = remote(server, tokenizer, generate_kwargs={**whole, "stop_token_ids": [stop]})(prompts("tokens", tokenizer))
+    rows = ended.unbind(0)
+    assert rows[0]["tokens", "response"].numel() <= 4 and not rows[0]["response_truncated"]
+
+
+def test_a_call_that_failed_lets_others_start_in_its_place(server, tokenizer):
+    pacer = tx.Pacer(lambda: 0, max_lag=0, turns_per_version=2, timeout_s=1.0)
+    nobody = tx.InferenceClient(f"127.0.0.1:{free_port()}")
+    policy = remote(server, tokenizer, pacer=pacer)
+    for _ in range(3):
+        with pytest.raises(EngineUnreachableError):
+            tx.RemoteLLMPolicy(nobody, tokenizer=tokenizer, input_mode="tokens", pacer=pacer)(
+                prompts("tokens", tokenizer)
+            )
+    assert pacer.started == 0
+    policy(prompts("tokens", tokenizer))
+    assert pacer.started == 2
+
+
+def test_a_policy_with_a_pacer_can_be_sent_to_another_process_and_counts_there_anew(server, tokenizer):
+    pacer = tx.Pacer(functools.partial(int, 4), max_lag=1, turns_per_version=2, timeout_s=1.0)
+    policy = remote(server, tokenizer, pacer=pacer)
+    policy(prompts("tokens", tokenizer))
+    again = pickle.loads(pickle.dumps(policy))
+    for _ in range(2):  # of (0 + 1 + 1) * 2 sequences
+        again(prompts("tokens", tokenizer))
+    with pytest.raises(DeadlineError, match="4 sequences ahead"):
+        again(prompts("tokens", tokenizer))
+    assert pacer.started == 2 and copy.deepcopy(pacer).allowed() == 4
 
 
 def test_each_token_carries_the_version_that_sampled_it(checkpoint, tokenizer):

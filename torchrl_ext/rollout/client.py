@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from queue import Empty, SimpleQueue
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
+from torchrl_ext.rollout.carrying import Carried
 from torchrl_ext.rollout.endpoints import Endpoints
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
+from torchrl_ext.rollout.loops import BackgroundLoop, each
+from torchrl_ext.rollout.waits import Waits
 from torchrl_ext.rpc.discovery import discover
 
 __all__ = ["Generation", "InferenceClient", "VersionSpan"]
@@ -22,8 +25,10 @@ class InferenceClient:
     """Sends prompts to one engine or to several that serve the same policy, many at a time.
 
     A prompt goes to the engine that has the fewest in work. One that cannot be reached, or says that it is broken
-    (HTTP 5xx), is given its prompts no longer: they are asked of another engine from the start, and the engine is
-    tried again after ``retire_s``. Safe to use from many threads, and to send to another process.
+    or busy (HTTP 500, 502 to 504, 429), is given its prompts no longer: they are asked of another engine from the
+    start, and the engine is tried again after ``retire_s``. What an engine aborts (an update that pauses with mode
+    ``abort``) goes on with the tokens that it has, on any engine; with stop strings, which may straddle the two
+    parts, from the start. Safe to use from many threads, and to send to another process.
 
     Args:
         url: base address of an engine (or of a router in front of several), or a list of addresses.
@@ -59,10 +64,11 @@ class InferenceClient:
         }
         urls = [url] if isinstance(url, str) else list(url)
         kinds = [kind] * len(urls) if isinstance(kind, str) else list(kind)
-        self._endpoints = Endpoints(
-            urls, kinds, timeout_s=timeout_s, cap=max_concurrency, api_key=api_key, retire_s=retire_s
-        )
         self._timeout_s, self._adapter = timeout_s, adapter
+        self._make = functools.partial(Endpoints, urls, kinds, cap=max_concurrency, api_key=api_key, retire_s=retire_s)
+        self._opening = threading.Lock()
+        self._endpoints: Endpoints = self._make()
+        self._loop: BackgroundLoop | None = None
 
     @classmethod
     def connect(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> InferenceClient:
@@ -97,7 +103,7 @@ class InferenceClient:
         max_tokens: int = 16,
         temperature: float = 1.0,
         seed: int | None = None,
-        logprobs: bool = True,
+        logprobs: bool | int | None = True,
         stop_token_ids: Sequence[int] = (),
         timeout_s: float | None = None,
         **sampling: Any,
@@ -110,7 +116,8 @@ class InferenceClient:
             max_tokens: most new tokens of each.
             temperature: 0 takes the most probable token.
             seed: continuation j of prompt i is sampled with ``seed + i * n + j``; None leaves it to the engine.
-            logprobs: ask for the log-probability of each sampled token.
+            logprobs: ask for the log-probability of each sampled token; any number does as well (in vLLM's convention
+                0 is that of the sampled token alone), False and None do not.
             stop_token_ids: end after one of these.
             timeout_s: deadline of this call in place of the client's.
             sampling: further fields of vLLM's ``sampling_params``.
@@ -123,6 +130,7 @@ class InferenceClient:
             EngineUnreachableError, EngineRefusedError: what the engine said to the first request that no engine took.
             DeadlineError: not every generation came in time; names the engines that owe some.
         """
+        endpoints, loop = self._opened()
         asked = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
         requests = []
         for i, prompt in enumerate(prompts):
@@ -135,57 +143,85 @@ class InferenceClient:
                     max_tokens=max_tokens,
                     temperature=temperature,
                     seed=None if seed is None else seed + i * n,
-                    logprobs=logprobs,
+                    logprobs=logprobs is not None and logprobs is not False,
                     stop_token_ids=tuple(stop_token_ids),
                     more=sampling,
                     adapter=self._adapter,
                 )
             )
+        if seed is not None and endpoints.one_seed_per_request:
+            requests = [one for request in requests for one in request.split()]
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        groups = self._all(requests, until)
-        return [generation for group in groups for generation in (group if asked == n else group * n)]
+        found = [generation for group in loop.run(_all(endpoints, requests, until)) for generation in group]
+        return found if asked == n else [generation for generation in found for _ in range(n)]
 
     def close(self) -> None:
-        """Drop the connections. May be called twice."""
-        self._endpoints.close()
+        """Drop the connections, and end what is in work with an error. May be called twice; a later call opens anew."""
+        with self._opening:
+            endpoints, loop, self._loop = self._endpoints, self._loop, None
+        if loop is not None:
+            loop.stop(endpoints.close())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(InferenceClient, **self._settings), (list(self.urls),)
 
-    def _all(self, requests: Sequence[GenerationRequest], until: float) -> list[list[Generation]]:
-        """Each request's generations; threads are daemons, so that an interrupted caller need not wait for them."""
-        work: SimpleQueue[tuple[GenerationRequest, Future[list[Generation]]]] = SimpleQueue()
-        futures: list[Future[list[Generation]]] = []
-        for request in requests:
-            futures.append(Future())
-            work.put((request, futures[-1]))
-        stop = threading.Event()
+    def _opened(self) -> tuple[Endpoints, BackgroundLoop]:
+        with self._opening:
+            if self._loop is None or not self._loop.alive:
+                self._endpoints, self._loop = self._make(), BackgroundLoop()
+            return self._endpoints, self._loop
 
-        def serve() -> None:
-            while not stop.is_set():
-                try:
-                    request, future = work.get_nowait()
-                except Empty:
-                    return
-                try:
-                    future.set_result(self._endpoints.ask(request, until))
-                except BaseException as error:  # noqa: BLE001 - carried over to the waiting caller
-                    stop.set()
-                    future.set_exception(error)
 
-        for i in range(min(self._endpoints.capacity, len(requests))):
-            threading.Thread(target=serve, name=f"generate-{i}", daemon=True).start()
-        try:
-            done, pending = wait(futures, max(0.0, until - time.monotonic()), return_when=FIRST_EXCEPTION)
-            owing = self._endpoints.busy() if pending else ()
-        finally:
-            stop.set()
-        for future in futures:
-            if future in done:
-                future.result()
-        if pending:
-            raise DeadlineError(
-                f"{', '.join(owing) or self.url} answered too late: {len(done)} of {len(futures)} prompts are done",
-                hint="is the engine paused? Resume it, ask for fewer tokens, or raise timeout_s",
-            )
-        return [future.result() for future in futures]
+async def _all(endpoints: Endpoints, requests: Sequence[GenerationRequest], until: float) -> list[list[Generation]]:
+    """Each request's generations; the first error, and the deadline, end every request that is in work."""
+    work, found = deque(enumerate(requests)), {}
+
+    async def serve() -> None:
+        while work:
+            i, request = work.popleft()
+            found[i] = await _whole(endpoints, request, until)
+
+    serving = [asyncio.ensure_future(serve()) for _ in range(min(endpoints.capacity, len(requests)))]
+    if not serving:
+        return []
+    try:
+        left_s = max(0.0, until - time.monotonic())
+        done, pending = await asyncio.wait(serving, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+        owing = endpoints.busy()
+    finally:
+        for one in serving:
+            one.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+    for one in done:
+        one.result()
+    if pending:
+        raise DeadlineError(
+            f"{', '.join(owing or endpoints.urls)} answered too late: {len(found)} of {len(requests)} prompts are done",
+            hint="is the engine paused? Resume it, ask for fewer tokens, or raise timeout_s",
+        )
+    return [found[i] for i in range(len(requests))]
+
+
+async def _whole(endpoints: Endpoints, request: GenerationRequest, until: float) -> list[Generation]:
+    """The continuations of one request, each to its own end."""
+    found = await endpoints.ask(request, until)
+    if all(one.finish_reason != "abort" for one in found):
+        return found
+    return await each(
+        [
+            _to_its_end(endpoints, Carried(request=one), part, until)
+            for one, part in zip(request.split(), found, strict=True)
+        ]
+    )
+
+
+async def _to_its_end(endpoints: Endpoints, carried: Carried, found: Generation, until: float) -> Generation:
+    waits = Waits(until)
+    while True:
+        if found.finish_reason != "abort" or not carried.stops:  # what nobody can look at for a stop string is dropped
+            carried = carried.extended(found)
+        if carried.done:
+            return carried.made
+        if carried.stops or not found.token_ids:
+            await waits.wait(EngineError(f"{', '.join(endpoints.urls)}: requests are aborted before they have a token"))
+        (found,) = await endpoints.ask(carried.remaining(), until)

@@ -14,9 +14,16 @@ __all__ = ["Dialect", "SGLangDialect", "VLLMDialect", "dialects"]
 
 
 class Dialect(ABC):
-    """Translates between `GenerationRequest`, `Generation` and the JSON of one kind of engine."""
+    """Translates between `GenerationRequest`, `Generation` and the JSON of one kind of engine.
+
+    Attributes:
+        route: where tokens are asked for.
+        one_seed_per_request: whether the continuations of a request that has a seed would all be drawn alike, so that
+            each has to be a request of its own.
+    """
 
     route: ClassVar[str]
+    one_seed_per_request: ClassVar[bool] = False
 
     @abstractmethod
     def body(self, request: GenerationRequest) -> Info:
@@ -73,11 +80,13 @@ class VLLMDialect(Dialect):
 class SGLangDialect(Dialect):
     """SGLang's native route (`sglang.srt.managers.io_struct.GenerateReqInput`).
 
-    A prompt with ``n`` continuations travels as a batch of ``n``, since SGLang gives the copies of one request the
-    same seed. Seeds count where the server runs with ``--enable-deterministic-inference``.
+    A request is one prompt with one map of sampling settings, which is what routers let through (they answer lists of
+    either with 422). Seeds count where the server runs with ``--enable-deterministic-inference``; vLLM's router (0.1)
+    takes neither ``sampling_seed`` nor ``min_new_tokens`` along.
     """
 
     route: ClassVar[str] = "/generate"
+    one_seed_per_request: ClassVar[bool] = True
 
     _NAMES: ClassVar[dict[str, str]] = {"min_tokens": "min_new_tokens"}
 
@@ -85,10 +94,11 @@ class SGLangDialect(Dialect):
         more = {self._NAMES.get(name, name): value for name, value in request.more.items()}
         sampling = {"max_new_tokens": request.max_tokens, "temperature": request.temperature, **more}
         sampling |= {"stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
-        seeds = [{} if request.seed is None else {"sampling_seed": request.seed + j} for j in range(request.n)]
+        sampling |= {} if request.seed is None else {"sampling_seed": request.seed}
+        sampling |= {} if request.n == 1 else {"n": request.n}
         return {
-            "input_ids": [list(request.token_ids)] * request.n,
-            "sampling_params": [sampling | seed for seed in seeds],
+            "input_ids": list(request.token_ids),
+            "sampling_params": sampling,
             "return_logprob": request.logprobs,
             **self.adapted(request.adapter),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = ["UNKNOWN_VERSION", "Generation", "GenerationRequest", "VersionSpan", "version_number"]
@@ -46,6 +46,11 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
+
+    def split(self) -> list[GenerationRequest]:
+        """The same as requests of one continuation each."""
+        seeds = [None if self.seed is None else self.seed + j for j in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
 
 @dataclass(frozen=True, kw_only=True)

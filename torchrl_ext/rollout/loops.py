@@ -5,33 +5,57 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from torchrl_ext.errors import DeadlineError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 
-__all__ = ["BackgroundLoop"]
+__all__ = ["BackgroundLoop", "each"]
 
 _T = TypeVar("_T")
 
 
 class BackgroundLoop:
-    """Runs coroutines; its thread is a daemon, so that nobody has to wait for it."""
+    """Runs coroutines for any number of threads; its own is a daemon, so that nobody has to wait for it.
+
+    It ends with `stop`, or when nobody holds it any more.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="inference-loop", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="inference-loop", daemon=True)
+        self._lock, self._calls, self._stopped = threading.Lock(), set[concurrent.futures.Future[Any]](), False
         self._thread.start()
+        weakref.finalize(self, _end, self._loop)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes calls: not stopped, and not the copy that a fork left without its thread."""
+        return not self._stopped and self._thread.is_alive()
 
     def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
         """The result of ``call``; it is cancelled where the caller leaves.
 
         Raises:
             DeadlineError: it took longer than ``timeout_s`` seconds.
+            EngineError: the loop was stopped before or meanwhile.
+            ConfigError: called from a coroutine of this very loop, which would wait for itself.
         """
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        with self._lock:
+            if self._stopped or threading.current_thread() is self._thread:
+                call.close()
+                if self._stopped:
+                    raise _closed(call)
+                raise ConfigError(f"{call.__qualname__} would wait for itself", hint="await it in place of run")
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
+            self._calls.add(future)
         try:
             return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            if self._stopped:
+                raise _closed(call) from None
+            raise
         except concurrent.futures.TimeoutError as error:
             if future.done():
                 raise
@@ -40,10 +64,69 @@ class BackgroundLoop:
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._calls.discard(future)
 
-    def stop(self) -> None:
-        """End the thread. May be called twice."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+    def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 10.0) -> None:
+        """Cancel what runs, so that each `run` ends with an error, await ``last``, and end the thread.
+
+        May be called twice.
+
+        Raises:
+            DeadlineError: something did not end within ``timeout_s`` seconds.
+        """
+        with self._lock:
+            ends, self._stopped = self.alive, True
+            calls = tuple(self._calls)
+        if not ends:
+            last.close()
+            return
+        for call in calls:
+            call.cancel()
+        try:
+            asyncio.run_coroutine_threadsafe(_after_the_others(last), self._loop).result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            raise DeadlineError(
+                f"requests did not end within {timeout_s:g} s of their cancellation", state="the loop is told to stop"
+            ) from None
+        finally:
+            _end(self._loop)
+        self._thread.join(timeout_s)
+
+
+async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Every result, in order; the first error ends the other calls."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _after_the_others(last: Coroutine[Any, Any, None]) -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await last
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _closed(call: Coroutine[Any, Any, Any]) -> EngineError:
+    return EngineError(
+        f"the client was closed before {call.__qualname__} had its answer",
+        state="the request is cancelled",
+        hint="close a client when nobody waits for it any more; a call after that opens it anew",
+    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torchrl_ext.errors import ConfigError, DeadlineError
 
@@ -19,6 +21,9 @@ class Pacer:
     With ``v`` versions accepted and ``turns_per_version`` sequences used up per version, at most
     ``(v + max_lag + 1) * turns_per_version`` sequences are ever started: the batch that the trainer waits for, and
     ``max_lag`` more (the rule of AReaL, https://arxiv.org/abs/2505.24298, section 5.1).
+
+    Sent to another process (with the policy that has it), a pacer counts the sequences of that process, from the
+    version at which it arrives; ``version`` goes along, so it has to be something that can be pickled.
 
     Args:
         version: the trainer's newest version, such as ``lambda: sender.version``; called from the collector's thread.
@@ -47,6 +52,9 @@ class Pacer:
         """Sequences admitted so far."""
         return self._started
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _pacer, (self._version, self._max_lag, self._turns, self._timeout_s)
+
     def allowed(self) -> int:
         """Sequences that may have been started by now."""
         return (self._version() - self._first + self._max_lag + 1) * self._turns
@@ -70,3 +78,23 @@ class Pacer:
                     )
                 self._changed.wait(min(_LOOK_S, left_s))
             self._started += count
+
+    @contextmanager
+    def admitted(self, count: int) -> Iterator[None]:
+        """`admit` for a block that starts the sequences; where it fails, none was made and others may start.
+
+        Raises:
+            DeadlineError: as for `admit`.
+        """
+        self.admit(count)
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                self._started -= count
+                self._changed.notify_all()
+            raise
+
+
+def _pacer(version: Callable[[], int], max_lag: int, turns: int, timeout_s: float) -> Pacer:
+    return Pacer(version, max_lag=max_lag, turns_per_version=turns, timeout_s=timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class RemoteLLMPolicy(LLMWrapperBase):
     * ``text`` in text and history modes, ``history`` in history mode;
     * ``token_versions``, ours: ``response`` (R) and ``full`` (P + R), int64: the version of the weights that sampled
       each token, from the engine's ``weight_versions``; 0 for the weights an engine started with, -1 over the prompt,
-      over padding and where an engine does not say.
+      over padding and where an engine does not say;
+    * ``response_truncated``, ours: bool: the token limit ended the response, and the model did not. (What an engine
+      aborted has gone on until one of the two.)
 
     Several engines share the work, see `InferenceClient`. Servers batch by themselves, so this class does not:
     it may be called from many threads at once.
@@ -57,7 +60,7 @@ class RemoteLLMPolicy(LLMWrapperBase):
         num_samples: continuations per prompt, as a second dimension.
         chat_template_name, chat_template: for history mode.
         return_log_probs: whether to ask for log-probabilities.
-        history_key, text_key, tokens_key, masks_key, log_probs_key, versions_key: names of the outputs.
+        history_key, text_key, tokens_key, masks_key, log_probs_key, versions_key, truncated_key: names of the outputs.
         prefer_tokens: history mode takes tokens that the input has already in place of the template's.
         seed: sequence k of this policy's life is sampled with ``seed + k``; None leaves it to the engines.
         pacer: makes each call wait while rollouts are too far ahead of training.
@@ -91,6 +94,7 @@ class RemoteLLMPolicy(LLMWrapperBase):
         masks_key: NestedKey = "masks",
         log_probs_key: NestedKey = "log_probs",
         versions_key: NestedKey = "token_versions",
+        truncated_key: NestedKey = "response_truncated",
         prefer_tokens: bool = False,
         seed: int | None = None,
         pacer: Pacer | None = None,
@@ -123,7 +127,7 @@ class RemoteLLMPolicy(LLMWrapperBase):
         if samples is not None and inplace in (True, "empty"):
             raise ConfigError(f"inplace={inplace!r} cannot hold several samples per prompt", expected="False or None")
         self.inplace = inplace if inplace is not None else samples is None
-        keys = {"tokens": tokens_key, "masks": masks_key, "versions": versions_key}
+        keys = {"tokens": tokens_key, "masks": masks_key, "versions": versions_key, "truncated": truncated_key}
         keys |= {"log_probs": log_probs_key} if self.return_log_probs else {}
         keys |= {"text": text_key} if input_mode in ("text", "history") else {}
         keys |= {"history": history_key} if input_mode == "history" else {}
@@ -199,17 +203,16 @@ class RemoteLLMPolicy(LLMWrapperBase):
             standard = self._standardize_generate_kwargs({**self.generate_kwargs, **changes})
             sampling, samples = sampling_settings(standard, self.num_samples)
         count = len(prompts.tokens) * (samples or 1)
-        if self._pacer is not None:
-            self._pacer.admit(count)
         seed = self._next_seed(count)
-        generations = self.model.generate(
-            prompts.tokens,
-            n=samples or 1,
-            logprobs=self.return_log_probs,
-            timeout_s=self._timeout_s,
-            **({"seed": seed} if seed is not None else {}),
-            **sampling,
-        )
+        with nullcontext() if self._pacer is None else self._pacer.admitted(count):
+            generations = self.model.generate(
+                prompts.tokens,
+                n=samples or 1,
+                logprobs=self.return_log_probs,
+                timeout_s=self._timeout_s,
+                **({"seed": seed} if seed is not None else {}),
+                **sampling,
+            )
         return self._write(prompts, generations, samples)
 
     def _next_seed(self, count: int) -> int | None:

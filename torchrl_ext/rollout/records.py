@@ -31,8 +31,8 @@ class RecordWriter:
     """Writes one entry per generation.
 
     Args:
-        keys: names of the entries by what they are: ``tokens``, ``masks``, ``log_probs``, ``versions``, and where
-            wanted ``text`` and ``history``.
+        keys: names of the entries by what they are: ``tokens``, ``masks``, ``log_probs``, ``versions``, ``truncated``,
+            and where wanted ``text`` and ``history``.
         tokenizer: turns responses into text; None where neither text nor history is wanted.
         pad_output: bring prompts (on the left) and responses (on the right) to one length.
         padding_value: token id for that.
@@ -99,6 +99,7 @@ class RecordWriter:
                 padded=MetaData(self._pad_output),
             ),
             "versions": _versions(generation, padded_prompt.numel(), after),
+            "truncated": torch.tensor(generation.finish_reason != "stop"),
         }
         if "log_probs" in self._keys:
             made["log_probs"] = self._log_probs(generation, padded_prompt.numel(), after)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
@@ -23,7 +24,7 @@ from torchrl_ext.rollout.control_calls import ControlCalls
 from torchrl_ext.rollout.controls import Call, check_kind, fan_out, refuse_routers
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.generation import Generation, GenerationRequest
-from torchrl_ext.rollout.loops import BackgroundLoop
+from torchrl_ext.rollout.loops import BackgroundLoop, each
 from torchrl_ext.rollout.routed import Routed
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
@@ -70,6 +71,7 @@ class RemoteInferenceClient(ControlCalls):
     timeout_s: float = 1800.0
     control_timeout_s: float = 600.0
     _live: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         servers = tuple(normalise_url(url) for url in self.server_urls)
@@ -159,7 +161,8 @@ class RemoteInferenceClient(ControlCalls):
             request_payload: ``{"json": body}``; ``session_id`` in the body picks the engine and is taken out of it.
 
         Returns:
-            The engine's answer. One that was aborted has been continued where it was, unless it has several choices.
+            The engine's answer. One that was aborted has been continued where it was; or asked for again, where it
+            has what no prompt can hold: thoughts, calls of tools, several choices.
 
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time.
@@ -193,7 +196,7 @@ class RemoteInferenceClient(ControlCalls):
             return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
         more = {"add_special_tokens": add_special_tokens, **self._model()}
         routed = self._routed()
-        found = await routed.each([routed.post("/tokenize", {"prompt": one, **more}) for one in texts])
+        found = await each([routed.post("/tokenize", {"prompt": one, **more}) for one in texts])
         return [told["tokens"] for told in found]
 
     async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
@@ -201,7 +204,7 @@ class RemoteInferenceClient(ControlCalls):
         if self.tokenizer is not None:
             return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
         routed, more = self._routed(), self._model()
-        found = await routed.each([routed.post("/detokenize", {"tokens": list(ids), **more}) for ids in token_ids])
+        found = await each([routed.post("/detokenize", {"tokens": list(ids), **more}) for ids in token_ids])
         return [told.get("prompt", told.get("text")) for told in found]
 
     async def finish_session(self, session_id: Any) -> None:
@@ -227,10 +230,13 @@ class RemoteInferenceClient(ControlCalls):
 
         Raises:
             DeadlineError: it took longer than ``timeout_s`` seconds.
+            EngineError: the client was closed meanwhile.
         """
-        if "background" not in self._live:
-            self._live["background"] = BackgroundLoop()
-        return self._live["background"].run(call, timeout_s)
+        with self._lock:
+            background = self._live.get("background")
+            if background is None or not background.alive:
+                background = self._live["background"] = BackgroundLoop()
+        return background.run(call, timeout_s)
 
     async def teardown(self) -> None:
         """Drop this event loop's connections; a later call opens new ones."""
@@ -239,11 +245,11 @@ class RemoteInferenceClient(ControlCalls):
             await routed.close()
 
     def close(self) -> None:
-        """What `run` has opened is closed. May be called twice."""
-        background = self._live.pop("background", None)
+        """What `run` has opened is closed, and each `run` that waits ends with an error. May be called twice."""
+        with self._lock:
+            background = self._live.pop("background", None)
         if background is not None:
-            background.run(self.teardown())
-            background.stop()
+            background.stop(self.teardown())
 
     async def __aenter__(self) -> RemoteInferenceClient:
         return self
@@ -252,15 +258,16 @@ class RemoteInferenceClient(ControlCalls):
         await self.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": {}}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_live", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _live={}, _lock=threading.Lock())
 
     # helpers
 
     def _loops(self) -> Any:
-        return self._live.setdefault("loops", weakref.WeakKeyDictionary())
+        with self._lock:
+            return self._live.setdefault("loops", weakref.WeakKeyDictionary())
 
     def _routed(self) -> Routed:
         """The sessions and the limit of this event loop."""
@@ -282,7 +289,7 @@ class RemoteInferenceClient(ControlCalls):
         routed, until = self._routed(), time.monotonic() + self.timeout_s
         more = {name: value for name, value in extra.items() if value is not None}
         carried = (Carried(request=request) for request in requests)
-        return await routed.each(
+        return await each(
             [
                 routed.generate(one, session, more, until, self.detokenize)
                 for one, session in zip(carried, sessions, strict=True)

@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
-from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.errors import EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rollout.carrying import Carried
 from torchrl_ext.rollout.continuing import Continuation
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.generation import Generation
+from torchrl_ext.rollout.waits import Waits, may_pass
 from torchrl_ext.rpc.async_http import AsyncSession
 
 __all__ = ["Routed"]
-
-_T = TypeVar("_T")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 class Routed:
     """Sends requests to one address; belongs to one event loop.
 
-    A request that got no answer, or one that says that something is broken (HTTP 5xx), is sent again until its
-    deadline: tokens that nobody has seen were not made, and a router may have found another engine by then.
+    A request that got no answer, or one that says that something is broken or busy (HTTP 500, 502 to 504, 429), is
+    sent again until its deadline: tokens that nobody has seen were not made, and a router may have found another
+    engine by then.
 
     Args:
         url: of the router, or of the only engine.
@@ -45,18 +44,18 @@ class Routed:
         """The JSON answer of a route.
 
         Raises:
-            EngineRefusedError: the request is at fault (HTTP 4xx), or the answer is no JSON.
+            EngineRefusedError: the request is at fault (any other HTTP status), or the answer is no JSON.
             EngineUnreachableError, DeadlineError: no good answer until the deadline; has the last reason.
         """
         until = time.monotonic() + self._timeout_s if until is None else until
         headers = None if session_id is None else {"x-session-id": str(session_id)}
-        waits = _Waits(until)
+        waits = Waits(until)
         async with self._slot():
             while True:
                 try:
                     return await self.session.json("POST", self._url + route, body, headers=headers, until=until)
                 except EngineRefusedError as error:
-                    if error.status is None or error.status < 500:
+                    if not may_pass(error):
                         raise
                     await waits.wait(error)
                 except EngineUnreachableError as error:
@@ -82,7 +81,7 @@ class Routed:
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError: as for `post`.
         """
-        waits = _Waits(until)
+        waits = Waits(until)
         while not carried.done:
             asked = carried.remaining()
             answer = await self.post(self._dialect.route, {**self._dialect.body(asked), **more}, session_id, until)
@@ -101,21 +100,19 @@ class Routed:
         return carried.made
 
     async def continued(self, route: str, request: Continuation, session_id: Any) -> Any:
-        """An OpenAI-style answer, continued for as long as engines abort it.
+        """An OpenAI-style answer, continued, or asked for again, for as long as engines abort it.
 
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError: as for `post`.
         """
         until = time.monotonic() + self._timeout_s
-        waits = _Waits(until)
+        waits = Waits(until)
         while True:
             answer = await self.post(route, request.body(), session_id, until)
-            if not request.carries:
-                return answer
             try:
                 whole = request.take(answer)
-            except (KeyError, TypeError, IndexError) as error:
-                raise EngineRefusedError(f"{self._url}{route} gave an answer without {error}") from None
+            except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+                raise EngineRefusedError(f"{self._url}{route} gave no completion: {error!r}") from None
             if whole is not None:
                 return whole
             await waits.wait(EngineError(f"{self._url} aborted the request"))
@@ -124,17 +121,6 @@ class Routed:
         """See `torchrl_ext.rpc.router.RouterClient.finish_session`."""
         until = time.monotonic() + self._timeout_s
         await self.session.call("POST", f"{self._url}/finish_session", query={"session_id": session_id}, until=until)
-
-    async def each(self, calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-        """Every result, in order; the first error ends the other calls."""
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
 
     async def close(self) -> None:
         """Drop the connections."""
@@ -147,17 +133,3 @@ class Routed:
         else:
             async with self._slots:
                 yield
-
-
-class _Waits:
-    """Longer and longer waits between attempts, within a deadline."""
-
-    def __init__(self, until: float) -> None:
-        self._until, self._pause_s = until, _FIRST_PAUSE_S
-
-    async def wait(self, why: EngineError) -> None:
-        left_s = self._until - time.monotonic()
-        if left_s <= self._pause_s:
-            raise DeadlineError(f"no answer until the deadline; the last one was: {why}") from why
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
