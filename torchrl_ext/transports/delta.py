@@ -294,6 +294,7 @@ class DeltaTransport(Transport):
     def _await_version(self, version: int) -> None:
         """A shared filesystem may show a new version a moment late."""
         until = deadline(min(VISIBLE_S, self.timeout_s))
+        self._aborted.clear()  # an abort ends the waits of its moment, and this one comes after it
         self._chain.forget()
         while True:
             self._carrier.look(version)
@@ -301,9 +302,8 @@ class DeltaTransport(Transport):
                 self._chain.version(version)
                 return
             except FileNotFoundError as error:
-                if time.monotonic() > until:
+                if self._aborted.wait(_PAUSE_S) or time.monotonic() > until:
                     raise self._lost(version) from error
-            self._aborted.wait(_PAUSE_S)
 
     def _lost(self, version: int) -> StoreError:
         return StoreError(

@@ -185,19 +185,19 @@ class DiskTransport(Transport):
 
     def _open_version(self, version: int) -> PublishedVersion:
         until = deadline(min(VISIBLE_S, self.timeout_s))
+        self._aborted.clear()  # an abort ends the waits of its moment, and this one comes after it
         while True:
             try:
                 return PublishedVersion(self._store, version)
             except FileNotFoundError as error:
                 newest = self._versions.latest()
-                if newest > version or time.monotonic() > until:
+                if newest > version or self._aborted.wait(_SHORTEST_S) or time.monotonic() > until:
                     raise StoreError(
                         f"{error.filename} is not there",
                         expected=f"weights version {version}; the newest in {self.root} is {newest}",
                         state="nothing was read",
                         hint="send the weights again",
                     ) from error
-            self._aborted.wait(_SHORTEST_S)
 
     def _pin(self, opened: PublishedVersion | None) -> None:
         """Hold one version open, so that pruning cannot take it away before it is read."""
