@@ -191,7 +191,7 @@ def test_keys_can_be_renamed(server, tokenizer):
     given = TensorDict({"query": {"text": NonTensorData("the trainer", batch_size=[1])}}, batch_size=[1])
     out = policy(given)
     assert ("ids", "full") in out.keys(True) and ("ages", "full") in out.keys(True) and "tokens" not in out
-    assert policy.in_keys == [("query", "text")] and "ages" in policy.out_keys
+    assert policy.in_keys == [("query", "text")] and policy.out_keys == ["text", "masks", "ids", "log_probs"]
 
 
 def test_a_seed_repeats_the_life_of_a_policy(server, tokenizer):

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class RemoteLLMPolicy(LLMWrapperBase):
     * ``masks``: `Masks` with ``all_attention_mask`` and ``all_assistant_mask`` (P + R), bool;
     * ``log_probs``: `LogProbs` with ``response`` (R) and ``full`` (P + R, NaN over the prompt), float32;
     * ``text`` in text and history modes, ``history`` in history mode;
+
+    and, beside its ``out_keys``, which are those of the wrappers in their order,
+
     * ``token_versions``, ours: ``response`` (R) and ``full`` (P + R), int64: the version of the weights that sampled
       each token, from the engine's ``weight_versions``; 0 for the weights an engine started with, -1 over the prompt,
       over padding and where an engine does not say;
@@ -61,6 +65,8 @@ class RemoteLLMPolicy(LLMWrapperBase):
         chat_template_name, chat_template: for history mode.
         return_log_probs: whether to ask for log-probabilities.
         history_key, text_key, tokens_key, masks_key, log_probs_key, versions_key, truncated_key: names of the outputs.
+        batching, min_batch_size, max_batch_size, batching_timeout: as TorchRL's wrappers take and check them; without
+            effect, since servers batch what is in work.
         prefer_tokens: history mode takes tokens that the input has already in place of the template's.
         seed: sequence k of this policy's life is sampled with ``seed + k``; None leaves it to the engines.
         pacer: makes each call wait while rollouts are too far ahead of training.
@@ -95,6 +101,10 @@ class RemoteLLMPolicy(LLMWrapperBase):
         log_probs_key: NestedKey = "log_probs",
         versions_key: NestedKey = "token_versions",
         truncated_key: NestedKey = "response_truncated",
+        batching: bool | None = None,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        batching_timeout: float = 10.0,
         prefer_tokens: bool = False,
         seed: int | None = None,
         pacer: Pacer | None = None,
@@ -104,7 +114,8 @@ class RemoteLLMPolicy(LLMWrapperBase):
         self._settings = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if not generate:
             raise ConfigError(
-                "a remote policy generates only",
+                "a remote policy generates only"
+                + ("; and return_log_probs must be True where a wrapper does not" if return_log_probs is False else ""),
                 hint="score given tokens with TransformersWrapper(model, generate=False) on the trainer's model",
             )
         if isinstance(tokenizer, str):
@@ -120,17 +131,23 @@ class RemoteLLMPolicy(LLMWrapperBase):
         self.padding_value = _padding_value(tokenizer, pad_output)
         self.input_key = input_key if input_key is not None else (input_mode, "prompt")
         self.layout, self._device = None, device
-        self._min_batch_size = self._max_batch_size = None  # TorchRL's batching is for engines that have none
+        self._min_batch_size, self._max_batch_size = _batch_sizes(batching, min_batch_size, max_batch_size)
+        self._batching_timeout, self._batching_lock = batching_timeout, threading.Lock()
+        self._batch_queue, self._futures = [], []  # always empty: TorchRL's queue is for engines that do not batch
         self.generate_kwargs = dict(generate_kwargs or {})
         sampling, samples = sampling_settings(self._standardize_generate_kwargs(self.generate_kwargs), num_samples)
         self._sampling, self.num_samples = sampling, samples
         if samples is not None and inplace in (True, "empty"):
             raise ConfigError(f"inplace={inplace!r} cannot hold several samples per prompt", expected="False or None")
         self.inplace = inplace if inplace is not None else samples is None
-        keys = {"tokens": tokens_key, "masks": masks_key, "versions": versions_key, "truncated": truncated_key}
+        self.return_tokens = self.return_masks = True
+        self.return_text, self.return_history = input_mode in ("text", "history"), input_mode == "history"
+        self.prefer_tokens = prefer_tokens
+        keys = {"text": text_key} if self.return_text else {}
+        keys |= {"masks": masks_key, "tokens": tokens_key}
         keys |= {"log_probs": log_probs_key} if self.return_log_probs else {}
-        keys |= {"text": text_key} if input_mode in ("text", "history") else {}
-        keys |= {"history": history_key} if input_mode == "history" else {}
+        keys |= {"history": history_key} if self.return_history else {}
+        ours = {"versions": versions_key, "truncated": truncated_key}
         template = {"chat_template_name": chat_template_name, "chat_template": chat_template}
         self._read = PromptReader(
             input_mode,
@@ -143,10 +160,17 @@ class RemoteLLMPolicy(LLMWrapperBase):
             attention_mask_keys=[(masks_key, "all_attention_mask"), attention_mask_key],
             prefer_tokens=prefer_tokens,
         )
-        self._write = RecordWriter(keys, tokenizer=tokenizer, pad_output=pad_output, padding_value=self.padding_value)
+        settings = {"tokenizer": tokenizer, "pad_output": pad_output, "padding_value": self.padding_value}
+        self._write = RecordWriter(keys | ours, **settings)
         self.in_keys, self.out_keys = [self.input_key], list(keys.values())
+        self._written = list((keys | ours).values())
         self._seed, self._pacer, self._timeout_s = seed, pacer, timeout_s
         self._made, self._counting = 0, threading.Lock()
+
+    @property
+    def sampling_params(self) -> SimpleNamespace:
+        """What engines are asked for, under vLLM's names; ``n`` continuations per prompt."""
+        return SimpleNamespace(n=self.num_samples or 1, **self._sampling)
 
     def get_new_version(self, **kwargs: Any) -> RemoteLLMPolicy:
         """A policy with other settings on the same engines."""
@@ -194,7 +218,7 @@ class RemoteLLMPolicy(LLMWrapperBase):
         target = tensordict_out
         if target is None:
             target = tensordict.empty() if self.inplace == "empty" else tensordict
-        return target.exclude(*self.out_keys, inplace=True).update(found, keys_to_update=self.out_keys)
+        return target.exclude(*self._written, inplace=True).update(found, keys_to_update=self._written)
 
     def _generate(self, tensordict: LazyStackedTensorDict, changes: Mapping[str, Any]) -> LazyStackedTensorDict:
         prompts = self._read(tensordict)
@@ -225,6 +249,15 @@ class RemoteLLMPolicy(LLMWrapperBase):
 
 def _listed(model: str | Sequence[str]) -> list[str]:
     return [model] if isinstance(model, str) else list(model)
+
+
+def _batch_sizes(batching: bool | None, least: int | None, most: int | None) -> tuple[int | None, int | None]:
+    """TorchRL's rules for the two sizes."""
+    if batching is False and (least, most) != (None, None):
+        raise ConfigError(f"batching is False, and min_batch_size is {least}, max_batch_size {most}", expected="None")
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"min_batch_size ({least}) must be <= max_batch_size ({most})")
+    return 1 if batching and least is None else least, most
 
 
 def _padding_value(tokenizer: Any, pad_output: bool) -> int | None:

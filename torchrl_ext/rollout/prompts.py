@@ -17,6 +17,10 @@ from torchrl_ext.errors import ConfigError
 __all__ = ["PromptReader", "Prompts"]
 
 
+class _OtherType(ConfigError, TypeError):
+    """A `TypeError` as well, which is what TorchRL's wrappers raise."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """What a batch of B prompts holds.
@@ -67,7 +71,7 @@ class PromptReader:
     ) -> None:
         readers = {"history": self._history, "text": self._text, "tokens": self._tokens}
         if mode not in readers:
-            raise ConfigError(f"input_mode is {mode!r}", expected=f"one of {', '.join(readers)}")
+            raise ConfigError(f"input_mode must be one of {', '.join(readers)}, and it is {mode!r}")
         if tokenizer is None and mode != "tokens":
             raise ConfigError(f"input_mode {mode!r} needs a tokenizer", hint="pass tokenizer=")
         self._read, self._mode, self._key = readers[mode], mode, key
@@ -83,7 +87,7 @@ class PromptReader:
         """
         if self._key not in tensordict.keys(include_nested=True):
             raise ConfigError(
-                f"there is no {self._key!r} in the input of {self._mode} mode",
+                f"Expected {self._key!r} key: there is no {self._key!r} in the input of {self._mode} mode",
                 expected=f"one of its keys {list(tensordict.keys(include_nested=True, leaves_only=True))}",
             )
         return self._read(tensordict)
@@ -108,7 +112,10 @@ class PromptReader:
     def _history(self, tensordict: LazyStackedTensorDict) -> Prompts:
         history = tensordict.get(self._key)
         if not isinstance(history, History):
-            raise ConfigError(f"{self._key!r} is a {type(history).__name__}", expected="a torchrl.data.llm.History")
+            raise _OtherType(
+                f"Expected History object in {self._key!r}, and it has a {type(history).__name__}",
+                hint="make one with torchrl.data.llm.History.from_chats",
+            )
         tokens = self._existing(tensordict)
         if tokens is not None:
             text = self._tokenizer.batch_decode(tokens, skip_special_tokens=False)
