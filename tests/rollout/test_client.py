@@ -57,13 +57,13 @@ def test_the_number_of_log_probabilities_is_that_of_vllm_where_0_means_the_sampl
 
 
 def test_what_an_engine_aborts_is_continued_and_never_taken_for_an_answer(server, client):
-    settings = {"max_tokens": 200, "ignore_eos": True}
+    settings = {"max_tokens": 100, "ignore_eos": True}
     prompts = [PROMPT, PROMPT[:3]]
     found = aborted(server.url, lambda: client.generate(prompts, temperature=0.0, **settings))
-    assert [one.token_ids for one in found] == [tuple(greedy(tiny_model(0), prompt, 200)) for prompt in prompts]
+    assert [one.token_ids for one in found] == [tuple(greedy(tiny_model(0), prompt, 100)) for prompt in prompts]
     assert {one.finish_reason for one in found} == {"length"}
     drawn = aborted(server.url, lambda: client.generate(prompts, n=3, seed=4, **settings))
-    assert [len(one.token_ids) for one in drawn] == [200] * 6
+    assert [len(one.token_ids) for one in drawn] == [100] * 6
     assert len({one.token_ids for one in drawn}) == 6
 
 
