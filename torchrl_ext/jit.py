@@ -1,8 +1,9 @@
 """What the compiled loops share: a decorator, and the few operations that Python has no word for.
 
 Importing this module imports numba (about half a second); whoever needs a compiled loop imports it when the loop is
-first called. Compiled code is kept beside the source where that is writable, else in the user's cache directory, else
-compiled once per process.
+first called. Compiled code is kept beside the source where that is writable (``__pycache__``), else in the user's
+cache directory, or in ``NUMBA_CACHE_DIR`` where that is set; where nothing is writable it is compiled once per process.
+`torchrl_ext.transports.warming` has everything compiled when ends connect.
 
 numba asks only the file of the *outermost* function whether kept code is stale, so the name that it keeps a loop under
 carries a checksum of the other files whose helpers the loop may call (directly: helpers call only their own file's and
@@ -35,6 +36,7 @@ except ImportError as error:
 
 __all__ = [
     "GOLDEN",
+    "LOOPS",
     "bit_length",
     "changed64",
     "count_ones",
@@ -47,8 +49,17 @@ __all__ = [
 ]
 
 
+LOOPS: list[Any] = []
+"""Every loop of `njit` whose module was imported, with the ``signatures`` that are compiled in this process."""
+
+
 def njit(function: Callable[..., Any]) -> Any:
     """Compile ``function`` without the interpreter lock; kept on disk wherever some directory is writable."""
+    LOOPS.append(_compiled(function))
+    return LOOPS[-1]
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
     known = [value for value in function.__globals__.values() if isinstance(value, Dispatcher)]
     files = sorted({__file__, *(value.py_func.__code__.co_filename for value in known)})
     function.__qualname__ += "_" + "_".join(f"{_checksum(file):08x}" for file in files)

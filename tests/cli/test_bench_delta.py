@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from torchrl_ext.cli import bench_delta
+from torchrl_ext.cli import bench_delta, delta_first_use
 from torchrl_ext.cli.delta_data import real_chain, synthetic_pair
 
 TINY = {"hidden": 64, "layers": 1, "vocabulary": 512}
@@ -62,3 +62,20 @@ def test_synthetic_pairs_have_the_density_that_was_asked_for(clustered):
     total = sum(new.numel() for _, _, new in pair)
     changed = sum(int((old != new).sum()) for _, old, new in pair)
     assert changed / total == pytest.approx(0.1, rel=0.1)
+
+
+def test_first_uses_are_shown_beside_the_compiler_and_the_cache():
+    end = {step: 0.5 for step in delta_first_use.STEPS}
+    both = {"trainer": end, "engine": end}
+    largest = {"found": 0.5, "target": delta_first_use.MOST_S, "met": True}
+    found = {"cache": "/somewhere", "empty": both, "warm": both, "largest": largest}
+    (table,) = bench_delta.tables({"sets": [], "first_use": found})
+    assert table.row_count == len(delta_first_use.STEPS) and "/somewhere" in table.caption
+
+
+@pytest.mark.exhaustive
+def test_fresh_processes_wait_for_no_compiler_in_an_update():
+    found = delta_first_use.measure_first_use(print)
+    assert found["empty"]["trainer"]["compiled"] > 0
+    for state, end in (("empty", "engine"), ("warm", "trainer"), ("warm", "engine")):
+        assert found[state][end]["compiled"] == 0

@@ -2,7 +2,8 @@
 
 Data: consecutive checkpoints of a fine-tuning run that is trained here, and synthetic pairs from 0.1 to 100 % density.
 References: a plain copy of the same bytes, xor and overwrite in zstd with a checksum of every tensor (what slime
-publishes), int32 + bf16 (what most others send), and two entropy bounds.
+publishes), int32 + bf16 (what most others send), and two entropy bounds. Also what the first versions of a fresh
+trainer and a fresh engine take, beside the time that their compiled loops take.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from torchrl_ext.cli.bench import ratio, rounds, track_peak
 from torchrl_ext.cli.delta_data import Pair, real_chain, synthetic_pair
+from torchrl_ext.cli.delta_first_use import measure_first_use, table
 from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece, make_codec
 from torchrl_ext.codecs.layout import Layout, units
 from torchrl_ext.codecs.patch import Patch
@@ -52,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=worker_threads())
     parser.add_argument("--dir", default=None, help="where payloads are published while they are timed")
     parser.add_argument("--skip-chain", action="store_true", help="only synthetic pairs")
+    parser.add_argument(
+        "--first-use",
+        choices=("also", "only", "skip"),
+        default="also",
+        help="the first versions of fresh processes, with an empty cache for compiled loops and with a warm one",
+    )
 
 
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
@@ -65,6 +73,10 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         found |= measure_encode(pair, args.repeats, args.threads, args.dir)
         results["sets"].append(found)
 
+    if args.first_use != "skip":
+        results["first_use"] = measure_first_use(say)
+    if args.first_use == "only":
+        return results
     if not args.skip_chain:
         say("training a small language model")
         chain = real_chain(syncs=4, **SIZES[args.size]["chain"])
@@ -236,7 +248,10 @@ class _Summed(Codec):
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Sizes, then speeds."""
+    """First uses, sizes, speeds: what was measured of these."""
+    first = [table(results["first_use"])] if "first_use" in results else []
+    if not results["sets"]:
+        return first
     names = ("int32 + bf16", "xor", "overwrite", *OURS)
     sizes = Table(
         "data", "density", *names, "bound", "cond.", "ulp/bound", "context/cond.", title="bits per changed element"
@@ -261,7 +276,7 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
             _marked(row["ulp_vs_copy"], "median"),
             "not known" if row["memory"] is None else _marked(row["memory"], "found"),
         )
-    return [sizes, speeds]
+    return [*first, sizes, speeds]
 
 
 def _marked(found: Mapping[str, Any], key: str) -> str:

@@ -25,6 +25,7 @@ from torchrl_ext.transports.foreign import ForeignVersions
 from torchrl_ext.transports.host_copies import HostCopies
 from torchrl_ext.transports.publisher import Publisher
 from torchrl_ext.transports.shared_root import VISIBLE_S
+from torchrl_ext.transports.warming import Warming, warming
 from torchrl_ext.transports.ways import Way
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.devices import usable_device
@@ -136,6 +137,7 @@ class DeltaTransport(Transport):
         self._opened: Way | None = None
         self._connected = self._alone = self._needs_base = False
         self._aborted = threading.Event()
+        self._warming: Warming | None = None
 
     @classmethod
     def encodings(cls) -> tuple[str, ...]:
@@ -158,6 +160,8 @@ class DeltaTransport(Transport):
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         if not self._carrier.keeps_base:  # who comes in may be new, and hold nothing
             self._publisher.restart()
+        params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
+        self._warming = warming(self._codec, params, beside=False)
         self._carrier.init_group()
         self._connected = True
 
@@ -170,10 +174,17 @@ class DeltaTransport(Transport):
         info = {"transport": self.name, "base": self._base, "needs_base": whole, "local_dir": self._local_dir}
         if not self._carrier.keeps_base:
             self._publisher.restart()
+        self._warming = warming(self._codec, params, beside=False)
         opening = self._carrier.open(workers)
-        return Handoff(info={**info, **opening.info}, transfer=opening.transfer)
+
+        def transfer() -> None:
+            opening.transfer()
+            self._warm()
+
+        return Handoff(info={**info, "codec": self._codec.to_json(), **opening.info}, transfer=transfer)
 
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+        self._warm()
         began = time.perf_counter()
         self._carrier.begin()
         self._store.own()
@@ -202,6 +213,9 @@ class DeltaTransport(Transport):
         self._carrier.join(info, self.timeout_s, self._aborted)
         self._needs_base = info["needs_base"]
         self._follower.retain(lambda name: self._needs_base)
+        if "codec" in info:
+            params = [ParamMeta.from_json(row) for row in info.get("params", ())]
+            self._warming = warming(info["codec"], params, beside=True)
         self._connected = True
 
     def retain(self, names: Callable[[str], bool]) -> None:
@@ -209,6 +223,7 @@ class DeltaTransport(Transport):
 
     def changes(self, version: int, held: Callable[[], Mapping[str, str]]) -> Changes | None:
         self._await_version(version)
+        self._warm()
         if self._follower.held is None:
             self._follower.adopt(version, held)
         return self._follower.changes(version)
@@ -275,6 +290,11 @@ class DeltaTransport(Transport):
                 return None
 
     # its helpers
+
+    def _warm(self) -> None:
+        """Compiled loops are ready, or as late as this transport waits for anything: then they are made when needed."""
+        if self._warming is not None:
+            self._warming.wait(self.timeout_s)
 
     def _info(self, version: int, params: tuple[ParamMeta, ...]) -> Info:
         return {"transport": self.name, "version": version, "params": [meta.to_json() for meta in params]}

@@ -1,0 +1,163 @@
+"""What a fresh trainer and a fresh engine take for their first versions by delta, and what compiling has to do with it.
+
+Both are processes of their own, each with its cache for compiled loops: an empty one at first, then what that became.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.table import Table
+
+__all__ = ["STEPS", "measure_first_use", "table"]
+
+STEPS = {
+    "connect": "connect",
+    "ready": "until loops are ready",
+    "compiled": "of it in a compiler here",
+    "keyframe": "first keyframe: prepare / prefetch",
+    "delta": "first delta: prepare / prefetch",
+    "later": "second delta: prepare / prefetch",
+}
+"""Seconds of each process, by key, and what they are."""
+MOST_S = 1.0
+"""What a step of an update may take, however fresh the process."""
+_VERSIONS = {1: "keyframe", 2: "delta", 3: "later"}
+_DEADLINE_S = 600.0
+
+
+def measure_first_use(say: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds of each step, with an empty cache and with a warm one; and where loops are kept on this machine."""
+    from torchrl_ext.transports.warming import cache_folder
+
+    found: dict[str, Any] = {"cache": cache_folder(), "steps": dict(STEPS)}
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as cache:
+        for state in ("empty", "warm"):
+            say(f"first updates of fresh processes, {state} cache")
+            found[state] = _both(cache)
+    found["largest"] = {
+        "found": max(found[s][end][v] for s in ("empty", "warm") for end in found[s] for v in _VERSIONS.values()),
+        "target": MOST_S,
+    }
+    found["largest"]["met"] = found["largest"]["found"] <= MOST_S
+    return found
+
+
+def _both(cache: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as root:
+        module = [sys.executable, "-m", "torchrl_ext.cli.delta_first_use"]
+        trains, serves = (["env", f"NUMBA_CACHE_DIR={cache}/{end}", *module, end] for end in ("trainer", "engine"))
+        with subprocess.Popen([*trains, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+            try:
+                told = json.loads(trainer.stdout.readline() or "null")  # type: ignore[union-attr]
+                if told is None:
+                    raise RuntimeError("the trainer of the measurement ended; it says why above")
+                engine = subprocess.run(
+                    [*serves, json.dumps(told["info"])],
+                    stdout=subprocess.PIPE, text=True, check=True, timeout=_DEADLINE_S,
+                )  # fmt: skip
+            finally:
+                trainer.kill()
+    return {"trainer": told["seconds"], "engine": json.loads(engine.stdout)}
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """Seconds of each step, trainer and engine beside each other."""
+    columns = [(state, end) for state in ("empty", "warm") for end in ("trainer", "engine")]
+    shown = Table(
+        "seconds", *(f"{end}, {state} cache" for state, end in columns), title="first updates of a 0.4 M model"
+    )
+    for step, words in STEPS.items():
+        shown.add_row(words, *(f"{found[state][end][step]:.2f}" for state, end in columns))
+    largest = found["largest"]
+    shown.caption = (
+        f"largest step of an update {largest['found']:.2f} s (target {largest['target']:.0f}); compiled loops are kept "
+        f"beside their sources, those of the kernels in {found['cache'] or 'no directory, for none is writable'}"
+    )
+    return shown
+
+
+# the two processes
+
+
+def _model() -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed": (1000, 128), "up": (512, 256), "down": (256, 512), "norm": (256,)}
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+class _Clock:
+    """Seconds of steps that follow each other, without imports of numba's own in the first."""
+
+    def __init__(self) -> None:
+        from numba.core import event
+
+        self.seconds: dict[str, float] = {}
+        self._compiler = event.TimingListener()
+        event.register("numba:compile", self._compiler)
+        self._began = time.perf_counter()
+
+    def lap(self, step: str) -> None:
+        now = time.perf_counter()
+        self.seconds[step], self._began = now - self._began, now
+
+    def compiled(self) -> None:
+        self.seconds["compiled"] = self._compiler.duration if self._compiler.done else 0.0
+
+
+def _trainer(root: str) -> None:
+    from torchrl_ext.transports.delta import DeltaTransport
+    from torchrl_ext.weights.source import MappingSource
+
+    weights = _model()
+    source, clock = MappingSource(weights), _Clock()
+    transport = DeltaTransport(root, timeout_s=_DEADLINE_S)
+    opening = transport.open(1, source.params())
+    clock.lap("connect")
+    opening.transfer()
+    clock.lap("ready")
+    clock.compiled()
+    for version, step in _VERSIONS.items():
+        for tensor in weights.values():
+            tensor.view(-1)[::100] *= 1.01 if version > 1 else 1
+        list(transport.prepare(source, version))
+        transport.acknowledge(version - 1)
+        clock.lap(step)
+    opening = transport.open(1, source.params())  # publishing took the probe away
+    info = {**opening.info, "params": [meta.to_json() for meta in source.params()], "world_size": 2}
+    print(json.dumps({"info": info, "seconds": clock.seconds}), flush=True)
+    sys.stdin.readline()
+
+
+def _engine(info: Mapping[str, Any]) -> None:
+    from torchrl_ext.sync.receiver import WeightReceiver
+    from torchrl_ext.transports.warming import warming
+    from torchrl_ext.weights.source import MappingSource
+
+    served = _model()
+    receiver, clock = WeightReceiver(served), _Clock()
+    receiver.connect(dict(info))
+    clock.lap("connect")
+    warming(info["codec"], MappingSource(served).params(), beside=True).wait(_DEADLINE_S)  # the one on its way
+    clock.lap("ready")
+    clock.compiled()
+    for version, step in _VERSIONS.items():
+        clock.lap("between")
+        receiver.prefetch(version)
+        clock.lap(step)
+        receiver.start()
+        receiver.load({"version": version, "params": info["params"]})
+        receiver.finish(version)
+    print(json.dumps(clock.seconds))
+
+
+if __name__ == "__main__":
+    _trainer(sys.argv[2]) if sys.argv[1] == "trainer" else _engine(json.loads(sys.argv[2]))

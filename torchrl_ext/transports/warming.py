@@ -1,0 +1,231 @@
+"""Compiled loops made ready when ends connect, so that no update waits for a compiler.
+
+What an update needs depends on the encoding and on how wide elements are, and is found by doing it: small tensors go
+through the very classes that publish, read and land versions. A trainer does so while it connects. An engine generates
+meanwhile, and a compiler would hold the interpreter lock: there a process of its own compiles first, at low priority,
+and what it leaves in the cache (`torchrl_ext.jit`) is only loaded here. A stamp beside the cached code says that it is
+complete, for this processor and these sources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.codecs.auto import AutoCodec
+from torchrl_ext.codecs.base import Codec, codec_from_json
+from torchrl_ext.codecs.blocks import ContextCodec, UlpCodec
+from torchrl_ext.codecs.dense import DenseCodec
+from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.kernels.base import BITS
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.process import ProcessRoot
+from torchrl_ext.transports.broadcast import KeptTensors, KeptVersion
+from torchrl_ext.transports.follower import Follower
+from torchrl_ext.transports.publisher import Publisher
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.loader import TensorsLoader
+from torchrl_ext.weights.source import MappingSource
+
+__all__ = ["Warming", "cache_folder", "main", "rehearse", "warming", "widths_of"]
+
+log = logging.getLogger("torchrl_ext")
+
+_APART = (50, 2, 1)  # elements from one that changes to the next, in each version
+_SMALL, _LARGE = 4096, (1 << 20) + 64  # one that shares a task, and one that is cut into pieces (`codecs.stream`)
+_COMPILER_S = 300.0
+_WARM: dict[tuple[str, int], threading.Event] = {}
+_LOCK = threading.Lock()
+
+
+class Warming:
+    """Loops on their way, in a thread of their own.
+
+    Args:
+        codec: the encoding.
+        widths: bytes per element, of the model's dtypes.
+        beside: this process serves meanwhile: another one compiles.
+    """
+
+    def __init__(self, codec: Codec, widths: Iterable[int], *, beside: bool) -> None:
+        self._codec, self._beside = codec, beside
+        name = json.dumps(codec.to_json(), sort_keys=True)
+        keys = {width: (name, width) for width in sorted(set(widths))}
+        with _LOCK:
+            self._mine = [width for width, key in keys.items() if key not in _WARM]  # others are on their way, or here
+            self._wanted = {width: _WARM.setdefault(key, threading.Event()) for width, key in keys.items()}
+        if self._mine:
+            threading.Thread(target=self._run, name="torchrl-ext-warm", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether everything is ready, at the latest in ``timeout_s`` seconds; what is not is compiled on first use."""
+        until = time.monotonic() + timeout_s
+        return all(ready.wait(max(0.0, until - time.monotonic())) for ready in self._wanted.values())
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        try:
+            if self._beside and not _stamp(self._codec, self._mine).exists():
+                _compile_beside(self._codec, self._mine)
+            rehearse(self._codec, self._mine)
+        except Exception:  # whatever is amiss here is told by the update itself, with its circumstances
+            log.warning("compiled loops could not be made ready", exc_info=True)
+        finally:
+            for width in self._mine:
+                self._wanted[width].set()
+        log.info("compiled loops were ready after %.1f s, kept in %s", time.monotonic() - began, cache_folder())
+
+
+def _forget_others() -> None:
+    """In a forked child: what was on its way has no thread there."""
+    for key in [key for key, ready in _WARM.items() if not ready.is_set()]:
+        del _WARM[key]
+
+
+os.register_at_fork(after_in_child=_forget_others)
+
+
+def warming(codec: Info | Codec, params: Iterable[ParamMeta], *, beside: bool) -> Warming:
+    """Begin to make ready what updates of ``params`` need.
+
+    Args:
+        codec: the encoding, or its JSON.
+        params: of the model.
+        beside: as in `Warming`.
+    """
+    made = codec if isinstance(codec, Codec) else codec_from_json(codec)
+    return Warming(made, widths_of(params), beside=beside)
+
+
+def widths_of(params: Iterable[ParamMeta]) -> set[int]:
+    """Bytes per unit of the dtypes that can be coded."""
+    widths = set()
+    for dtype in {meta.dtype for meta in params}:
+        try:
+            widths.add(layout_of(dtype).width)
+        except WeightSyncError:
+            continue  # publishing says so by name
+    return widths
+
+
+def rehearse(codec: Codec, widths: Iterable[int]) -> None:
+    """Publish, read and land versions of small tensors, in every way that ``codec`` may choose.
+
+    Args:
+        codec: the encoding.
+        widths: bytes per element.
+    """
+    for width in widths:
+        _rehearse(codec, _tensors(width, small=_SMALL, large=_LARGE))
+        for option in _options(codec):
+            _rehearse(option, _tensors(width, small=_SMALL))
+        stamp = _stamp(codec, [width])
+        try:
+            stamp.touch()
+        except OSError as error:
+            log.debug("no stamp %s: %s", stamp, error)
+
+
+def _options(codec: Codec) -> tuple[Codec, ...]:
+    """What `auto` picks from."""
+    if not isinstance(codec, AutoCodec):
+        return ()
+    return (UlpCodec(), DenseCodec(level=0), DenseCodec(), *((ContextCodec(),) if codec.whole_base else ()))
+
+
+def _tensors(width: int, **sizes: int) -> dict[str, Tensor]:
+    dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
+    return {name: torch.arange(count).to(BITS[width]).view(dtype) for name, count in sizes.items()}
+
+
+def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
+    root = ProcessRoot()
+    chain = Chain(root)
+    publisher = Publisher(
+        root, chain, "rehearsal", codec=codec, full=KeptTensors(), keyframe_every=0, base=None, keep_files=True
+    )
+    whole = codec.needs == "all" and codec.to_json().get("whole_base", True)
+    follower = Follower(chain, lambda number, manifest: KeptVersion(root, number, manifest))
+    follower.retain(lambda name: bool(whole))
+    publisher.publish(MappingSource(tensors), 1)
+    with follower.open(1) as way:
+        served = dict(follower.tensors(way, {}))
+    loader = TensorsLoader(served)
+    loader.position_digests()
+    for version, apart in enumerate(_APART, 2):
+        for tensor in tensors.values():
+            tensor.view(BITS[tensor.element_size()])[::apart] += 1
+        publisher.publish(MappingSource(tensors), version)
+        publisher.acknowledge()
+        changes = follower.changes(version)
+        if changes is None:
+            return
+        loader.stage(changes)
+        loader.commit()
+        follower.advance(changes)
+
+
+# the cache
+
+
+def cache_folder() -> str | None:
+    """Where compiled loops of the kernels are kept; None where nothing is writable. Others lie beside their sources."""
+    from torchrl_ext.kernels.loops import digest_runs
+
+    return digest_runs.stats.cache_path
+
+
+def _stamp(codec: Codec, widths: Iterable[int]) -> Path:
+    """The file that says that everything is in the cache; of several widths, of the last that is made."""
+    import llvmlite
+    import numba
+    from llvmlite import binding
+
+    from torchrl_ext.codecs import entropy, entropy_reader, place, scan
+    from torchrl_ext.kernels import loops
+
+    modules = (loops, scan, entropy, entropy_reader, place)
+    sources = [Path(str(module.__file__)).read_bytes() for module in modules]
+    about: list[Any] = [sys.version, numba.__version__, llvmlite.__version__, binding.get_host_cpu_name()]
+    about += [sorted(binding.get_host_cpu_features().items()), codec.to_json(), max(widths)]
+    about += [hashlib.sha256(source).hexdigest() for source in sources]
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    return Path(cache_folder() or os.devnull + ".d") / f"torchrl_ext-{name}.warm"
+
+
+def _compile_beside(codec: Codec, widths: list[int]) -> None:
+    if cache_folder() is None:
+        log.warning(
+            "compiled loops cannot be kept: no directory is writable. They are compiled in this process, once each "
+            "time it starts. Next: set NUMBA_CACHE_DIR to a directory that it may write to"
+        )
+        return
+    command = [sys.executable, "-m", "torchrl_ext.transports.warming", json.dumps([codec.to_json(), widths])]
+    try:
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=_COMPILER_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the process that compiles loops failed, they are compiled in this one: %s", error)
+
+
+def main() -> None:
+    """Compile what the argument, JSON of an encoding and of widths, asks for; whoever started this process waits."""
+    os.nice(10)
+    codec, widths = json.loads(sys.argv[1])
+    rehearse(codec_from_json(codec), widths)
+
+
+if __name__ == "__main__":
+    main()
