@@ -85,6 +85,21 @@ def test_a_chain_is_published_followed_joined_and_collected(place, encoding):
     assert store.list("readers") == []
 
 
+def test_a_new_run_that_got_as_far_in_an_emptied_bucket_is_followed(place):
+    url, options = place
+    worker = tx.make_transport("delta", root=url, storage_options=options)
+    for value in (1.0, 2.0):
+        trainer = tx.make_transport("delta", root=url, storage_options=options)
+        trainer.send_weights("policy", {"w": torch.full((5,), value)})
+        assert worker.receive_weights(0.0)["w"][0] == value
+        assert worker.received_version == 1
+        assert worker.receive_weights(0.0) is None
+        trainer.shutdown()
+        store = open_store(url, options)
+        for name in store.list():
+            store.delete(name)
+
+
 def test_an_engine_follows_a_bucket():
     url = f"memory://{uuid.uuid4().hex}/root"  # an engine elsewhere takes the options of S3 from its environment
     policy, served = torch.nn.Linear(30, 20), torch.nn.Linear(30, 20)

@@ -61,6 +61,32 @@ class TestReading:
             trainer.shutdown()
             shutil.rmtree(root)
 
+    @pytest.mark.parametrize("transport", ["disk", "delta"])
+    @pytest.mark.parametrize("versions", [1, 2])
+    def test_a_new_run_that_got_as_far_in_an_emptied_root_is_followed(self, root, transport, versions):
+        worker = tx.make_transport(transport, root=root)
+        for value in (1, 2, 3):
+            trainer = tx.make_transport(transport, root=root)
+            for _ in range(versions):
+                trainer.send_weights("policy", weights(value))
+            assert worker.receive_weights(0.0)["w00"][0] == value
+            assert worker.received_version == versions
+            assert worker.receive_weights(0.0) is None
+            trainer.shutdown()
+            shutil.rmtree(root)
+
+    @pytest.mark.parametrize("transport", ["disk", "delta"])
+    def test_a_root_that_was_copied_and_put_back_holds_nothing_new(self, root, transport):
+        worker, trainer = (tx.make_transport(transport, root=root) for _ in range(2))
+        trainer.send_weights("policy", weights(1))
+        assert worker.receive_weights(0.0)["w00"][0] == 1
+        trainer.shutdown()
+        shutil.copytree(root, root.parent / "copy")
+        shutil.rmtree(root)
+        shutil.copytree(root.parent / "copy", root)
+        for _ in range(2):
+            assert worker.receive_weights(0.0) is None
+
     def test_abort_ends_a_wait(self, worker):
         waiting = threading.Thread(target=worker.receive_weights, args=(WAIT_S,))
         waiting.start()

@@ -62,6 +62,14 @@ class Store(ABC):
         return data
 
     @abstractmethod
+    def stamp(self, key: str) -> str | None:
+        """What is another one whenever the value was put anew, found out without reading it; None where nothing is.
+
+        Raises:
+            StoreError: it cannot be found out.
+        """
+
+    @abstractmethod
     def list(self, folder: str = "") -> list[str]:
         """Names directly under ``folder``, sorted; temporaries of writers are left out; [] where nothing is."""
 

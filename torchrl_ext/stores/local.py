@@ -180,6 +180,14 @@ class LocalStore(Root):
         with self._reported("read", missing=True):
             return read_regular(self.path(key), within=self.root, at_most=limit_bytes)
 
+    def stamp(self, key: str) -> str | None:
+        with self._reported("read"):
+            try:
+                found = os.stat(self.path(key))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return f"{found.st_ino} {found.st_ctime_ns} {found.st_size}"
+
     def list(self, folder: str = "") -> list[str]:
         with self._reported("list"):
             try:

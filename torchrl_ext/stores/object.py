@@ -167,6 +167,12 @@ class ObjectStore(Root):
     def get_at_most(self, key: str, limit_bytes: int) -> bytes:
         return self._call("read", key, lambda path: self._small(path, limit_bytes))
 
+    def stamp(self, key: str) -> str | None:
+        try:
+            return str(self._call("look for", key, self._fs.ukey))
+        except FileNotFoundError:
+            return None
+
     def _small(self, path: str, limit_bytes: int) -> bytes:
         size = self._fs.info(path)["size"]
         if size is not None and size > limit_bytes:

@@ -18,6 +18,7 @@ import re
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
+from torchrl_ext.stores.deltas import read_manifest
 from torchrl_ext.stores.manifest import LARGEST, MANIFEST, Manifest
 
 __all__ = ["LATEST", "Versions", "version_name", "version_number"]
@@ -49,6 +50,7 @@ class Versions:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._seen: tuple[int, str | None] = (0, None)
 
     def numbers(self) -> list[int]:
         """Every version there is, oldest first."""
@@ -112,6 +114,32 @@ class Versions:
         if manifest.version != version:
             raise IntegrityError(f"{where} says that it is version {manifest.version}")
         return manifest
+
+    def offered(self, version: int) -> None:
+        """A reader is about to read ``version``; `replaced` compares with what is there now."""
+        self._seen = version, self._stamp(version)
+
+    def replaced(self, version: int, run_id: str) -> bool:
+        """Whether ``version``, read as one of the run ``run_id``, is another run's now: a number says that of no root.
+
+        Somebody may have emptied the root, and the next run got as far. What is there is read only when it was put
+        anew. Versions without a manifest of ours name no run.
+
+        Raises:
+            FileNotFoundError: it is gone meanwhile.
+            IntegrityError: its manifest is damaged.
+        """
+        seen = version, self._stamp(version)
+        if seen[1] is None or seen == self._seen:
+            return False
+        key = f"{version_name(version)}/{MANIFEST}"
+        found = read_manifest(self.store.get_at_most(key, LARGEST), f"{self.store.url}/{key}")
+        if found.run_id == run_id:
+            self._seen = seen
+        return found.run_id != run_id
+
+    def _stamp(self, version: int) -> str | None:
+        return self.store.stamp(f"{version_name(version)}/{MANIFEST}")
 
     def prune(self, before: int) -> None:
         """Remove versions older than ``before``; what cannot be removed is logged, since newer ones serve already."""

@@ -207,7 +207,7 @@ class Broadcast(Carrier):
                     hint="check that the trainer lives, and send again",
                 )
 
-    def newer(self, latest: Callable[[], int], known: int, timeout_s: float, aborted: threading.Event) -> int | None:
+    def newer(self, unseen: Callable[[], int], timeout_s: float, aborted: threading.Event) -> int | None:
         return self._pull(timeout_s)
 
     def read(self) -> None:

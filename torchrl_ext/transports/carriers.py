@@ -85,12 +85,11 @@ class Carrier(ABC):
         """Make visible here what the trainer has published, ``version`` above all."""
 
     @abstractmethod
-    def newer(self, latest: Callable[[], int], known: int, timeout_s: float, aborted: threading.Event) -> int | None:
-        """A version other than ``known``, or None when none came within ``timeout_s`` seconds.
+    def newer(self, unseen: Callable[[], int], timeout_s: float, aborted: threading.Event) -> int | None:
+        """A version that the reader has not, or None when none came within ``timeout_s`` seconds.
 
         Args:
-            latest: tells the newest one in the store, 0 if none.
-            known: the one that the reader has.
+            unseen: tells the newest one in the store, 0 where there is none or the reader has it.
         """
 
     def read(self) -> None:
@@ -157,12 +156,12 @@ class SharedFiles(Carrier):
     def look(self, version: int) -> None:
         self._reading(self.store.url)
 
-    def newer(self, latest: Callable[[], int], known: int, timeout_s: float, aborted: threading.Event) -> int | None:
+    def newer(self, unseen: Callable[[], int], timeout_s: float, aborted: threading.Event) -> int | None:
         until, pause = deadline(timeout_s), _SHORTEST_S
         while True:
             self._reading(self.store.url)
-            newest = latest()
-            if newest not in (0, known):
+            newest = unseen()
+            if newest:
                 return newest
             if aborted.wait(min(pause, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
                 return None

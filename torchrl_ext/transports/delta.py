@@ -277,11 +277,12 @@ class DeltaTransport(Transport):
         until = deadline(timeout_s)
         while True:
             left_s = max(0.0, until - time.monotonic())
-            version = self._carrier.newer(self._chain.latest, self.received_version, left_s, self._aborted)
+            version = self._carrier.newer(self._unseen, left_s, self._aborted)
             if version is None:
                 return None
             with suppress(FileNotFoundError):  # collected since: a newer one is on its way
                 self._chain.forget()
+                self._chain.versions.offered(version)
                 way = self._follower.open(version)
                 self._pin(way)
                 self._connected = True
@@ -295,6 +296,16 @@ class DeltaTransport(Transport):
         """Compiled loops are ready, or as late as this transport waits for anything: then they are made when needed."""
         if self._warming is not None:
             self._warming.wait(self.timeout_s)
+
+    def _unseen(self) -> int:
+        """The newest version, 0 where there is none or it is the one that was received last."""
+        newest, held = self._chain.latest(), self._follower.held
+        if newest != self.received_version:
+            return newest
+        with suppress(FileNotFoundError):  # removed meanwhile: another one is on its way
+            if held is not None and self._chain.versions.replaced(newest, held[0]):
+                return newest
+        return 0
 
     def _info(self, version: int, params: tuple[ParamMeta, ...]) -> Info:
         return {"transport": self.name, "version": version, "params": [meta.to_json() for meta in params]}

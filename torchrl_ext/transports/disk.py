@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrl_ext.errors import StoreError
 from torchrl_ext.stores import LocalStore, Manifest, Versions, version_name
+from torchrl_ext.stores.routes import Held
 from torchrl_ext.transports.base import Transport, deadline
 from torchrl_ext.transports.full import FullWriter
 from torchrl_ext.transports.published import PublishedVersion
@@ -72,7 +73,7 @@ class DiskTransport(Transport):
         self._shared = SharedRoot(self._store, self._run_id)
         self._acknowledged = True
         self._connected = False
-        self._received = 0
+        self._received: Held | None = None
         self._opened: PublishedVersion | None = None
         self._aborted = threading.Event()
 
@@ -132,7 +133,7 @@ class DiskTransport(Transport):
             yield from opened.pairs(into)
         finally:
             opened.close()
-        self._received = version
+        self._received = opened.manifest.run_id, version
 
     # both ends
 
@@ -163,8 +164,9 @@ class DiskTransport(Transport):
         until, pause = deadline(timeout_s), _SHORTEST_S
         while True:
             newest = self._versions.latest()
-            if newest not in (0, self._received):  # a lower one: the root was emptied, and a new run began
-                with suppress(FileNotFoundError):  # pruned since: a newer one is on its way
+            with suppress(FileNotFoundError):  # pruned since: a newer one is on its way
+                if newest and self._other(newest):
+                    self._versions.offered(newest)
                     self._pin(PublishedVersion(self._store, newest))
                     self._connected = True
                     return self._info(self._opened.manifest)
@@ -173,6 +175,12 @@ class DiskTransport(Transport):
             pause = min(2 * pause, _LONGEST_S)
 
     # its helpers
+
+    def _other(self, newest: int) -> bool:
+        """Whether it is not what was received last: in an emptied root it may be lower, or the same of another run."""
+        if self._received is None or newest != self._received[1]:
+            return True
+        return self._versions.replaced(newest, self._received[0])
 
     def _info(self, manifest: Manifest) -> Info:
         return {
