@@ -73,3 +73,22 @@ def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, t
     assert asked(job) == (greedy(trained, PROMPT, 16), {report.version})
     assert httpx.get(f"{kept.url}/weight_info").json()["weight_version"] == str(report.version)
     sender.shutdown()
+
+
+def test_a_sglang_that_is_paused_for_new_weights_is_not_lost(tmp_path):
+    """Its own check of health generates a token, for which it would wait until it is resumed."""
+    (tmp_path / "sglang.yaml").write_text(YAML.replace("vllm:", "sglang:"))
+    keeper = {"interval_s": 0, "timeout_s": 5.0, "patience": 0}
+    with tx.OwnedEngines(
+        tmp_path / "sglang.yaml", hf_checkpoint=tiny_checkpoint(tmp_path / "seed0"), keeper=keeper
+    ) as job:
+        (kept,) = job.engines
+        assert job.recover() == ()
+        httpx.post(f"{kept.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
+        for route in ("/health", "/ping"):
+            assert httpx.get(kept.url + route, timeout=5.0).status_code == 200
+        assert httpx.get(f"{kept.url}/ready", timeout=5.0).status_code == 503
+        assert job.recover() == () and kept.restarts == 0
+        httpx.post(f"{kept.url}/continue_generation", json={}).raise_for_status()
+        assert len(asked(job)[0]) == 16
+        assert [worker.healthy for worker in job.model("actor").routing.router.workers()] == [True]
