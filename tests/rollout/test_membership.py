@@ -23,7 +23,7 @@ with (folder / "starts").open("a") as starts:
 number = len((folder / "starts").read_text().splitlines())
 if (folder / f"refuse-{{number}}").exists():
     sys.exit("this router does not start")
-types = {{"--prefill": "prefill", "--decode": "decode"}}
+types = {{"--prefill": "prefill", "--decode": "decode", "--worker-urls": "regular"}}
 workers = [{{"url": url, "worker_type": types[flag]}} for flag, url in zip(arguments, arguments[1:]) if flag in types]
 (port,) = [int(one.partition("=")[2]) for one in arguments if one.startswith("--port=")]
 
@@ -202,3 +202,41 @@ def test_a_given_router_that_does_not_answer_is_a_problem_and_not_an_error(urls)
         routing = Routing(infos(urls), router=router.url)
     assert dict(routing.follow(report(*((url, "serving", 1) for url in urls))).problems).keys() == {router.url}
     routing.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "flag", "prefill"),
+    [
+        ("vllm", "vllm_router.launch_router", "--vllm-pd-disaggregation", "{}"),
+        ("sglang", "sglang_router.launch_router", "--pd-disaggregation", "{} 9001"),
+    ],
+)
+def test_pools_get_the_router_of_their_make_and_the_port_where_they_meet(urls, program, kind, module, flag, prefill):
+    port = 9001 if kind == "sglang" else None
+    members = [
+        EngineInfo(url=urls[0], kind=kind, worker_type="prefill", bootstrap_port=port),
+        EngineInfo(url=urls[1], kind=kind, worker_type="decode"),
+    ]
+    with Routing(members, python=program):
+        (started,) = (program.parent / "starts").read_text().splitlines()
+    assert started.startswith(f"-m {module} ") and flag in started.split()
+    assert f"--prefill {prefill.format(urls[0])} --decode {urls[1]}" in started
+
+
+@pytest.mark.parametrize(("key", "given"), [(None, True), ("secret", False)])
+def test_a_router_asks_sglang_for_no_token_where_it_can(urls, program, key, given):
+    with Routing([EngineInfo(url=urls[0], kind="sglang")], python=program, api_key=key):
+        (started,) = (program.parent / "starts").read_text().splitlines()
+    assert ("--health-check-endpoint=/ping" in started.split()) is given
+    assert "secret" not in started  # it would show in the list of processes
+
+
+def test_a_given_router_is_told_the_port_where_pools_meet(urls):
+    members = [
+        EngineInfo(url=urls[0], kind="sglang", worker_type="prefill", bootstrap_port=9001),
+        EngineInfo(url=urls[1], kind="sglang", worker_type="decode"),
+    ]
+    with serving(Many()) as router:
+        Routing(members, router=router.url).close()
+        told = [body for method, path, body in router.calls if (method, path) == ("POST", "/workers")]
+    assert [body.get("bootstrap_port") for body in told] == [9001, None]

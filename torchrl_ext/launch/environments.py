@@ -20,6 +20,7 @@ from torchrl_ext.launch.stubs import SGLANG_CPU_STUBS
 
 __all__ = [
     "SGLANG_CPU",
+    "SGLANG_ROUTER",
     "VLLM_CPU",
     "VLLM_ROUTER",
     "Recipe",
@@ -27,6 +28,7 @@ __all__ = [
     "ensure",
     "router_python",
     "sglang_python",
+    "sglang_router_python",
     "vllm_python",
 ]
 
@@ -114,6 +116,12 @@ VLLM_ROUTER = Recipe(
     size="about 100 MB, ten seconds",
 )
 
+SGLANG_ROUTER = Recipe(
+    name="sglang-router-0.3.2",
+    packages=("sglang-router==0.3.2",),
+    size="about 200 MB, ten seconds",
+)
+
 
 def cache_folder() -> Path:
     """``$TORCHRL_EXT_CACHE``, else ``torchrl_ext`` in the user's cache folder."""
@@ -152,6 +160,13 @@ def router_python(report: Report = to_stderr) -> Path:
     if importlib.util.find_spec("vllm_router") is not None:
         return Path(sys.executable)
     return ensure(VLLM_ROUTER, report)
+
+
+def sglang_router_python(report: Report = to_stderr) -> Path:
+    """As `vllm_python`, for SGLang's router."""
+    if importlib.util.find_spec("sglang_router") is not None:
+        return Path(sys.executable)
+    return ensure(SGLANG_ROUTER, report)
 
 
 def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:

@@ -81,7 +81,7 @@ class LocalLauncher(EngineLauncher):
     ) -> RunningEngine:
         make = launchers.load(plan.kind)
         known = inspect.signature(make).parameters
-        wanted = {**self._settings, **_role(plan, encoders), **plan.overrides}
+        wanted = {**self._settings, **self._role(plan, encoders), **plan.overrides}
         settings = {name: value for name, value in {**wanted, "cancel": cancel}.items() if name in known}
         others = {name: value for name, value in wanted.items() if name not in known}
         if others and "extra_args" not in known:
@@ -102,6 +102,24 @@ class LocalLauncher(EngineLauncher):
             self._log_folder.mkdir(parents=True, exist_ok=True)
             settings.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
         return make(plan.model_path, **settings)
+
+    def _role(self, plan: EnginePlan, encoders: Sequence[str]) -> dict[str, Any]:
+        """What makes an engine the kind of worker that its plan says (pools on GPUs, by NIXL, were not tested)."""
+        if plan.kind == "vllm":
+            roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+            if plan.worker_type == "encoder":
+                raise ConfigError(f"{plan.name}: vLLM has no encoder workers", expected="regular, prefill or decode")
+            if plan.worker_type in roles:
+                return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[plan.worker_type]}}
+        if plan.kind == "sglang":
+            if plan.worker_type == "encoder":
+                return {"encoder_only": True}
+            mode = {"disaggregation_mode": plan.worker_type} if plan.worker_type in ("prefill", "decode") else {}
+            if plan.worker_type == "prefill":  # two on one machine would meet at SGLang's default
+                port = self._ports.setdefault(f"{plan.name} bootstrap", free_port())
+                mode["disaggregation_bootstrap_port"] = port
+            return mode | ({"language_only": True, "encoder_urls": list(encoders)} if encoders else {})
+        return {}
 
 
 def seen_devices() -> tuple[str, ...]:
@@ -129,22 +147,6 @@ def _pinned(plan: EnginePlan, devices: Sequence[str]) -> dict[str, str]:
             hint="let the job see more devices, or plan with fewer; engines on other machines need another launcher",
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
-
-
-def _role(plan: EnginePlan, encoders: Sequence[str]) -> dict[str, Any]:
-    """What makes an engine the kind of worker that its plan says (pools by NIXL were not tested: it needs GPUs)."""
-    if plan.kind == "vllm":
-        roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
-        if plan.worker_type == "encoder":
-            raise ConfigError(f"{plan.name}: vLLM has no encoder workers", expected="regular, prefill or decode")
-        if plan.worker_type in roles:
-            return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[plan.worker_type]}}
-    if plan.kind == "sglang":
-        mode = {"disaggregation_mode": plan.worker_type} if plan.worker_type in ("prefill", "decode") else {}
-        if plan.worker_type == "encoder":
-            return {"encoder_only": True}
-        return mode | ({"language_only": True, "encoder_urls": list(encoders)} if encoders else {})
-    return {}
 
 
 def _arguments(settings: dict[str, Any]) -> list[str]:

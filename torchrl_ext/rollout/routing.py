@@ -76,8 +76,8 @@ class Routing:
         self._process = self._started(list(self._engines)) if router is None else None
         self._client = RouterClient(router if self._process is None else self._process.url, api_key=api_key)
         try:
-            for info in self._routed(list(self._engines)):
-                self._client.add(info.url, info.worker_type)
+            for info in self._routed(list(self._engines)) if self._process is None else ():
+                self._client.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
         except BaseException:
             self.close()
             raise
@@ -209,11 +209,29 @@ class Routing:
         return [self._engines[url] for url in urls if self._engines[url].worker_type != "encoder"]
 
     def _started(self, urls: Sequence[str], **more: Any) -> RouterProcess:
+        """A router of ours that lists these engines."""
+        routed = self._routed(urls)
         by_type: dict[str, list[str]] = {"regular": [], "prefill": [], "decode": []}
-        for info in self._routed(urls):
+        for info in routed:
             by_type[info.worker_type].append(normalise_url(info.url))
-        settings = {**self._settings, **more}
-        return RouterProcess(by_type["regular"], prefill=by_type["prefill"], decode=by_type["decode"], **settings)
+        ports = {normalise_url(info.url): info.bootstrap_port for info in routed}
+        prefill = [(url, ports[url]) if ports[url] else url for url in by_type["prefill"]]
+        kind = next(iter(self._engines.values())).kind
+        settings = {"kind": kind, "health_route": self._health_route(kind), **self._settings, **more}
+        process = RouterProcess(by_type["regular"], prefill=prefill, decode=by_type["decode"], **settings)
+        client = RouterClient(process.url, api_key=self._api_key)
+        try:
+            client.expect(ports)
+        except BaseException:
+            process.stop()
+            raise
+        finally:
+            client.close()
+        return process
+
+    def _health_route(self, kind: str) -> str | None:
+        """SGLang's ``/health`` may generate a token, in vain while it is paused; its ``/ping`` wants its key."""
+        return {"sglang": "/ping"}.get(kind) if self._api_key is None else None
 
     def _placed(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
         """The rows of our engines, by our addresses of them, and the names in all others."""
@@ -244,7 +262,7 @@ class Routing:
                 problems.append((url, str(error)))
         for info in self._routed(back):
             try:
-                self._client.add(info.url, info.worker_type)
+                self._client.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
                 added.append(normalise_url(info.url))
             except WeightSyncError as error:
                 problems.append((normalise_url(info.url), str(error)))

@@ -20,7 +20,7 @@ from torchrl_ext.launch.topology import ModelPlan, Topology
 from torchrl_ext.launch.watch import Keeper, Kept
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rollout.routing import Routing
-from torchrl_ext.rpc.discovery import connect
+from torchrl_ext.rpc.discovery import connect, discover
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import EngineInfo
 
@@ -247,11 +247,16 @@ class OwnedEngines(Serving):
                 worker_type=kept.plan.worker_type,
                 num_gpus=len(kept.plan.gpus),
                 model=kept.plan.model_path,
+                bootstrap_port=self._bootstrap_port(kept),
             )
             for kept in self._keeper.engines
             if kept.plan.model == model.name
         ]
         return ServedModel(model.name, update_weights=model.update_weights, routing=Routing(infos, **settings))
+
+    def _bootstrap_port(self, kept: Kept) -> int | None:
+        """Where decode engines meet it; only a prefill engine has such a port, and it tells."""
+        return discover(kept.url)[0].bootstrap_port if kept.plan.worker_type == "prefill" else None
 
     def _everywhere(self, call: str, **arguments: Any) -> None:
         for model in self._models.values():

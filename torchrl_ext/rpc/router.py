@@ -21,7 +21,7 @@ import contextlib
 import ipaddress
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -121,6 +121,16 @@ class RouterClient:
             raise ConfigError(
                 f"{self.url} takes {url} as a {known.worker_type} worker", expected=worker_type, hint=_STATIC
             )
+
+    def expect(self, urls: Iterable[str]) -> None:
+        """Wait until the router lists the engines that it was started with.
+
+        Raises:
+            DeadlineError: it does not list one of them in time.
+            EngineUnreachableError, EngineRefusedError: as for `workers`.
+        """
+        for url in urls:
+            self._until(lambda url=url: self._find(url) is not None, f"list {url}")
 
     def remove(self, url: str) -> None:
         """Send no more requests to the engine at ``url``; those that it has in work go on.
