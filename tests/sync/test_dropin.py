@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 
+import httpx
 import pytest
 import torch
 import torchrl.weight_update.llm as theirs
@@ -23,6 +24,8 @@ from torchrl_ext.errors import (
     TransportError,
     UpdateError,
 )
+from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.source import as_source
 
 SCHEMES = ["SGLangWeightSyncScheme", "VLLMDoubleBufferSyncScheme", "VLLMWeightSyncScheme"]
 TRANSPORTS = ["SGLangCollectiveTransport", "VLLMCollectiveTransport", "VLLMDoubleBufferTransport"]
@@ -161,8 +164,19 @@ def test_a_double_buffer_brings_a_server_to_what_was_published(server, tmp_path)
         sender.update_weights()
         assert receiver.poll_and_apply() is True
         assert receiver.poll_and_apply(timeout=0) is False
+        served = httpx.get(f"{server.url}/weights_digest").json()["digests"]
+        assert {name: served[name] for name, _ in as_source(model)} == {
+            n: tensor_digest(t) for n, t in as_source(model)
+        }
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]  # nothing was written a second time
+    sender.update_weights({"lm_head.weight": torch.zeros(3)})
+    with pytest.raises(UpdateError, match=r"version 3 .*lm_head\.weight"):
+        receiver.poll_and_apply()
+    sender.update_weights()
+    assert receiver.poll_and_apply() is True
     receiver.shutdown()
     sender.shutdown()
+    assert not list((tmp_path / "weights").glob(".probe*"))
 
 
 @pytest.mark.parametrize("name", ["VLLMDoubleBufferSyncScheme", "VLLMWeightSyncScheme"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +13,13 @@ from torchrl_ext.errors import NotConnectedError, WeightSyncError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.sync.handed_on import HandedOn
 from torchrl_ext.sync.parties import as_engine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.types import SyncReport
-from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.loader import as_loader
 from torchrl_ext.weights.source import is_torchrl
 
@@ -250,16 +249,15 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
 
     Args:
         scheme: a `VLLMDoubleBufferSyncScheme`.
-        vllm_engine: anything that `torchrl_ext.sync.parties.as_engine` takes. An engine elsewhere must see the
-            directory ``<local_addr>.served``, through which it is driven.
+        vllm_engine: anything that `torchrl_ext.sync.parties.as_engine` takes. An engine elsewhere reads what was
+            published itself, so that it must see ``local_addr`` under the same path.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         super().__init__(vllm_engine)
         self._transport = DiskTransport(scheme.local_addr)
-        self._model, self._sender = vllm_engine, None
-        if self._engine is not None:
-            self._sender = WeightSender(DiskTransport(f"{str(scheme.local_addr).rstrip('/')}.served"), self._engine)
+        self._model = vllm_engine
+        self._handed = None if self._engine is None else HandedOn(self._transport, self._engine)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Whether a version newer than the last one was published within ``timeout`` seconds and is in service.
@@ -268,18 +266,19 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
             ManifestError: it has other parameters than the engine; nothing was changed.
             UpdateError: an engine does not serve it.
         """
-        if self._sender is None:
+        if self._handed is None:
             return self._transport.receive_weights(timeout, model=self._model) is not None
         info = self._transport.poll(timeout)
         if info is None:
             return False
-        self._sender.update_weights(CheckpointSource(Path(info["path"])))
-        for _ in self._transport.receive(info, {}):  # marks the version as read
-            pass
+        self._handed.take(info)
+        self._transport.pass_over(info["version"])
         return True
 
     def shutdown(self) -> None:
         """Leave the engine, which goes on with what it has."""
-        if self._sender is not None:
-            self._sender.shutdown()
-        self._transport.shutdown()
+        try:
+            if self._handed is not None:
+                self._handed.close()
+        finally:
+            self._transport.shutdown()

@@ -92,7 +92,11 @@ class DiskTransport(Transport):
         self._store.own()
         self._acknowledged = True
         self._connected = True
-        return Handoff(info={"transport": self.name, **self._shared.invite(), "root": str(self._seen_at)})
+        return Handoff(info=self.invite())
+
+    def invite(self) -> Info:
+        """What workers join by, also from a process that only reads: where the root is, and a probe in it."""
+        return {"transport": self.name, **self._shared.invite(), "root": str(self._seen_at)}
 
     def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
         began = time.perf_counter()
@@ -147,8 +151,8 @@ class DiskTransport(Transport):
         self._connected = False
         self.abort()
         self._pin(None)
+        self._shared.clear()
         if self._store.owned:
-            self._shared.clear()
             self._store.disown()
 
     # alone, without a control layer
@@ -173,6 +177,11 @@ class DiskTransport(Transport):
             if self._aborted.wait(min(pause, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
                 return None
             pause = min(2 * pause, _LONGEST_S)
+
+    def pass_over(self, version: int) -> None:
+        """Worker end: somebody else took ``version``; `poll` waits for another one."""
+        self._pin(None)
+        self._received = version
 
     # its helpers
 
