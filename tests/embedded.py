@@ -17,16 +17,20 @@ _ENGINE = "import sys; from torchrl_ext.plugins.embedded.__main__ import main; s
 
 
 class EmbeddedServer:
-    """As `torchrl_ext.launch.embedded.EmbeddedServer`, forked: it is up in a moment. Killed at the end of its block."""
+    """As `torchrl_ext.launch.embedded.EmbeddedServer`, forked: it is up in a moment. Killed at the end of its block.
 
-    def __init__(self, model_dir, *, port=0, dtype="auto", threads=1):
+    ``site`` is a directory of further packages, which the engine has installed.
+    """
+
+    def __init__(self, model_dir, *, port=0, dtype="auto", threads=1, site=None):
         port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         flags = as_flags({"model": model_dir, "port": port, "dtype": dtype, "threads": threads})
+        code = _ENGINE if site is None else f"import sys; sys.path.insert(0, {str(site)!r})\n{_ENGINE}"
         with ExitStack() as ends:
             log = ends.enter_context(tempfile.TemporaryFile("w+"))
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self._process = ends.enter_context(running_python(_ENGINE, *flags, **streams))
+            self._process = ends.enter_context(running_python(code, *flags, fresh=site is not None, **streams))
             self.pid = self._process.pid
             until = time.monotonic() + WAIT_S
             while not self._healthy():

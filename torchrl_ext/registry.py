@@ -1,14 +1,25 @@
-"""Name -> class, imported on first use, so that picking `disk` never imports what `collective` needs."""
+"""Name -> class, imported on first use, so that picking `disk` never imports what `collective` needs.
+
+Transports of other packages come by the entry-point group ``torchrl_ext.transports``: a package names its class there,
+and every process in whose environment it is installed knows it, a trainer as well as an engine::
+
+    [project.entry-points."torchrl_ext.transports"]
+    pigeon = "my_package.pigeon:PigeonTransport"
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+import logging
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
+
+log = logging.getLogger("torchrl_ext")
 
 __all__ = ["Entry", "Registry", "engines", "launchers", "receivers", "scorers", "switches", "transports"]
 
@@ -27,10 +38,11 @@ class Registry:
 
     Args:
         kind: the word used in messages, for example ``"transport"``.
+        group: entry-point group by which other packages add names; None for a table that they cannot add to.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, group: str | None = None) -> None:
+        self._kind, self._group = kind, group
         self._entries: dict[str, Entry] = {}
 
     def register(self, name: str, path: str, summary: str, *, install: str | None = None) -> None:
@@ -47,7 +59,12 @@ class Registry:
 
     def names(self) -> MappingProxyType[str, str]:
         """Read-only mapping of the names to one line each."""
+        self._look_around()
         return MappingProxyType({name: entry.summary for name, entry in self._entries.items()})
+
+    def shipped(self) -> tuple[str, ...]:
+        """Names of this package's own classes, which whoever has the same release knows too."""
+        return tuple(name for name, entry in self._entries.items() if entry.path.startswith("torchrl_ext."))
 
     def load(self, name: str) -> type[Any]:
         """Import and return the class behind ``name``.
@@ -55,6 +72,7 @@ class Registry:
         Raises:
             ConfigError: nobody registered the name, or its imports fail.
         """
+        self._look_around()
         if name not in self._entries:
             close = difflib.get_close_matches(str(name), self._entries, n=1)
             raise ConfigError(
@@ -76,16 +94,37 @@ class Registry:
         """Build the class behind ``name`` with ``settings``.
 
         Raises:
-            ConfigError: unknown name, failing import, or settings that the class does not take.
+            ConfigError: unknown name, failing import, or settings that the class does not take. What a constructor
+                raises by itself is raised as it is.
         """
         cls = self.load(name)
+        signature = inspect.signature(cls)
         try:
-            return cls(**settings)
+            signature.bind(**settings)
         except TypeError as error:
-            raise ConfigError(f"{self._kind} {name!r} does not take these settings: {error}") from error
+            raise ConfigError(
+                f"{self._kind} {name!r} does not take these settings: {error}",
+                expected=f"some of {', '.join(signature.parameters)}" if signature.parameters else "none",
+            ) from error
+        return cls(**settings)
+
+    def _look_around(self) -> None:
+        """Add what installed packages have in the entry-point group; names that are taken stay whose they are."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        from importlib.metadata import entry_points  # costs what scanning every installed package costs
+
+        for point in entry_points(group=group):
+            package = "another package" if point.dist is None else f"package {point.dist.name}"
+            known = self._entries.setdefault(point.name, Entry(point.value, f"of {package}"))
+            if known.path != point.value:
+                log.warning(
+                    "%s %r of %s is left out: the name is taken by %s", self._kind, point.name, package, known.path
+                )
 
 
-transports = Registry("transport")
+transports = Registry("transport", group="torchrl_ext.transports")
 transports.register(
     "collective",
     "torchrl_ext.transports.collective:VLLMCollectiveTransport",

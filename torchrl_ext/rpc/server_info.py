@@ -40,7 +40,7 @@ def parse_server_info(url: str, told: Any, *, world_size: Any = None, weight_ver
     tp, pp, dp = (_count(url, axis, parallel.get(axis)) for axis in axes)
     workers = _count(url, "world_size", world_size, tp * pp * dp)
     backend = _mapping(config, "weight_transfer_config").get("backend")
-    follows = [name for name in transports.names() if name != "memory"] if backend == BACKEND else []
+    follows = [name for name in transports.shipped() if name != "memory"] if backend == BACKEND else []
     return EngineInfo(
         url=url,
         kind=str(told["engine"]) if embedded else "vllm",

@@ -1,0 +1,82 @@
+"""Names of classes: whose error is whose, and transports that another package brings."""
+
+from __future__ import annotations
+
+import pytest
+
+import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
+from tests.models import tiny_checkpoint, tiny_model
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.registry import Registry, transports
+from torchrl_ext.rpc.server_info import parse_server_info
+
+PIGEON = """
+from torchrl_ext.transports.disk import DiskTransport
+
+class PigeonTransport(DiskTransport):
+    name = "pigeon"
+"""
+
+
+class Strict:
+    def __init__(self, size, *, colour="red"):
+        self.area = size * size
+        self.colour = colour
+
+
+@pytest.fixture
+def registry():
+    registry = Registry("box")
+    registry.register("strict", f"{__name__}:Strict", "a box")
+    return registry
+
+
+@pytest.mark.parametrize("settings", [{}, {"size": 1, "weight": 2}, {"colour": "blue"}])
+def test_settings_that_a_class_does_not_take_are_a_config_error_that_names_those_it_takes(registry, settings):
+    with pytest.raises(ConfigError, match=r"box 'strict' does not take these settings.*Expected: some of size, colour"):
+        registry.make("strict", **settings)
+
+
+def test_a_constructors_own_error_is_its_own(registry):
+    with pytest.raises(TypeError, match="can't multiply") as raised:
+        registry.make("strict", size="large")
+    assert not isinstance(raised.value, ConfigError)
+    assert registry.make("strict", size=3).area == 9
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A directory with a package, as an installer leaves it there; this process finds it too."""
+    site = tmp_path / "site"
+    (site / "birds-1.0.dist-info").mkdir(parents=True)
+    (site / "birds.py").write_text(PIGEON)
+    (site / "birds-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: birds\nVersion: 1.0\n")
+    points = "[torchrl_ext.transports]\npigeon = birds:PigeonTransport\ndisk = birds:PigeonTransport\n"
+    (site / "birds-1.0.dist-info" / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(site)
+    return site
+
+
+def test_a_transport_of_another_package_reaches_an_engine_by_its_name(site, tmp_path):
+    ours = Registry("transport", group="torchrl_ext.transports")  # as that of a process which begins now
+    ours.register("disk", "torchrl_ext.transports.disk:DiskTransport", "files")
+    transport = ours.make("pigeon", root=tmp_path / "updates")
+    with EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32", site=site) as server:
+        engine = tx.connect(server.url)
+        sender = tx.WeightSender(transport, engine)
+        report = sender.update_weights(tiny_model(3))
+        assert (report.transport, report.verified) == ("pigeon", True)
+        assert set(engine.info().transports) == {"collective", "delta", "disk", "ipc", "pigeon"}
+        sender.shutdown()
+    assert ours.names() == {"disk": "files", "pigeon": "of package birds"}  # a name that is taken stays whose it is
+    assert ours.shipped() == ("disk",)
+
+
+def test_what_a_trainer_registered_is_not_said_to_be_known_by_an_engine():
+    transports.register("here alone", "tests.test_registry:Strict", "of this process")
+    try:
+        told = {"vllm_config": {"weight_transfer_config": {"backend": "torchrl_ext"}}}
+        assert set(parse_server_info("http://x:1", told).transports) == {"collective", "delta", "disk", "ipc"}
+    finally:
+        del transports._entries["here alone"]
