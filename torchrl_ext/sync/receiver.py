@@ -254,7 +254,8 @@ def _check_fields(info: Info) -> None:
     for name in info.keys() & _FIELDS.keys():
         kinds, valid, expected = _FIELDS[name]
         value = info[name]
-        if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool) or not valid(value):
+        known = kinds if isinstance(kinds, tuple) else (kinds,)
+        if type(value) not in known or not valid(value):
             raise ConfigError(f"{name} of the message is {value!r:.80}", expected=expected, state="unchanged")
     if isinstance(info.get("wire"), dict):
         _check_fields(info["wire"])
@@ -272,7 +273,8 @@ _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "master_port": (int, lambda value: 1 <= value <= 65535, "1 to 65535"),
     "timeout_s": ((int, float), lambda value: 0 < value <= _LONGEST_S, f"seconds, above 0, at most {_LONGEST_S:g}"),
     "needs_base": (bool, lambda value: True, "true or false"),
-    **dict.fromkeys(("wire", "verify"), (dict, lambda value: True, "an object")),
+    "wire": (dict, lambda value: True, "an object"),
+    "verify": ((dict, bool), lambda value: True, "an object of digests, or (to connect) whether there will be any"),
     "params": (list, lambda value: True, "a list"),
 }
 """Of the fields that messages share: their types, the rule that values obey, and the rule in words."""
