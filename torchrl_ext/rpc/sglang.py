@@ -101,6 +101,22 @@ class SGLangEngine(HTTPEngine):
     def info(self) -> EngineInfo:
         """See `EngineClient.info`. ``/server_info`` is enough; ``/model_info`` and our plugin add what they know."""
         told = self._told()
+        try:
+            served = self._either("/model_info", "/get_model_info")
+        except EngineRefusedError as error:
+            served = None
+            if error.status not in _ABSENT:
+                log.warning("%s does not say what it serves now: %s", self.url, error)
+        return parse_sglang_info(self.url, told, served, transports=self._transports())
+
+    def _transports(self) -> tuple[str, ...]:
+        """What can reach it: none where its control routes want a key that this client does not have."""
+        try:
+            plugin = self._channel.answers()
+        except EngineRefusedError as error:
+            log.warning("%s does not say whether it has our plugin: %s", self.url, error)
+            return ()
+        return tuple(name for name in transports.shipped() if name != "memory") if plugin else ("disk",)
 
     def _told(self) -> Any:
         return self._either("/server_info", "/get_server_info")
