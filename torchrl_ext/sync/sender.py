@@ -145,7 +145,7 @@ class WeightSender:
         """
         started = time.perf_counter()
         source = self._outgoing(weights)
-        update = self._ranks.next(self._transport.name, source.params())
+        update = self._ranks.next(source)
         if self._rank != 0:
             return self._follow(source, weights, update)
         accepted = False
