@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -129,11 +131,14 @@ def test_tensors_stream_through_threads_in_order_and_equal_to_one_thread(name):
     for one, (_, old, new) in zip(coded, model, strict=True):
         assert one.payload == codec.encode(one.meta, old, new).payload
         assert one.changed == int((old.view(torch.int16) != new.view(torch.int16)).sum())
-    items = [(one.codec, one.payload, one.meta, old) for one, (_, old, _) in zip(coded, model, strict=True)]
-    for patch, (_, old, new) in zip(decode_tensors(items, threads=3), model, strict=True):
-        landed = old.clone()
-        apply_patch(patch, landed)
-        assert bytes_of(landed) == bytes_of(new)
+    calls = [
+        partial(one.codec.decode, one.payload, one.meta, old) for one, (_, old, _) in zip(coded, model, strict=True)
+    ]
+    for threads in (1, 3):
+        for patch, (_, old, new) in zip(decode_tensors(calls, threads=threads), model, strict=True):
+            landed = old.clone()
+            apply_patch(patch, landed)
+            assert bytes_of(landed) == bytes_of(new)
 
 
 def test_an_error_in_a_worker_reaches_the_caller_and_a_stopped_stream_leaves_no_thread():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.transports.chains import published, same
+from torchrl_ext.codecs import stream
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.follower import Follower
 from torchrl_ext.transports.published import PublishedVersion
+from torchrl_ext.transports.ways import Way
+from torchrl_ext.weights.landing import Patcher, identity
 
 
 @pytest.fixture(params=["ulp", "context"])
@@ -52,8 +57,8 @@ def test_copies_that_stopped_half_way_are_not_built_on(chain, error):
     follower, history = chain
     second = follower.changes(2)
 
-    def breaking():
-        yield next(iter(second.patches()))
+    def breaking(wanted):
+        yield next(iter(second.patches(wanted)))
         raise error
 
     follower.advance(replace(second, patches=breaking))
@@ -65,3 +70,41 @@ def test_copies_that_stopped_half_way_are_not_built_on(chain, error):
     assert same(dict(follower.tensors(follower.open(3), {})), history[3])
     assert same(follower.mirror, history[3])
     assert follower.changes(4) is not None
+
+
+def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, monkeypatch):
+    follower, history = chain
+    decoded, patch = [], Way.patch
+    monkeypatch.setattr(Way, "patch", lambda way, meta, base: decoded.append(meta.name) or patch(way, meta, base))
+    second = follower.changes(2)
+    changed = [name for name in history[1] if not torch.equal(history[1][name], history[2][name])]
+    written, other = changed[:1], changed[1:]
+    patcher = Patcher(identity({name: history[1][name].clone() for name in written}))
+    patcher.stage(second)
+    assert decoded == written and patcher.others == set(other) and other
+    assert same(dict(second.whole(patcher.others)), {name: history[2][name] for name in other})
+    assert sorted(decoded) == sorted(changed)
+
+
+def test_tensors_are_decoded_beside_each_other_and_come_in_order(chain, monkeypatch):
+    follower, history = chain
+    both, patch = threading.Barrier(2, timeout=60), Way.patch
+
+    def meeting(way, meta, base):
+        both.wait()  # breaks, and with it the test, where one is decoded after the other
+        return patch(way, meta, base)
+
+    monkeypatch.setattr(Way, "patch", meeting)
+    monkeypatch.setattr("torchrl_ext.transports.follower.spare_threads", lambda: 2)
+    second = follower.changes(2)
+    changed = [meta.name for meta in second.params if not torch.equal(history[1][meta.name], history[2][meta.name])]
+    pair = changed[:2]
+    assert [one.meta.name for one in second.patches(pair.__contains__)] == pair
+    assert same(dict(second.whole(pair)), {name: history[2][name] for name in pair})
+
+
+@pytest.mark.parametrize(("cores", "computing", "spare"), [(8, 8, 1), (2, 2, 1), (2, 1, 1), (4, 1, 3), (64, 1, 4)])
+def test_decoding_takes_cores_that_the_model_does_not_compute_on(cores, computing, spare, monkeypatch):
+    monkeypatch.setattr(stream, "worker_threads", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: computing)
+    assert stream.spare_threads() == spare

@@ -191,8 +191,8 @@ class Step:
         self.digests = {name: position_digest(tensor).hex() for name, tensor in new.items()}
         self._pairs = [(ParamMeta.of(name, tensor), tensor, new[name]) for name, tensor in old.items()]
 
-    def patches(self):
-        return (patch for patch in (diff(*pair) for pair in self._pairs) if patch.changed)
+    def patches(self, wanted):
+        return (patch for patch in (diff(*pair) for pair in self._pairs) if patch.changed and wanted(patch.meta.name))
 
     def whole(self, names):
         return iter(())

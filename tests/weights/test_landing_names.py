@@ -60,7 +60,7 @@ class Changed:
     def __init__(self, tensors):
         self.digests = {name: position_digest(tensor).hex() for name, tensor in tensors.items()}
 
-    def patches(self):
+    def patches(self, wanted):
         return iter(())
 
     def whole(self, names):

@@ -9,19 +9,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Piece
+from torchrl_ext.codecs.base import Codec, Encoded, Piece
 from torchrl_ext.codecs.layout import Layout, layout_of, writable_units
 from torchrl_ext.codecs.listing import choose, encode_on_device, working_device
-from torchrl_ext.codecs.patch import Patch, same
+from torchrl_ext.codecs.patch import same
 from torchrl_ext.kernels.base import Kernels
 from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["decode_tensors", "encode_tensors", "worker_threads"]
+__all__ = ["decode_tensors", "encode_tensors", "spare_threads", "worker_threads"]
 
 _SMALL = 1 << 20  # units: smaller tensors share a task, so that handing them over costs less than coding them
+_MOST_SPARE = 4  # several workers of an engine share a host
 _Result = TypeVar("_Result")
 
 
@@ -31,6 +33,14 @@ def worker_threads() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
         return os.cpu_count() or 1
+
+
+def spare_threads() -> int:
+    """Threads for work beside a model that is in use: cores that torch does not compute on, at least 1 and at most 4.
+
+    An engine on a GPU computes on one core or few; one on the host on all of them, unless it was told otherwise.
+    """
+    return max(1, min(_MOST_SPARE, worker_threads() - torch.get_num_threads()))
 
 
 def encode_tensors(
@@ -145,24 +155,26 @@ def _piece(codec: Codec, layout: Layout, old: np.ndarray, new: np.ndarray, start
     return piece
 
 
-def decode_tensors(
-    items: Iterable[tuple[Codec, Buffer, ParamMeta, Tensor | None]], *, threads: int | None = None
-) -> Iterator[Patch]:
-    """Decode many payloads, in order.
+def decode_tensors(decodes: Iterable[Callable[[], _Result]], *, threads: int) -> Iterator[_Result]:
+    """What each call returns, in order; a few are made ahead of what is yielded.
 
     Args:
-        items: ``(codec, payload, meta, base)``; ``base`` as in `Codec.decode`.
-        threads: worker threads; by default one per core.
+        decodes: each decodes the change of one tensor; the iterable is consumed by the caller's thread.
+        threads: worker threads; with 1 the caller's own decodes, one at a time.
 
     Raises:
         IntegrityError: a payload is damaged; names the tensor.
     """
+    if threads == 1:
+        for decode in decodes:
+            yield decode()
+        return
 
-    def tasks(submit: Callable[..., Future[Patch]]) -> Iterator[list[Callable[[], Patch]]]:
-        for codec, payload, meta, base in items:
-            yield [submit(codec.decode, payload, meta, base).result]
+    def tasks(submit: Callable[..., Future[_Result]]) -> Iterator[list[Callable[[], _Result]]]:
+        for decode in decodes:
+            yield [submit(decode).result]
 
-    yield from _ordered(tasks, worker_threads() if threads is None else threads)
+    yield from _ordered(tasks, threads)
 
 
 def _ordered(

@@ -45,8 +45,8 @@ class _Step:
         self._patches = patches
         self.digests: Mapping[str, str] = {}  # nothing to compare with: digests are still computed
 
-    def patches(self) -> Iterator[Patch]:
-        return iter(self._patches)
+    def patches(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Patch]:
+        return (patch for patch in self._patches if wanted(patch.meta.name))
 
     def whole(self, names: Any) -> Iterator[tuple[str, Tensor]]:
         return iter(())

@@ -77,7 +77,7 @@ class VLLMPatches:
         """Translate what can be patched; bring what cannot to its new value on the host."""
         self._whole.clear()
         self._found, self._expected = self._patcher.stage(changes), changes.digests
-        touched = {patch.meta.name for patch in changes.patches() if not self.patchable(patch.meta.name)}
+        touched = self._patcher.others
         self._whole = list(changes.whole(self._with_neighbours(touched))) if touched else []
         compare({name: position_digest(tensor) for name, tensor in self._whole}, self._expected)
 

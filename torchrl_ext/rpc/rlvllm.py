@@ -161,7 +161,10 @@ class _Loader(WeightLoader):
         self._call("take weights", update)
 
     def stage(self, changes: Staging) -> None:
-        self._staged = list(changes.whole([patch.meta.name for patch in changes.patches()]))
+        touched: list[str] = []
+        for _ in changes.patches(lambda name: bool(touched.append(name))):  # none is wanted: names are enough
+            pass
+        self._staged = list(changes.whole(touched))
 
     def commit(self) -> None:
         staged, self._staged = self._staged, []

@@ -85,7 +85,7 @@ class TakenBack:
     ) -> None:
         self._start, self.digests, self._sparse = start, digests, sparse
 
-    def patches(self) -> Iterator[Patch]:
+    def patches(self, wanted: Callable[[str], bool]) -> Iterator[Patch]:
         """One per tensor that was changed, with the bits of the start checkpoint."""
         for name, tensor in self._start():
             meta = ParamMeta.of(name, tensor)
@@ -94,7 +94,7 @@ class TakenBack:
             parts = layout_of(meta.dtype).parts
             if parts > 1:
                 where = (where[:, None] * parts + np.arange(parts)).reshape(-1)
-            if where.size:
+            if where.size and wanted(name):
                 indices = where.astype(index_dtype(layout_of(meta.dtype).count(meta)))
                 yield SparsePatch(meta, indices, units(tensor)[where])
 

@@ -165,9 +165,9 @@ class _PlainChanges:
         self.digests = {name: digest for name, digest in changes.digests.items() if not _is_extra(name)}
         self.whole = changes.whole
 
-    def patches(self) -> Iterator[Any]:
+    def patches(self, wanted: Callable[[str], bool]) -> Iterator[Any]:
         """One pass over the changed tensors of the model itself."""
-        return (patch for patch in self._changes.patches() if not _is_extra(patch.meta.name))
+        return self._changes.patches(lambda name: not _is_extra(name) and wanted(name))
 
 
 def _is_extra(name: str) -> bool:

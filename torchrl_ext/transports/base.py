@@ -47,7 +47,8 @@ class Changes:
         held: run id and number of the version that it starts from.
         reached: run id and number of the version that it leads to.
         params: every parameter of the model, in order.
-        patches: makes one pass over the changed ones (`torchrl_ext.codecs.patch.Patch`).
+        patches: makes one pass over the changed ones (`torchrl_ext.codecs.patch.Patch`); it asks for each name first
+            whether it is wanted, and decodes only what is.
         digests: position digest of every tensor at the end, 32 hex digits, by name.
         whole: the tensors of some names at the end, from the host copies that `Transport.retain` asked for.
     """
@@ -55,7 +56,7 @@ class Changes:
     held: tuple[str, int]
     reached: tuple[str, int]
     params: tuple[ParamMeta, ...]
-    patches: Callable[[], Iterator[Any]]
+    patches: Callable[[Callable[[str], bool]], Iterator[Any]]
     digests: Mapping[str, str]
     whole: Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
 

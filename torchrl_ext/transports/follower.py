@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch
+from torchrl_ext.codecs.stream import decode_tensors, spare_threads
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.routes import Held
@@ -135,19 +137,20 @@ class Follower:
         for where, manifest in way.manifests:
             same_params(self._params, manifest, where)
 
-        def patches() -> Iterator[Patch]:
-            for meta in way.params:
-                patch = way.patch(meta, self.mirror.get(meta.name))
-                if patch is not None:
-                    yield patch
+        def patches(wanted: Callable[[str], bool]) -> Iterator[Patch]:
+            metas = (meta for meta in way.params if way.changes(meta.name) and wanted(meta.name))
+            decodes = (partial(way.patch, meta, self.mirror.get(meta.name)) for meta in metas)
+            yield from (patch for patch in decode_tensors(decodes, threads=spare_threads()) if patch is not None)
+
+        def at_the_end(meta: ParamMeta) -> tuple[str, Tensor]:
+            tensor = self.mirror[meta.name].clone()
+            patch = way.patch(meta, tensor)
+            return meta.name, tensor if patch is None else patched(tensor, patch)
 
         def whole(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
             wanted = frozenset(names)
-            for meta in way.params:
-                if meta.name in wanted:
-                    tensor = self.mirror[meta.name].clone()
-                    patch = way.patch(meta, tensor)
-                    yield meta.name, tensor if patch is None else patched(tensor, patch)
+            made = (partial(at_the_end, meta) for meta in way.params if meta.name in wanted)
+            yield from decode_tensors(made, threads=spare_threads())
 
         return Changes(
             held=self.held,
@@ -213,10 +216,8 @@ class Follower:
             return
         self.held = None
         try:
-            for patch in changes.patches() if self.mirror else ():
-                tensor = self.mirror.get(patch.meta.name)
-                if tensor is not None:
-                    apply_patch(patch, tensor)
+            for patch in changes.patches(self.mirror.__contains__) if self.mirror else ():
+                apply_patch(patch, self.mirror[patch.meta.name])
         except IntegrityError as error:
             log.warning(
                 "host copies could not follow to version %d, the next is read whole: %s", changes.reached[1], error

@@ -94,6 +94,10 @@ class Way:
         rows = [(where, row) for where, manifest in self.manifests for row in manifest.params if row.meta.name == name]
         return ", ".join(f"{where}/{row.file}" for where, row in rows if row.changed) or "the keyframe"
 
+    def changes(self, name: str) -> bool:
+        """Whether a tensor changes on the way; nothing is decoded for that."""
+        return any(name in step for step in self._steps)
+
     def patch(self, meta: ParamMeta, base: Tensor | None) -> Patch | None:
         """All changes of one tensor as one. With a base, each link is decoded against the result of the one before."""
         links = [step[meta.name] for step in self._steps if meta.name in step]

@@ -205,12 +205,16 @@ class Patcher:
     Args:
         pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
         kernels: as in `Staged`.
+
+    Attributes:
+        others: names that change in what was staged last, and cannot be patched.
     """
 
     def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
         self.pieces, self._kernels = pieces, kernels
         self._held: dict[str, Coverage] = {}
         self._staged: Staged | None = None
+        self.others: set[str] = set()
         self._turns = _turns(pieces)
         self._turn = 0
 
@@ -231,14 +235,20 @@ class Patcher:
             What this rank will hold of each tensor, for `compare`.
         """
         self._staged, staged = None, Staged(self._kernels)
-        for patch in changes.patches():
+        self.others = set()
+        for patch in changes.patches(self._wanted):
             name = patch.meta.name
-            if name in self.pieces:
-                staged.add(self.pieces[name], patch, self._coverage(name)[0])
+            staged.add(self.pieces[name], patch, self._coverage(name)[0])
         self._staged = staged
         return {
             name: (staged.digests.get(name, self._coverage(name)[0]), self._coverage(name)[1]) for name in self.pieces
         }
+
+    def _wanted(self, name: str) -> bool:
+        if name in self.pieces:
+            return True
+        self.others.add(name)
+        return False
 
     @property
     def staged_bytes(self) -> int:

@@ -40,8 +40,11 @@ class Staging(Protocol):
         """Position digest of every tensor at the end, 32 hex digits, by name."""
 
     @property
-    def patches(self) -> Callable[[], Iterator[Any]]:
-        """Makes one pass over the changed tensors (`torchrl_ext.codecs.patch.Patch`)."""
+    def patches(self) -> Callable[[Callable[[str], bool]], Iterator[Any]]:
+        """Makes one pass over the changed tensors (`torchrl_ext.codecs.patch.Patch`).
+
+        It asks for each name first whether it is wanted; what is not is neither decoded nor yielded.
+        """
 
     @property
     def whole(self) -> Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]:
