@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import psutil
 import pytest
 
@@ -17,11 +18,14 @@ def plan(path="/nowhere", gpus=(0,), **more):
     )
 
 
-def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job(tmp_path):
-    launcher = LocalLauncher(devices=("4", "5"), dtype="float32", threads=1)
+def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job_and_its_key(tmp_path):
+    launcher = LocalLauncher(devices=("4", "5"), api_key="secret", dtype="float32", threads=1)
     engine = launcher.launch(plan(tiny_checkpoint(tmp_path), gpus=(1,)))
     try:
         assert psutil.Process(engine.pid).environ()["CUDA_VISIBLE_DEVICES"] == "5"
+        assert "secret" not in str(psutil.Process(engine.pid).cmdline())
+        for headers, status in (({}, 401), ({"authorization": "Bearer secret"}, 200)):
+            assert httpx.get(f"{engine.url}/server_info", headers=headers).status_code == status
     finally:
         engine.stop()
 

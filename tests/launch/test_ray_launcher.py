@@ -18,6 +18,7 @@ from tests.rpc.ray_cluster import two_nodes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 from torchrl_ext.launch.ray import RayLauncher
 from torchrl_ext.launch.topology import EnginePlan
+from torchrl_ext.types import API_KEY_VARIABLE
 
 YAML = "embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]}]"
 
@@ -73,7 +74,9 @@ def test_engines_follow_one_is_lost_and_started_again_at_its_address(cluster, jo
             except tx.WeightSyncError:  # the one that was lost is told of once
                 continue
         assert [row.state for row in report.engines] == ["serving"] * 2
-        assert {httpx.get(f"{url}/weight_info").json()["weight_version"] for url in urls} == {str(report.version)}
+        key = {"authorization": f"Bearer {job.model('a').routing.api_key}"}
+        versions = {httpx.get(f"{url}/weight_info", headers=key).json()["weight_version"] for url in urls}
+        assert versions == {str(report.version)}
         sender.shutdown()
     assert not any(listeners(url) for url in urls)
 
@@ -98,6 +101,7 @@ def test_an_engine_gets_what_ray_gave_its_actor_and_is_started_again_on_its_node
         (environ,) = (psutil.Process(pid).environ() for pid in listeners(engine.url))
         assert environ.get("CUDA_VISIBLE_DEVICES") == devices
         found.append((engine.url, environ["RAY_RAYLET_PID"]))  # each node has one
+        assert environ[API_KEY_VARIABLE] == launcher.api_key and len(launcher.api_key) > 30  # it made one
         engine.stop()
     assert found[0] == found[1]
 

@@ -17,8 +17,13 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.topology import EnginePlan
 from torchrl_ext.registry import launchers
+from torchrl_ext.types import API_KEY_VARIABLE
 
 __all__ = ["EngineLauncher", "LocalLauncher", "RunningEngine"]
+
+
+_KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "embedded": API_KEY_VARIABLE}
+"""Where an engine of a kind finds the key that it asks for; elsewhere it is an argument."""
 
 
 class RunningEngine(Protocol):
@@ -37,7 +42,13 @@ class RunningEngine(Protocol):
 
 
 class EngineLauncher(ABC):
-    """Starts engines somewhere."""
+    """Starts engines somewhere.
+
+    Attributes:
+        api_key: what its engines ask for; None where they ask for none.
+    """
+
+    api_key: str | None = None
 
     @abstractmethod
     def launch(
@@ -66,12 +77,20 @@ class LocalLauncher(EngineLauncher):
         log_folder: gets a file per engine; None takes temporary ones.
         devices: what plans count, in the words of ``CUDA_VISIBLE_DEVICES``; None takes those that this process sees.
             Where there are none, as on a machine without GPUs, plans count workers and nothing is pinned.
+        api_key: what engines ask for; None lets everybody in who reaches 127.0.0.1, or the ``host`` of the settings. It
+            goes by the environment, and to SGLang, which has no variable for it, among the arguments.
         settings: for every engine's launcher, such as ``dtype``; overrides of a plan go first.
     """
 
     def __init__(
-        self, *, log_folder: str | Path | None = None, devices: Sequence[str] | None = None, **settings: Any
+        self,
+        *,
+        log_folder: str | Path | None = None,
+        devices: Sequence[str] | None = None,
+        api_key: str | None = None,
+        **settings: Any,
     ) -> None:
+        self.api_key = api_key
         self._log_folder = None if log_folder is None else Path(log_folder)
         self._settings, self._devices = settings, devices
         self._ports: dict[str, int] = {}
@@ -81,7 +100,12 @@ class LocalLauncher(EngineLauncher):
     ) -> RunningEngine:
         make = launchers.load(plan.kind)
         known = inspect.signature(make).parameters
+        variable, secret = _KEY_VARIABLES.get(plan.kind), {}
         wanted = {**self._settings, **self._role(plan, encoders), **plan.overrides}
+        if self.api_key is not None and variable is None:
+            wanted.setdefault("api_key", self.api_key)
+        elif self.api_key is not None:
+            secret = {variable: self.api_key}
         settings = {name: value for name, value in {**wanted, "cancel": cancel}.items() if name in known}
         others = {name: value for name, value in wanted.items() if name not in known}
         if others and "extra_args" not in known:
@@ -96,7 +120,7 @@ class LocalLauncher(EngineLauncher):
         elif len(plan.gpus) > 1:
             raise ConfigError(f"{plan.name}: an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
         pinned = _pinned(plan, seen_devices() if self._devices is None else self._devices)
-        settings["environ"] = {**pinned, **settings.get("environ", {})}
+        settings["environ"] = {**pinned, **secret, **settings.get("environ", {})}
         settings.setdefault("port", self._ports.setdefault(plan.name, free_port()))
         if self._log_folder is not None:
             self._log_folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,8 @@ from torchrl_ext.launch.topology import EnginePlan
 
 __all__ = ["RayLauncher"]
 
+log = logging.getLogger("torchrl_ext")
+
 _ANSWER_S = 30.0
 _POLL_S = 0.2
 
@@ -27,7 +31,11 @@ class RayLauncher(EngineLauncher):
         remote: options of an engine's actor (``num_cpus``, ``resources``, ...), or a callable that takes the plan and
             returns them; None asks for the plan's number of GPUs where the cluster has any.
         start_timeout_s: deadline of a start, in seconds; waiting for a node with room included.
-        settings: of `LocalLauncher` on the node. Engines that take a ``host`` listen on the node's address.
+        api_key: what engines ask for; None makes one. Engines of kind vllm and sglang listen on the node's address,
+            where others are too: clients need the key (`OwnedEngines` hands it on). SGLang's guards all its routes;
+            vLLM's guards requests and routes of ours, and leaves its own ``/pause``, ``/update_weights`` and
+            ``/collective_rpc`` to whoever reaches the node, so that the network has to keep strangers out.
+        settings: of `LocalLauncher` on the node.
 
     Raises:
         ConfigError: Ray is not installed, or not initialised.
@@ -38,9 +46,10 @@ class RayLauncher(EngineLauncher):
         *,
         remote: Mapping[str, Any] | Callable[[EnginePlan], Mapping[str, Any]] | None = None,
         start_timeout_s: float = 600.0,
+        api_key: str | None = None,
         **settings: Any,
     ) -> None:
-        self._ray = _ray()
+        self._ray, self.api_key = _ray(), api_key or secrets.token_urlsafe(32)
         self._remote, self._timeout_s, self._settings = remote, start_timeout_s, settings
         self._first: dict[str, _Engine] = {}
 
@@ -50,7 +59,7 @@ class RayLauncher(EngineLauncher):
         wanted = self._remote(plan) if callable(self._remote) else self._remote
         if wanted is None:
             wanted = {"num_gpus": len(plan.gpus)} if self._ray.cluster_resources().get("GPU") else {}
-        settings, before = dict(self._settings), self._first.get(plan.name)
+        settings, before = {**self._settings, "api_key": self.api_key}, self._first.get(plan.name)
         if before is not None:  # others know it by that address
             settings["port"] = urlsplit(before.url).port
             wanted = {**wanted, **self._on_node(before)}
@@ -70,6 +79,13 @@ class RayLauncher(EngineLauncher):
         except BaseException:
             engine.kill()  # an actor that has no node, or still launches, would not answer a request to stop
             raise
+        if plan.kind == "vllm":
+            log.warning(
+                "%s listens at %s: vLLM's key guards requests and our routes, and not its own /pause, /update_weights "
+                "and /collective_rpc; keep strangers out of that network",
+                plan.name,
+                engine.url,
+            )
         self._first.setdefault(plan.name, engine)
         return engine
 

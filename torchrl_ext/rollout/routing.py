@@ -51,7 +51,7 @@ class Routing:
         engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools.
         router: base address of a router that runs already; None starts one, which ends with `close`.
         max_lag: versions that an engine may be behind the newest that any engine serves.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; of several, the first with requests, and whichever is accepted for control.
         settings: for the router that is started, see `RouterProcess`.
 
     Raises:
@@ -65,7 +65,7 @@ class Routing:
         *,
         router: str | None = None,
         max_lag: int = 0,
-        api_key: str | None = None,
+        api_key: str | tuple[str, ...] | None = None,
         **settings: Any,
     ) -> None:
         _check(engines)
@@ -83,7 +83,7 @@ class Routing:
             raise
 
     @classmethod
-    def over(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> Routing:
+    def over(cls, *addresses: str, api_key: str | tuple[str, ...] | None = None, **settings: Any) -> Routing:
         """Behind a router: the engines at ``addresses``, whatever they are.
 
         Raises:
@@ -100,6 +100,11 @@ class Routing:
     def router(self) -> RouterClient:
         """The client of the router."""
         return self._client
+
+    @property
+    def api_key(self) -> str | tuple[str, ...] | None:
+        """What engines are sent as a bearer token."""
+        return self._api_key
 
     @property
     def engines(self) -> tuple[EngineInfo, ...]:

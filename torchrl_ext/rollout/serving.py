@@ -61,7 +61,7 @@ class ServedModel:
         """A client for `WeightSender`.
 
         Args:
-            settings: as for `torchrl_ext.connect`.
+            settings: as for `torchrl_ext.connect`; the key is the routing's where none is given.
 
         Raises:
             ConfigError: the model does not follow the trainer, or has no engine.
@@ -72,7 +72,8 @@ class ServedModel:
                 state="its engines keep the weights that they were started with",
                 hint="set update_weights: true for it",
             )
-        return connect(*(info.url for info in self._engines().engines), **settings)
+        routing = self._engines()
+        return connect(*(info.url for info in routing.engines), **{"api_key": routing.api_key, **settings})
 
     def close(self) -> None:
         """End the router where it is ours."""
@@ -175,7 +176,7 @@ class OwnedEngines(Serving):
         topology: what to start, or the path of its YAML (then with ``hf_checkpoint``).
         hf_checkpoint: see `Topology.parse`.
         launcher: how engines are started; None for processes on this machine.
-        router: settings of each `RouterProcess`.
+        router: settings of each `RouterProcess`, and ``api_key`` where engines ask for another than the launcher's.
         keeper: settings of the `Keeper`, such as ``interval_s``.
 
     Raises:
@@ -196,16 +197,19 @@ class OwnedEngines(Serving):
         self._models: dict[str, ServedModel] = {}
         self.models = MappingProxyType(self._models)
         plans = [plan for model in topology.models for plan in model.engines]
+        launcher = launcher or LocalLauncher()
+        self._api_key = dict(router or {}).get("api_key", launcher.api_key)
         self._keeper = Keeper(
             plans,
-            launcher or LocalLauncher(),
+            launcher,
             on_lost=self._lost,
             on_restarted=self._restarted,
             **(keeper or {}),
         )
         try:
             for model in topology.models:
-                self._models[model.name] = self._routed(model, dict(router or {}))
+                settings = {name: value for name, value in (router or {}).items() if name != "api_key"}
+                self._models[model.name] = self._routed(model, settings)
         except BaseException:
             self.shutdown()
             raise
@@ -252,11 +256,15 @@ class OwnedEngines(Serving):
             for kept in self._keeper.engines
             if kept.plan.model == model.name
         ]
-        return ServedModel(model.name, update_weights=model.update_weights, routing=Routing(infos, **settings))
+        return ServedModel(
+            model.name, update_weights=model.update_weights, routing=Routing(infos, api_key=self._api_key, **settings)
+        )
 
     def _bootstrap_port(self, kept: Kept) -> int | None:
         """Where decode engines meet it; only a prefill engine has such a port, and it tells."""
-        return discover(kept.url)[0].bootstrap_port if kept.plan.worker_type == "prefill" else None
+        return (
+            discover(kept.url, api_key=self._api_key)[0].bootstrap_port if kept.plan.worker_type == "prefill" else None
+        )
 
     def _everywhere(self, call: str, **arguments: Any) -> None:
         for model in self._models.values():

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.http import Answer
+from torchrl_ext.rpc.http import Answer, bearers
 from torchrl_ext.rpc.tls import authorities
 
 __all__ = ["AsyncSession"]
@@ -26,17 +26,21 @@ class AsyncSession:
     """Calls routes of any server; belongs to the event loop that first used it.
 
     Args:
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; of several, the first, which is for requests.
         max_body_bytes: answers above this size are refused.
         connect_timeout_s: how long one try to connect may take, in seconds.
     """
 
     def __init__(
-        self, *, api_key: str | None = None, max_body_bytes: int = 256 << 20, connect_timeout_s: float = 10.0
+        self,
+        *,
+        api_key: str | tuple[str, ...] | None = None,
+        max_body_bytes: int = 256 << 20,
+        connect_timeout_s: float = 10.0,
     ) -> None:
         self._max_body_bytes, self._connect_timeout_s = max_body_bytes, connect_timeout_s
         self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {api_key}"} if api_key else None,
+            headers=bearers(api_key)[0],
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_S),
             follow_redirects=False,
             trust_env=False,

@@ -25,13 +25,15 @@ _MAX_BODY_BYTES = 16 << 20
 _WANTS_KEY, _UNAVAILABLE = {401, 403}, 501
 
 
-def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None = None) -> list[EngineInfo]:
+def discover(
+    *addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | tuple[str, ...] | None = None
+) -> list[EngineInfo]:
     """What each engine says of itself, in the order of ``addresses``; all are asked at the same time.
 
     Args:
         addresses: ``host:port``, ``[ipv6]:port`` or URLs of engines, not of routers.
         timeout_s: deadline of all questions together, in seconds.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
 
     Raises:
         ConfigError: no address, one twice, one that is none, or one of a router.
@@ -79,13 +81,15 @@ def _result(job: Future[EngineInfo], url: str, until: float, timeout_s: float) -
     return job.result()
 
 
-def connect(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None = None, **settings: Any) -> Fleet:
+def connect(
+    *addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | tuple[str, ...] | None = None, **settings: Any
+) -> Fleet:
     """One client for the engines at ``addresses``, whatever their kinds.
 
     Args:
         addresses: as for `discover`.
         timeout_s: deadline of each short call, in seconds.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
         settings: for the client of each engine, such as ``pause_mode``.
 
     Raises:
@@ -97,7 +101,7 @@ def connect(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | None 
     return Fleet([engines.make(info.kind, url=info.url, **settings) for info in found])
 
 
-def _describe(session: HTTPSession, api_key: str | None, until: float) -> EngineInfo:
+def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until: float) -> EngineInfo:
     """``/server_info`` in its structured form, then ``/get_server_info``, the name that others give it."""
     answers, statuses = [], set()
 

@@ -24,7 +24,7 @@ from torchrl_ext.rpc.tls import authorities
 from torchrl_ext.rpc.watchdog import Watchdog
 from torchrl_ext.types import is_loopback
 
-__all__ = ["Answer", "HTTPSession", "normalise_url"]
+__all__ = ["Answer", "HTTPSession", "bearers", "normalise_url"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -59,6 +59,7 @@ def _warn_of_plain_http(address: str, url: str) -> None:
         log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
 
 
+_UNAUTHORIZED = 401
 _ADDRESS = "host:port, [ipv6]:port, or an http(s) URL without query"
 
 
@@ -106,12 +107,19 @@ class Answer:
         return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
 
 
+def bearers(api_key: str | tuple[str, ...] | None) -> list[dict[str, str]]:
+    """The header of each key, in the order in which they are tried; one empty where there is none."""
+    keys = (api_key,) if isinstance(api_key, str) else api_key or ()
+    return [{"authorization": f"Bearer {key}"} for key in keys if key] or [{}]
+
+
 class HTTPSession:
     """Calls routes of one server; safe to use from many threads.
 
     Args:
         url: base address; ``http://`` is added where no scheme is given.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token. Of several, the next is sent where one is refused (401): SGLang wants one for
+            requests (``--api-key``) and another for control (``--admin-api-key``).
         timeout_s: deadline of a whole call, from connecting to the last byte of the answer, in seconds.
         max_body_bytes: answers above this size are refused.
         max_connections: calls that may run at the same time; further ones wait, within their deadline.
@@ -124,7 +132,7 @@ class HTTPSession:
         self,
         url: str,
         *,
-        api_key: str | None = None,
+        api_key: str | tuple[str, ...] | None = None,
         timeout_s: float = 60.0,
         max_body_bytes: int = 64 << 20,
         max_connections: int | None = None,
@@ -136,7 +144,8 @@ class HTTPSession:
         self._max_body_bytes = max_body_bytes
         # "close" ends a connection where its answer ends. httpcore's own limit on idle ones would close them a moment
         # later, after it may have given them to a call of another thread.
-        self._headers = {"connection": "close"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._headers = {"connection": "close"}
+        self._keys = bearers(api_key)
         self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=0)
         self._client: httpx.Client | None = None
         self._opening = threading.Lock()
@@ -182,7 +191,10 @@ class HTTPSession:
         watchdog = Watchdog(limit_s)
         try:
             with watchdog:
-                answer = self._send(where, method, route, body, query, watchdog)
+                for bearer in self._keys:
+                    answer = self._send(where, method, route, body, query, watchdog, bearer)
+                    if answer.status != _UNAUTHORIZED:
+                        break
         except httpx.ConnectTimeout as error:
             raise self._unreachable(where, f"no connection within {min(limit_s, _CONNECT_TIMEOUT_S):g} s") from error
         except (httpx.ConnectError, socket.gaierror) as error:
@@ -229,8 +241,9 @@ class HTTPSession:
         body: Any,
         query: Mapping[str, Any] | None,
         watchdog: Watchdog,
+        bearer: Mapping[str, str],
     ) -> Answer:
-        response = self._first_answer(method, route, body, query, watchdog)
+        response = self._first_answer(method, route, body, query, watchdog, bearer)
         try:
             chunks, size = [], 0
             for chunk in response.iter_bytes():
@@ -250,7 +263,13 @@ class HTTPSession:
         return Answer(status=response.status_code, text=b"".join(chunks).decode("utf-8", "replace"), headers=headers)
 
     def _first_answer(
-        self, method: str, route: str, body: Any, query: Mapping[str, Any] | None, watchdog: Watchdog
+        self,
+        method: str,
+        route: str,
+        body: Any,
+        query: Mapping[str, Any] | None,
+        watchdog: Watchdog,
+        bearer: Mapping[str, str],
     ) -> httpx.Response:
         """From the first address of the host that takes a connection; each of them gets a share of the time left."""
         client, url = self._http(), httpx.URL(self.url + route)
@@ -264,7 +283,7 @@ class HTTPSession:
                 url.copy_with(host=address),
                 json=body,
                 params=query,
-                headers={"host": url.netloc.decode("ascii")},
+                headers={"host": url.netloc.decode("ascii"), **bearer},
                 timeout=httpx.Timeout(left_s, connect=connect_s),
                 extensions={"trace": watchdog.trace, "sni_hostname": url.host},
             )

@@ -61,14 +61,14 @@ class RouterClient:
 
     Args:
         url: base address of the router.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
         timeout_s: deadline of each change, until the router lists it, in seconds.
 
     Raises:
         ConfigError: the address cannot work.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 30.0) -> None:
+    def __init__(self, url: str, *, api_key: str | tuple[str, ...] | None = None, timeout_s: float = 30.0) -> None:
         self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s)
         self._api_key, self._timeout_s = api_key, timeout_s
 

@@ -34,11 +34,16 @@ class HTTPEngine(EngineClient):
         url: base address of the server itself, never of a router.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = 60.0, load_timeout_s: float = 600.0, api_key: str | None = None
+        self,
+        url: str,
+        *,
+        timeout_s: float = 60.0,
+        load_timeout_s: float = 600.0,
+        api_key: str | tuple[str, ...] | None = None,
     ) -> None:
         self._http = DirectSession(url, api_key=api_key, timeout_s=timeout_s)
         self._load_timeout_s = load_timeout_s

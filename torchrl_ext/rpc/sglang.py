@@ -65,7 +65,7 @@ class SGLangEngine(HTTPEngine):
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         flush_timeout_s: deadline of dropping the cache, in seconds; SGLang refuses as long as a request uses it.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -82,7 +82,7 @@ class SGLangEngine(HTTPEngine):
         timeout_s: float = 60.0,
         load_timeout_s: float = 600.0,
         flush_timeout_s: float = 60.0,
-        api_key: str | None = None,
+        api_key: str | tuple[str, ...] | None = None,
     ) -> None:
         mode = {"keep": "retract"}.get(pause_mode, pause_mode)
         if mode not in PAUSE_MODES:
