@@ -1,5 +1,6 @@
 """What every launcher refuses before anything starts, and how our plugin comes along."""
 
+import re
 import socket
 import sys
 
@@ -68,3 +69,26 @@ def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
             plugin=plugin,
         )
     assert len(folders) == 1 and not folders[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [
+        ({}, None),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"extra_args": ["--dp-size", "2"]}, 2),
+        ({"extra_args": ["--data-parallel-size=2"], "tensor_parallel_size": 2}, 4),
+        ({"extra_args": ["--pp", "2"]}, 2),
+        ({"extra_args": ["--dp-size", "2", "--enable-dp-attention"], "tensor_parallel_size": 2}, 2),
+        ({"extra_args": ["--dp-size", "many"]}, None),
+    ],
+)
+def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, settings, workers):
+    program = tmp_path / "python"
+    look = "print('cores:', os.environ.get('SGLANG_CPU_OMP_THREADS_BIND')); sys.exit('that is all')"
+    program.write_text(f"#!{sys.executable}\nimport os, sys\n{look}\n")
+    program.chmod(0o755)
+    with pytest.raises(EngineError, match="that is all") as caught:
+        SGLangServer(tmp_path, python=program, **settings)
+    (found,) = re.findall(r"cores: (\S+)", caught.value.what)
+    assert found == "None" if workers is None else len(found.split("|")) == workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,13 @@ _CPU_ARGUMENTS = {
     "max-total-tokens": "4096",
     "max-running-requests": "8",
 }
+
+
+_SIZES = (
+    ("--tp-size", "--tensor-parallel-size", "--tp"),
+    ("--pp-size", "--pipeline-parallel-size", "--pp"),
+    ("--dp-size", "--data-parallel-size", "--dp"),
+)
 
 
 class SGLangServer(Launched):
@@ -99,13 +107,14 @@ class SGLangServer(Launched):
         command = [str(python), "-m", "sglang.launch_server", *as_flags(arguments), "--skip-server-warmup"]
         command += [*(_CPU_FLAGS if cpu else ()), *_lora(lora_rank, lora_adapters, cpu)]
         command += [*(_SLEEP_FLAGS if sleep_mode and not cpu else ()), *extra_args]
+        workers = _workers(command)
         process, overlay = start_with_plugin(
             command,
             name="sglang",
             host=host,
             port=port,
             plugin=plugin,
-            environ=lambda overlay: {**_environ(overlay, tensor_parallel_size, cpu), **(environ or {})},
+            environ=lambda overlay: {**_environ(overlay, workers, cpu), **(environ or {})},
             log_path=log_path,
             start_timeout_s=start_timeout_s,
             cancel=cancel,
@@ -128,6 +137,20 @@ def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
         f"--max-loras-per-batch={1 + 2 * adapters}",
         *(["--lora-backend=torch_native"] if cpu else []),
     ]
+
+
+def _workers(command: Sequence[str]) -> int:
+    """Processes that compute: SGLang wants to be told the cores of each, replicas included."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in _SIZES:
+        parser.add_argument(*names, type=int, default=1, dest=names[0])
+    parser.add_argument("--enable-dp-attention", action="store_true", dest="shared")
+    try:
+        told = vars(parser.parse_known_args(list(command))[0])
+    except argparse.ArgumentError:
+        return 1  # SGLang says itself what is wrong
+    tensor, pipeline, data = (max(1, told[names[0]]) for names in _SIZES)
+    return tensor * pipeline * (1 if told["shared"] else data)  # replicas of attention alone are workers of the tensors
 
 
 def _environ(overlay: Path, workers: int, cpu: bool) -> dict[str, str]:
