@@ -271,6 +271,19 @@ def test_whatever_is_announced_or_handed_over_a_worker_ends_with_an_error_of_our
                 ours_or_nothing(lambda i=info: VLLMCollectiveTransport.from_info(i))
 
 
+def test_a_board_on_which_groups_come_and_go_keeps_a_word_about_each_and_no_more():
+    trainer, held = member(free_port(), 0, 2), []
+    for _ in range(4):
+        worker = member(trainer.master_port, 1, 2)
+        assert enter(trainer, worker) == [None, None]
+        beside(lambda: trainer.send_weights("policy", weights(count=50)), worker.receive_weights)
+        worker.shutdown()
+        trainer._member.leave(0)
+        held.append(sorted(trainer._member.board("lobby")._keeper._held))
+    assert [len(names) for names in held] == [1, 2, 3, 4] and all("stopped/" in name for name in held[-1])
+    trainer.shutdown()
+
+
 def test_bytes_that_are_no_note_are_an_error_of_ours():
     with boards() as (trainer, worker):
         for number, raw in enumerate([b"", b"{", b"\xff\xfe", b"[" * 100_000, b"\x78\x9c\x03\x00", b"NaNN"]):
@@ -301,8 +314,8 @@ def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch)
     port = free_port()
     whole, frozen = groups.Group._exchange, threading.Event()
 
-    def exchange(self):
-        return whole(self) if self.rank != 1 else (frozen.wait(WAIT_S), whole(self))
+    def exchange(self, until):
+        return whole(self, until) if self.rank != 1 else (frozen.wait(WAIT_S), whole(self, until))
 
     monkeypatch.setattr(groups.Group, "_exchange", exchange)
     trainer, worker = member(port, 0, 2, timeout_s=SHORT_S), member(port, 1, 2)

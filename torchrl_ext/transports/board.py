@@ -40,7 +40,8 @@ class Board:
         self._keeper = _kept(address, port, secret) if host else NotesLink(address, port, secret, timeout_s, stop)
         self.host, self.port = address, self._keeper.port
         self.address = f"{address}:{self.port}"
-        weakref.finalize(self, self._keeper.close)
+        # at the end of a process its connections close by themselves: those of a fork would end its parent's
+        weakref.finalize(self, self._keeper.close).atexit = False
 
     def limit_waits(self, timeout_s: float) -> None:
         """Worker: how long the trainer may take for an answer from now on."""
@@ -80,6 +81,10 @@ class Board:
     def drop(self, key: str) -> None:
         """Remove a note, if it is there."""
         self._keeper.drop(key)
+
+    def sweep(self, *beginnings: str) -> None:
+        """Trainer: remove every note whose name begins with one of these."""
+        self._keeper.sweep(*beginnings)
 
     def has(self, key: str) -> bool:
         """Whether the note is there."""

@@ -83,7 +83,7 @@ class Group:
             for peer in range(world_size if backend == "gloo" else 0):
                 self._listeners |= _endpoints(board.get(f"listeners/{generation}/{peer}"))
             self._connections = self._count_connections()
-            self._exchange()
+            self._exchange(until)
         except BaseException:
             self.sever()
             raise
@@ -103,16 +103,20 @@ class Group:
         store = torch_store(self.board, self.generation, self.rank, until)
         return partial(dist.ProcessGroupNCCL, store, self.rank, self.world_size, options)
 
-    def _exchange(self) -> None:
-        """Hear of every rank: NCCL forms its communicator only when it is used first, and a group that is formed
-        should be one that works."""
+    def _exchange(self, until: float) -> None:
+        """Hear of every rank: a group that is formed should be one that works.
+
+        NCCL makes its communicator only when it is used first, in the thread that does so, and without a deadline.
+        """
         total = torch.full((1,), float(self.rank + 1), device=self.device)
-        work = self._pg.allreduce([total])
+        work = _made(partial(self._pg.allreduce, [total]), until, self.timeout_s, self.board.stop)
         self._begun.append(work)
         self.wait(work)
         expected = self.world_size * (self.world_size + 1) / 2
         if total.item() != expected:
-            raise TransportError(f"a first sum over all ranks is {total.item()}", expected=f"{expected}")
+            raise TransportError(f"a first sum over all ranks is {total.item():g}", expected=f"{expected:g}")
+        if self.rank == 0:  # every rank is past them, since it took part
+            self.board.sweep(*(f"{kind}/{self.generation}/" for kind in ("group", "listeners", "ready")))
 
     @property
     def alive(self) -> bool:

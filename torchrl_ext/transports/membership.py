@@ -129,6 +129,8 @@ class Membership:
         if rank == 0 and group.alive:
             tell_stopped(group, "the trainer shut it down or forms a new one")
         group.sever()
+        if rank == 0:
+            group.board.sweep(f"announced/{group.generation}/", f"arrived/{group.generation}/")
 
     def abort(self) -> None:
         """End every wait, from another thread; the group is lost."""

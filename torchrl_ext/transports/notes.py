@@ -113,6 +113,12 @@ class Notes:
         with self._lock:
             self._held.pop(key, None)
 
+    def sweep(self, *beginnings: str) -> None:
+        """Remove every note whose name begins with one of these."""
+        with self._lock:
+            for key in [key for key in self._held if key.startswith(beginnings)]:
+                del self._held[key]
+
     def wait(self, key: str, until: float, stop: threading.Event | None = None) -> bytes | None:
         """A note, or None when it did not come until then, or ``stop`` was set."""
         with self._lock:
