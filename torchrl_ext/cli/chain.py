@@ -23,7 +23,7 @@ from torchrl_ext.transports.ways import Way
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["add_parser", "run"]
+__all__ = ["Reader", "add_parser", "run"]
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Do one action; with ``--json`` one document. Status 1 where `verify` finds damage, or cannot check a version."""
     options = dict(_option(text) for text in args.storage_option)
-    chain = _Reader(open_store(args.root, options), args.base)
+    chain = Reader(open_store(args.root, options), args.base)
     if not chain.store.available():
         raise ConfigError(f"there is nothing at {args.root}", expected="a root that a delta transport publishes into")
     document, lines = _ACTIONS[args.action](chain, args)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if document.get("damaged") or document.get("unchecked") else 0
 
 
-class _Reader:
+class Reader:
     """The chain under a root, and ways to read it."""
 
     def __init__(self, store: Root, base: str | None) -> None:
@@ -131,7 +131,7 @@ class _Reader:
         }
 
 
-def _ls(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+def _ls(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     rows = [reader.summary(number) for number in reader.numbers()]
     document = {"root": reader.store.url, "latest": reader.chain.latest(), "versions": rows}
     lines = [f"{'version':>8}  {'kind':<15}{'base':>8}{'delta bytes':>14}{'full bytes':>16}  {'density':>9}  encoding"]
@@ -149,7 +149,7 @@ def _line(row: Info) -> str:
     )
 
 
-def _show(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     try:
         document = reader.summary(args.version)
     except FileNotFoundError:
@@ -179,7 +179,7 @@ def _show(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     return document, lines
 
 
-def _verify(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     from torchrl_ext.weights.digest import tensor_digest
 
     follower, rows = reader.follower(keep=True), []
@@ -223,7 +223,7 @@ def _verify(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]
 _FOUND = {True: "ok", False: "damaged", None: "not checked"}
 
 
-def _gc(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+def _gc(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     if args.keep < 1:
         raise ConfigError(f"--keep is {args.keep}", expected="1 or more keyframes")
     reader.store.own()  # where locks exist: a trainer at work collects by itself
@@ -235,7 +235,7 @@ def _gc(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     return document, [f"removed {len(removed)} versions, kept {len(document['kept'])}"]
 
 
-def _materialize(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+def _materialize(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     from torchrl_ext.transports.full import FullWriter
 
     out = Path(os.path.abspath(args.out))
@@ -256,7 +256,7 @@ def _materialize(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[
     return document, [f"version {args.version} is in {out}, {document['bytes']:,} bytes"]
 
 
-def _diff(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+def _diff(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     from torchrl_ext.codecs.patch import diff
 
     new, rows, total, changed, seen = dict(reader.tensors(args.b)), [], 0, 0, set()
@@ -286,7 +286,7 @@ def _diff(reader: _Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
 class _Unpacked(WeightSource):
     """The end of a way, with the files that make it a model."""
 
-    def __init__(self, reader: _Reader, way: Way, follower: Follower) -> None:
+    def __init__(self, reader: Reader, way: Way, follower: Follower) -> None:
         self._reader, self._way, self._follower = reader, way, follower
 
     def params(self) -> tuple[ParamMeta, ...]:

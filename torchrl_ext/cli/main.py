@@ -26,6 +26,7 @@ COMMANDS = {
     "chain": ("torchrl_ext.cli.chain", "list, check, thin out and unpack the versions under a root"),
     "plan": ("torchrl_ext.cli.plan", "say which transport suits a deployment, and what an update costs"),
     "doctor": ("torchrl_ext.cli.doctor", "find what will go wrong in an update before it does"),
+    "watch": ("torchrl_ext.cli.watch", "show versions, bytes, pauses, lag and state of roots and engines, live"),
     "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),
 }
 INTERRUPTED = 130

@@ -142,7 +142,7 @@ class AdapterClient(HTTPEngine):
     def _release(self) -> None:
         self._engine.resume()
 
-    def _rest(self) -> Rest:
+    def rest(self) -> Rest:
         return Rest(paused=None)  # the engine's own client asks
 
     def _goes_on(self) -> str:

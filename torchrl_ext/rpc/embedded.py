@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.direct import DirectSession
+from torchrl_ext.rpc.slumber import Rest
 from torchrl_ext.rpc.told import logprobs_of_embedded
 from torchrl_ext.rpc.vllm import VLLMEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info
@@ -71,6 +72,10 @@ class EmbeddedEngine(EngineClient):
             return []
         told = self._http.post("/prompt_logprobs", {"prompts": [list(prompt) for prompt in prompts]})
         return logprobs_of_embedded(self.url, prompts, told)
+
+    def rest(self) -> Rest:
+        """What the engine says of its pause and its sleep."""
+        return self._client.rest()
 
     def pause(self) -> bool:
         return self._client.pause()

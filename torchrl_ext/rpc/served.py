@@ -130,7 +130,7 @@ class HTTPEngine(EngineClient):
         """
         with self._step("resume"):
             self._release()
-            if self._rest().paused:
+            if self.rest().paused:
                 raise EngineRefusedError(
                     f"{self.url} was told to resume, and says that it is paused",
                     state="paused",
@@ -141,7 +141,7 @@ class HTTPEngine(EngineClient):
     def _halt(self, what: str) -> Rest:
         """Pause; returns how the engine was before."""
         with self._step(what, state=f"{self.url} was not told to pause"):
-            before = self._rest()
+            before = self.rest()
         if before.paused is None:
             before = replace(before, paused=self._state != "serving")  # what this client did last
         with self._step(what, undo=self._undo_of(before)):
@@ -171,7 +171,7 @@ class HTTPEngine(EngineClient):
         """Resume an engine that was paused for nothing; returns the state that is known then, from its own words."""
         try:
             self._release()
-            paused = self._rest().paused
+            paused = self.rest().paused
         except (EngineError, DeadlineError) as error:
             self._state = "unreachable" if isinstance(error, EngineUnreachableError) else "paused"
             return f"no weight was changed; it is not known whether {self.url} serves again: {error.what}"
@@ -184,7 +184,7 @@ class HTTPEngine(EngineClient):
         return f"nothing was changed, and it serves again: {self.url} says so"
 
     @abstractmethod
-    def _rest(self) -> Rest:
+    def rest(self) -> Rest:
         """What the engine says of its pause and its sleep."""
 
     @abstractmethod
@@ -211,7 +211,7 @@ class HTTPEngine(EngineClient):
     def look(self) -> tuple[EngineRow, ...]:
         """See `EngineClient.look`."""
         try:
-            rest = self._rest()
+            rest = self.rest()
         except EngineUnreachableError:
             self._state = "unreachable"
         except (EngineError, DeadlineError):

@@ -108,10 +108,7 @@ class VLLMEngine(HTTPEngine):
 
     @property
     def world_size(self) -> int:
-        told = self._ask("/get_world_size", "world_size")
-        if isinstance(told, bool) or not isinstance(told, int) or told < 1:
-            raise EngineRefusedError(f"{self.url} says that its world size is {str(told)[:80]!r}", expected="a count")
-        return told
+        return int(self._ask("/get_world_size", "world_size"))
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         """See `EngineClient.connect`. An update that an earlier trainer left open is ended first.
@@ -236,7 +233,7 @@ class VLLMEngine(HTTPEngine):
     def resume(self) -> None:
         """See `EngineClient.resume`; one that sleeps, or has no weights, is refused."""
         with self._step("resume"):
-            asleep = self._rest().asleep
+            asleep = self.rest().asleep
             if asleep:
                 self._slumber.refuse_hollow()
             if "weights" in asleep:
@@ -249,7 +246,7 @@ class VLLMEngine(HTTPEngine):
     def rouse(self) -> None:
         """Wake the weights, and nothing else, of an engine that sleeps."""
         with self._step("wake its weights", state=f"{self.url} sleeps"):
-            self._slumber.rouse(self._rest())
+            self._slumber.rouse(self.rest())
 
     def adapter(self, name: str) -> VLLMAdapter:
         """See `EngineClient.adapter`. The server needs ``--enable-lora``."""
@@ -265,7 +262,7 @@ class VLLMEngine(HTTPEngine):
     def _release(self) -> None:
         self._post("/resume")
 
-    def _rest(self) -> Rest:
+    def rest(self) -> Rest:
         return self._slumber.rest()
 
     def _ask(self, route: str, field: str) -> Any:

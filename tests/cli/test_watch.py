@@ -1,0 +1,76 @@
+"""``torchrl-ext watch``: what it says of engines and roots while a trainer changes them."""
+
+import json
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
+from tests.models import tiny_checkpoint, tiny_model
+from torchrl_ext.cli.main import main
+from torchrl_ext.cli.watch import Watch
+from torchrl_ext.launch.processes import free_port
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as server:
+        yield server
+
+
+def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleeps(engine, tmp_path):
+    absent = f"127.0.0.1:{free_port()}"
+    watch = Watch([engine.url, absent, str(tmp_path)], api_key=None, timeout_s=5.0, versions=8)
+    looks = watch.looks(0.05, None)
+    (first, gone), (root,) = next(looks)
+    assert (first.state, first.version, first.lag) == ("serving", "default", None)
+    assert gone.state == "unreachable" and absent in gone.error
+
+    model = tiny_model(1)
+    sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path), tx.connect(engine.url))
+    sender.update_weights(model)
+    with torch.no_grad():
+        next(model.parameters())[0, :8] += 1
+    assert sender.update_weights(model).verified
+    (first, gone), (root,) = next(looks)
+    assert (first.state, first.version, first.lag, first.updates) == ("serving", "2", 0, 1)
+    newest, oldest = root["versions"][-1], root["versions"][0]
+    assert root["latest"] == 2 and oldest["keyframe_bytes"] > newest["bytes"] > 0
+    assert 0 < newest["density"] < 1e-3
+
+    client = tx.make_engine("embedded", url=engine.url)
+    client.sleep(1)
+    assert next(looks)[0][0].state == "asleep"
+    client.wake_up()
+    client.pause()
+    next(looks)
+    (first, gone), _ = next(looks)
+    assert first.state == "paused" and first.pause_s >= 0.05
+    client.resume()
+    (first, gone), _ = next(looks)
+    assert first.state == "serving" and first.pause_s >= 0.05
+    sender.shutdown()
+    client.close()
+    watch.close()
+
+
+def test_it_prints_one_document_or_tables(engine, tmp_path, capsys):
+    transport = tx.make_transport("disk", root=tmp_path)
+    for _ in range(3):
+        transport.send_weights("policy", {"w": torch.ones(3)})
+    transport.shutdown()
+    assert main(["watch", engine.url, str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["roots"][0]["latest"] == 3 and told["engines"][0]["state"] == "serving"
+    assert (
+        main(["watch", engine.url, str(tmp_path), str(tmp_path / "empty"), "--looks", "2", "--interval-s", "0.05"]) == 0
+    )
+    shown = capsys.readouterr().out
+    assert "serving" in shown and "keyframe" in shown and "nothing here yet" in shown
+
+
+def test_numbers_that_make_no_sense_are_refused(capsys):
+    for wrong in (["--interval-s", "0"], ["--interval-s", "nan"], ["--looks", "0"], ["--versions", "0"]):
+        assert main(["watch", "127.0.0.1:1", *wrong]) == 1
+        assert "counts from 1" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""``torchrl-ext watch TARGET...``: what engines serve and what is published, as it changes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from torchrl_ext.cli.chain import Reader
+from torchrl_ext.cli.keys import add_api_key
+from torchrl_ext.errors import ConfigError, WeightSyncError
+from torchrl_ext.registry import engines
+from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.stores import open_store
+from torchrl_ext.types import Info
+
+__all__ = ["EngineLook", "Watch", "add_parser", "run"]
+
+_COLOURS = {"serving": "green", "paused": "yellow", "asleep": "yellow", "unreachable": "bold red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLook:
+    """One engine at one moment.
+
+    Attributes:
+        engine: its address.
+        kind: as in `EngineInfo`; empty until it answered once.
+        state: ``"serving"``, ``"paused"``, ``"asleep"``, ``"unreachable"``; ``"unknown"`` where it cannot say.
+        version: label of the weights in service; empty where it does not say.
+        lag: versions behind the newest that any target knows; None where the label is no number.
+        updates: changes of its version since watching began.
+        pause_s: how long its last pause was seen, in seconds; no finer than the interval between two looks.
+        error: why it could not be asked.
+    """
+
+    engine: str
+    kind: str = ""
+    state: str = "unreachable"
+    version: str = ""
+    lag: int | None = None
+    updates: int = 0
+    pause_s: float = 0.0
+    error: str | None = None
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "watch",
+        help="show versions, bytes, pauses, lag and state of roots and engines, live",
+        description="Look at engines and roots again and again: what is published, what each engine serves, how far it "
+        "is behind, whether it is paused. Only questions are asked; nothing is changed. Ctrl-C ends it.",
+    )
+    parser.add_argument(
+        "targets",
+        nargs="+",
+        metavar="TARGET",
+        help="host:port or http(s) URL of an engine; or a root: a path with a slash in it, or another URL",
+    )
+    parser.add_argument("--interval-s", type=float, default=1.0, help="between two looks (default: %(default)s)")
+    parser.add_argument("--looks", type=int, metavar="N", help="end after so many; with --json 1 by default")
+    parser.add_argument("--versions", type=int, default=8, metavar="N", help="newest ones of each root to show")
+    parser.add_argument("--timeout-s", type=float, default=5.0, help="deadline of each question, in seconds")
+    add_api_key(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Watch until Ctrl-C, or for ``--looks``; with ``--json`` one document with the last look.
+
+    Raises:
+        ConfigError: numbers that make no sense.
+    """
+    if not 0.05 <= args.interval_s <= 3600 or args.versions < 1 or (args.looks is not None and args.looks < 1):
+        raise ConfigError("nothing can be watched so", expected="--interval-s of 0.05 to 3600, and counts from 1")
+    watch = Watch(args.targets, api_key=args.api_key, timeout_s=args.timeout_s, versions=args.versions)
+    looks = args.looks or (1 if args.json else None)
+    with contextlib.closing(watch), contextlib.suppress(KeyboardInterrupt):
+        if args.json:
+            for _ in watch.looks(args.interval_s, looks):
+                pass
+        else:
+            with Live(console=Console(), auto_refresh=False) as live:
+                for engines_, roots in watch.looks(args.interval_s, looks):
+                    live.update(Group(*_tables(engines_, roots)), refresh=True)
+    if args.json:
+        print(json.dumps({"engines": [asdict(one) for one in watch.engines], "roots": watch.roots}))
+    return 0
+
+
+class Watch:
+    """What is known of the targets, look after look.
+
+    Args:
+        targets: engines and roots, as on the command line.
+        api_key: sent to engines as a bearer token.
+        timeout_s: deadline of each question, in seconds.
+        versions: how many of the newest versions of a root are told.
+
+    Attributes:
+        engines: one for each engine, in the order given.
+        roots: one for each root: ``root``, ``latest``, ``versions`` (as ``chain ls`` tells them) or ``error``.
+    """
+
+    def __init__(self, targets: Sequence[str], *, api_key: str | None, timeout_s: float, versions: int) -> None:
+        self._settings: dict[str, Any] = {"api_key": api_key, "timeout_s": timeout_s}
+        self._versions = versions
+        self._places = [target for target in targets if _is_root(target)]
+        self.engines = [EngineLook(engine=target) for target in targets if not _is_root(target)]
+        self.roots: list[Info] = []
+        self._clients: dict[str, Any] = {}
+        self._paused_since: dict[str, float] = {}
+
+    def looks(self, interval_s: float, count: int | None) -> Iterator[tuple[list[EngineLook], list[Info]]]:
+        """Look every ``interval_s`` seconds, ``count`` times or for ever."""
+        pause, seen = threading.Event(), 0
+        with ThreadPoolExecutor(min(64, len(self.engines) + len(self._places))) as pool:
+            while True:
+                began = time.monotonic()
+                rows = pool.map(self._root, self._places)
+                self.engines = list(pool.map(self._engine, self.engines))
+                self.roots = list(rows)
+                self._count_lag()
+                yield self.engines, self.roots
+                seen += 1
+                if seen == count:
+                    return
+                pause.wait(max(0.0, interval_s - (time.monotonic() - began)))
+
+    def close(self) -> None:
+        """Drop connections."""
+        for client in self._clients.values():
+            client.close()
+
+    def _root(self, root: str) -> Info:
+        try:
+            reader = Reader(open_store(root), None)
+            if not reader.store.available():
+                raise ConfigError("there is nothing here yet")
+            rows = [reader.summary(number) for number in reader.chain.versions.numbers()[-self._versions :]]
+            return {"root": root, "latest": reader.chain.latest(), "versions": rows}
+        except FileNotFoundError:
+            return {"root": root, "error": "a version went away while it was read"}
+        except (WeightSyncError, OSError) as error:
+            return {"root": root, "error": error.what if isinstance(error, WeightSyncError) else str(error)}
+
+    def _engine(self, before: EngineLook) -> EngineLook:
+        url = before.engine
+        try:
+            (info,) = discover(url, **self._settings)
+            if url not in self._clients:
+                self._clients[url] = engines.make(info.kind, url=info.url, **self._settings)
+            rest = self._clients[url].rest()
+        except WeightSyncError as error:
+            self._clients.pop(url, None)
+            return replace(before, state="unreachable", error=error.what)
+        state = (
+            "asleep" if rest.asleep else "unknown" if rest.paused is None else "paused" if rest.paused else "serving"
+        )
+        now, pause_s = time.monotonic(), before.pause_s
+        if state == "paused":
+            pause_s = now - self._paused_since.setdefault(url, now)
+        else:
+            self._paused_since.pop(url, None)
+        return replace(
+            before,
+            kind=info.kind,
+            state=state,
+            version=info.weight_version,
+            updates=before.updates + (before.kind != "" and info.weight_version != before.version),
+            pause_s=pause_s,
+            error=None,
+        )
+
+    def _count_lag(self) -> None:
+        published = [root["latest"] for root in self.roots if "latest" in root]
+        served = [int(one.version) for one in self.engines if one.version.isdecimal()]
+        newest = max([*published, *served], default=0)
+        self.engines = [
+            replace(one, lag=newest - int(one.version) if one.version.isdecimal() else None) for one in self.engines
+        ]
+
+
+def _is_root(target: str) -> bool:
+    scheme, separator, _ = target.partition("://")
+    return scheme not in ("http", "https") if separator else "/" in target
+
+
+def _tables(looks: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    if looks:
+        table = Table("engine", "kind", "state", "version", "behind", "updates", "last pause", "")
+        for one in looks:
+            state = f"[{_COLOURS.get(one.state, 'yellow')}]{one.state}[/]"
+            lag = "" if one.lag is None else str(one.lag)
+            pause = f"{one.pause_s:.1f} s" if one.pause_s else ""
+            table.add_row(one.engine, one.kind, state, one.version, lag, str(one.updates), pause, one.error or "")
+        yield table
+    for root in roots:
+        table = Table("version", "kind", "delta bytes", "full bytes", "density", title=root["root"])
+        if "error" in root:
+            table.caption = f"[bold red]{root['error']}[/]"
+        for row in reversed(root.get("versions", ())):
+            density = "" if row["density"] is None else f"{row['density']:.3%}"
+            sizes = [f"{row[name]:,}" if row[name] else "" for name in ("bytes", "keyframe_bytes")]
+            table.add_row(str(row["version"]), row["kind"], *sizes, density)
+        yield table
