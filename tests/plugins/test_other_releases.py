@@ -38,7 +38,7 @@ class WeightTransferEngineFactory:
 
 
 def registered(tmp_path, plugin, files):
-    done = finished(REGISTER, tmp_path / "site", plugin, json.dumps(files), fresh=True)
+    done = finished(REGISTER, tmp_path / "site", plugin, json.dumps(files))
     assert done.returncode == 0 and done.stdout.split()[-1] == "registered", done.stderr
     return done.stderr
 
@@ -115,5 +115,5 @@ def test_ways_to_load_that_other_releases_have_are_seen_by_whatever_name(tmp_pat
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"
         "print(*sorted(name.rpartition('.')[2] for name, hooks in HookRegistry._hooks.items() if len(hooks) == 1))",
     )
-    told = python(code, tmp_path / "site", "sglang", json.dumps({**HALF, UPDATER: updater}), fresh=True)
+    told = python(code, tmp_path / "site", "sglang", json.dumps({**HALF, UPDATER: updater}))
     assert {"load_weights_from_distributed", "update_weights_from_somewhere", "check_weights"} <= set(told.split())
