@@ -1,0 +1,197 @@
+"""What runs the Python blocks of a page of documentation, in order and in one namespace, and what pages presuppose.
+
+A page speaks of addresses, folders and names that its reader has. Here the addresses are those of embedded engines of a
+tiny model (each address on a page is another engine), the folders are temporary ones, and the names are below. Nothing
+else of a block is changed. What a block lacks otherwise is to be written on the page.
+
+A comment before a block says how it runs:
+
+``<!-- not run: REASON -->``
+    It needs what the tests have not. Everybody can see why.
+``<!-- run beside the next -->``
+    It is for a process of its own, which waits for that of the next block, or the other way round: both run at the same
+    time, each with a copy of the namespace.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```python" in path.read_text()
+]
+ADDRESS = re.compile(r"\b(?:\d+(?:\.\d+){3}|host\d?|engine\d|router):\d{4,5}\b")
+FOLDERS = ("/shared", "/models/policy", "checkpoints/step-400")
+WAIT_S = 60.0
+_BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*) -->\n+)?```python\n(?P<code>.*?)```", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One block; ``line`` is where its fence stands in the page."""
+
+    code: str
+    mark: str
+    line: int
+
+    @property
+    def runs(self):
+        return not self.mark.startswith("not run: ")
+
+
+def blocks(page):
+    text = Path(page).read_text()
+    return [
+        Block(code=found["code"], mark=found["mark"] or "", line=text.count("\n", 0, found.start("code")))
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def run(page, urls, folder):
+    """Run a page.
+
+    Args:
+        page: its path.
+        urls: of engines, for its addresses in their order.
+        folder: a checkpoint of the tiny model.
+    """
+    addresses = list(dict.fromkeys(ADDRESS.findall("".join(block.code for block in blocks(page) if block.runs))))
+    assert len(addresses) <= len(urls), f"{page} has addresses of {len(addresses)} engines"
+    table = {address: url.removeprefix("http://") for address, url in zip(addresses, urls, strict=False)}
+    with tempfile.TemporaryDirectory() as own, contextlib.chdir(own):
+        shutil.copytree(folder, Path(own, "models/policy"))
+        shutil.copytree(folder, Path(own, "checkpoints/step-400"))
+        table |= {name: str(Path(own, name.lstrip("/"))) for name in FOLDERS}
+        sys.argv = [str(page)]
+        space = {"__name__": "__main__", **named(Path(page).stem, folder)}
+        beside = []
+        for block in blocks(page):
+            if not block.runs:
+                continue
+            lines = "\n" * block.line + block.code
+            for name, here in table.items():
+                lines = lines.replace(name, here)
+            if block.mark == "run beside the next":
+                beside.append(_Beside(lines, page, _copied(space)))
+                continue
+            _execute(lines, page, space)
+            for one in beside:
+                one.end()
+            beside = []
+
+
+def _execute(source, page, space):
+    code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    found = eval(code, space)
+    if found is not None:  # the block awaits
+        asyncio.run(found)
+
+
+def _copied(space):
+    """Another process shares no module's tensors."""
+    from torch import nn
+
+    return {name: copy.deepcopy(value) if isinstance(value, nn.Module) else value for name, value in space.items()}
+
+
+class _Beside(threading.Thread):
+    def __init__(self, *what):
+        super().__init__(daemon=True)
+        self._what, self._error = what, None
+        self.start()
+
+    def run(self):
+        try:
+            _execute(*self._what)
+        except BaseException as error:  # noqa: BLE001 - raised in `end`
+            self._error = error
+
+    def end(self):
+        self.join(WAIT_S)
+        assert not self.is_alive(), "the block beside the last one still runs"
+        if self._error is not None:
+            raise self._error
+
+
+# what pages presuppose
+
+
+def named(page, folder):
+    """The names that the reader of ``page`` has: a causal LM and its tokenizer, and what the page says of others."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for one in messages %}{{ one['role'] + ': ' + one['content'] }}{% endfor %}assistant: "
+    )
+    policy, model, net = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(3))
+    names = {"policy": policy, "model": model, "net": net, "tokenizer": tokenizer, "weights": policy.state_dict()}
+    return names | _MORE.get(page, dict)()
+
+
+def _workers():
+    """An environment and a policy of TorchRL's common kind."""
+    from tests.sync.collecting import Walk, make_policy
+
+    return {"make_env": Walk, "actor": make_policy()}
+
+
+def _collectors():
+    """The same as ``policy``, and a chat environment whose dialogs end."""
+    from tests.sync.collecting import train
+
+    workers = _workers()
+    return {
+        "make_env": workers["make_env"],
+        "policy": workers["actor"],
+        "train": lambda policy, batch: train(policy, 1),
+        "env": _chat(),
+    }
+
+
+def _chat():
+    from transformers import AutoTokenizer
+
+    from torchrl_ext.cli.training import DigitsTask
+
+    tokenizer = AutoTokenizer.from_pretrained("models/policy")
+    return DigitsTask(tokenizer, 512, group=2).env()
+
+
+class _Collector:
+    """What a sender tells of a new version."""
+
+    def increment_version(self):
+        pass
+
+
+def _loop():
+    return {"collector": [0, 1], "train_on": lambda batch: 0.0}
+
+
+_MORE = {
+    "README": _workers,
+    "in_a_collector": _collectors,
+    "quickstart": _loop,
+    "rollouts": lambda: {"train_on": lambda batch: 0.0},
+    "from_torchrl_vllm": lambda: {"collector": _Collector()},
+    "online_switching": lambda: {"async_llm": _module()},
+}
+
+
+def _module():
+    from tests.models import tiny_model
+
+    return tiny_model(0)
