@@ -99,10 +99,11 @@ def _execute(source, page, space):
 
 
 def _copied(space):
-    """Another process shares no module's tensors."""
+    """Another process shares no parameters."""
     from torch import nn
 
-    return {name: copy.deepcopy(value) if isinstance(value, nn.Module) else value for name, value in space.items()}
+    trained = {name for name, value in space.items() if isinstance(value, nn.Module) and list(value.parameters())}
+    return {name: copy.deepcopy(value) if name in trained else value for name, value in space.items()}
 
 
 class _Beside(threading.Thread):
