@@ -46,10 +46,10 @@ def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleep
     client.pause()
     next(looks)
     (first, gone), _ = next(looks)
-    assert first.state == "paused" and first.pause_s >= 0.05
+    assert first.state == "paused" and first.pause_s > 0
     client.resume()
     (first, gone), _ = next(looks)
-    assert first.state == "serving" and first.pause_s >= 0.05
+    assert first.state == "serving" and first.pause_s > 0
     sender.shutdown()
     client.close()
     watch.close()

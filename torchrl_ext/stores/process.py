@@ -60,6 +60,9 @@ class ProcessRoot(Root):
     def get(self, key: str) -> bytes:
         return self._files.get(key)
 
+    def stamp(self, key: str) -> str | None:
+        return self._files.stamp(key)
+
     def list(self, folder: str = "") -> list[str]:
         return self._files.list(folder)
 
