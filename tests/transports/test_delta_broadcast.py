@@ -177,7 +177,7 @@ def test_whatever_a_trainer_announces_ends_in_a_version_or_an_error_of_ours():
         carrier = Broadcast(_Told(info, pairs))
         before = carrier.store.list()
         try:
-            assert carrier.newer(lambda: 0, 0, 0.0, None) == info["version"]
+            assert carrier.newer(lambda: 0, 0.0, None) == info["version"]
             ended[True] += 1
         except WeightSyncError:
             assert carrier.store.list() == before

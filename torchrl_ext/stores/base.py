@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar
 
+import xxhash
+
 from torchrl_ext.errors import IntegrityError, StoreError
 
 __all__ = ["Draft", "Root", "Store", "checked_key"]
@@ -61,13 +63,19 @@ class Store(ABC):
             )
         return data
 
-    @abstractmethod
     def stamp(self, key: str) -> str | None:
-        """What is another one whenever the value was put anew, found out without reading it; None where nothing is.
+        """What is another one whenever the value was put anew, found out without reading where that is possible.
+
+        Returns:
+            None where nothing is.
 
         Raises:
             StoreError: it cannot be found out.
         """
+        try:
+            return xxhash.xxh3_128_hexdigest(self.get(key))
+        except FileNotFoundError:
+            return None
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:

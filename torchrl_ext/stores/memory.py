@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import xxhash
-
 from torchrl_ext.stores.base import Store, checked_key
 
 __all__ = ["MemoryStore"]
@@ -27,10 +25,6 @@ class MemoryStore(Store):
             return self._values[checked_key(key)]
         except KeyError:
             raise FileNotFoundError(key) from None
-
-    def stamp(self, key: str) -> str | None:
-        data = self._values.get(checked_key(key))
-        return None if data is None else xxhash.xxh3_128_hexdigest(data)
 
     def list(self, folder: str = "") -> list[str]:
         prefix = f"{checked_key(folder)}/" if folder else ""
