@@ -20,7 +20,7 @@ from torchrl_ext.transports.in_place import Offer, groups, offer
 from torchrl_ext.transports.ipc_worker import ALIGN_BYTES, SLOTS, IPCWorker, half
 from torchrl_ext.transports.links import new_address, shared_address
 from torchrl_ext.transports.segments import HOST, Segment, create, local_devices
-from torchrl_ext.transports.staging import Packer, StagePlan
+from torchrl_ext.transports.staging import Packer, StagePlan, warm_copies
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource, checked
@@ -233,6 +233,7 @@ class IPCTransport(Transport):
 
     def join(self, info: Info) -> None:
         self._worker.join(info, self.timeout_s)
+        warm_copies(sum(ParamMeta.from_json(row).nbytes for row in info.get("params", ())))
 
     def poll(self, timeout_s: float) -> Info | None:
         return self._worker.poll(shared_address(self._channel), timeout_s)

@@ -7,6 +7,7 @@ rest of one goes on in the next, so that the number of hand-overs depends on the
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.transports.buckets import BufferPool, Piece, Plan, as_bytes, copy_each, landing, plain, views
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["Bucket", "Lander", "Packer", "Span", "StagePlan", "stage_layout", "streaming_copy"]
+__all__ = ["Bucket", "Lander", "Packer", "Span", "StagePlan", "stage_layout", "streaming_copy", "warm_copies"]
 
 _SPLIT_BYTES = 128 << 10
 """A rest of a bucket that is smaller stays empty rather than take a part of a tensor."""
@@ -252,6 +253,19 @@ class Lander:
 def streaming_copy(nbytes: int) -> Callable[[np.ndarray, np.ndarray], None]:
     """The way to copy one uint8 array into another in an update of ``nbytes`` in all; it gives way to other threads."""
     return _load_streaming() if nbytes >= _STREAM_UPDATE_BYTES else _copy_plainly
+
+
+def warm_copies(nbytes: int) -> threading.Thread | None:
+    """Have the copy for updates of ``nbytes`` compiled, where it is one to compile, in a thread and before they come."""
+    if nbytes < _STREAM_UPDATE_BYTES:
+        return None
+
+    def once() -> None:
+        _load_streaming()(np.zeros(1024, np.uint8), np.zeros(1024, np.uint8))
+
+    thread = threading.Thread(target=once, name="torchrl-ext-warm", daemon=True)
+    thread.start()
+    return thread
 
 
 def _copy_plainly(source: np.ndarray, target: np.ndarray) -> None:
