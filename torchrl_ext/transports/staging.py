@@ -256,7 +256,7 @@ def streaming_copy(nbytes: int) -> Callable[[np.ndarray, np.ndarray], None]:
 
 
 def warm_copies(nbytes: int) -> threading.Thread | None:
-    """Have the copy for updates of ``nbytes`` compiled, where it is one to compile, in a thread and before they come."""
+    """Have the copy for updates of ``nbytes`` compiled before they come, in a thread, where it is one to compile."""
     if nbytes < _STREAM_UPDATE_BYTES:
         return None
 
