@@ -179,13 +179,15 @@ def test_a_world_size_other_than_the_engines_is_refused():
 
 
 class Refusing(TensorsLoader):
-    """Does not like one of them."""
+    """Does not like one of them; or, without a name, not even to look."""
 
     def __init__(self, target, name):
         super().__init__(target)
         self._name = name
 
     def load(self, pairs):
+        if self._name is None:
+            raise ValueError("not today")
         for name, _ in pairs:
             if name == self._name:
                 raise ValueError(f"not {name}")
@@ -211,10 +213,11 @@ def test_a_process_that_holds_both_ends_ends_in_peace_after_a_failed_update():
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr[-2000:]
 
 
-def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error_is_still_held():
+@pytest.mark.parametrize(("name", "words"), [("5.weight", "stopped loading after"), (None, "it loaded nothing")])
+def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error_is_still_held(name, words):
     policy, served = (nn.Sequential(*(nn.Linear(70, 70) for _ in range(8))) for _ in range(2))
     with group(2) as (trainer, worker):
-        receiver = WeightReceiver(Refusing(served, "5.weight"), worker)
+        receiver = WeightReceiver(Refusing(served, name), worker)
         receiver.start()
 
         def load():
@@ -222,7 +225,7 @@ def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error
 
         told, held = beside(lambda: trainer.send_weights("policy", policy), load)
         assert isinstance(held, ValueError)
-        assert isinstance(told, TransportError) and "rank 1" in str(told) and "stopped loading after" in str(told)
+        assert isinstance(told, TransportError) and "rank 1" in str(told) and words in str(told)
         _, received = beside(lambda: trainer.send_weights("policy", policy), worker.receive_weights)
         assert same(received, dict(policy.named_parameters()))
 

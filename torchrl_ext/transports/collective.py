@@ -226,10 +226,17 @@ class VLLMCollectiveTransport(Transport):
             raise refused
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        pairs = self._receiving(info, into)
+        next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
+        return pairs
+
+    def _receiving(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[Any]:
+        """Begin, which yields None, and then give the pairs."""
         group = self._member.group()
         incoming = self._incoming(group, info, into)
         name, told = None, False
         try:
+            yield None
             for name, tensor in incoming.pairs():
                 yield name, tensor
             acks.acknowledge(group, info)  # only now has the loader taken the last one, too
@@ -237,7 +244,7 @@ class VLLMCollectiveTransport(Transport):
         except WeightSyncError as error:
             raise acks.receiving_failed(group, info, error) from error
         except (GeneratorExit, Exception) as error:
-            stopped = f"it stopped loading after {name!r}"
+            stopped = "it loaded nothing" if name is None else f"it stopped loading after {name!r}"
             self._drain(group, incoming, info, stopped if type(error) is GeneratorExit else acks.why(error))
             told = True
             raise
