@@ -84,9 +84,9 @@ class ServedSGLang(Served):
         meta = told["meta_info"]
         return {
             "token_ids": told["output_ids"],
-            "weight_versions": meta["weight_versions"],
+            "weight_versions": meta.get("weight_versions"),  # what is aborted in the queue says less
             "finish_reason": meta["finish_reason"]["type"],
-            "retractions": meta["num_retractions"],
+            "retractions": meta.get("num_retractions"),
         }
 
     def version(self):
