@@ -124,12 +124,16 @@ class SGLangEngine(HTTPEngine):
     def loads(self) -> list[dict[str, Any]]:
         """Requests by data-parallel rank: ``{"dp_rank", "running", "waiting"}``; by ``/v1/loads`` or ``/get_load``."""
         told = self._either("/v1/loads", "/get_load")
-        rows = told.get("loads", []) if isinstance(told, dict) else told
         found = []
-        for row in rows:
-            waiting = int(row.get("num_waiting_reqs", 0))
-            running = int(row.get("num_running_reqs", row.get("num_reqs", waiting) - waiting))
-            found.append({"dp_rank": row.get("dp_rank", 0), "running": running, "waiting": waiting})
+        try:
+            for row in told["loads"] if isinstance(told, dict) else told:
+                waiting = int(row.get("num_waiting_reqs", 0))
+                running = int(row.get("num_running_reqs", row.get("num_reqs", waiting) - waiting))
+                found.append({"dp_rank": row.get("dp_rank", 0), "running": running, "waiting": waiting})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineRefusedError(
+                f"{self.url} answered {str(told)[:120]!r} about its load", expected="a list of counts of requests"
+            ) from error
         return found
 
     def checksum(self) -> str:
@@ -138,7 +142,7 @@ class SGLangEngine(HTTPEngine):
         It tells whether anything changed; it cannot be compared with a trainer's weights.
         """
         told = self._http.post("/weights_checker", {"action": "checksum"}, timeout_s=self._load_timeout_s)
-        return str(told["per_engine_checksum"])
+        return str(self._field("/weights_checker", told, "per_engine_checksum"))
 
     @property
     def verifies(self) -> bool:
@@ -215,7 +219,8 @@ class SGLangEngine(HTTPEngine):
                 self._close_session()
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self._http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-            told = str(self._either("/model_info", "/get_model_info").get("weight_version"))
+            served = self._either("/model_info", "/get_model_info")
+            told = str(self._field("/model_info", served, "weight_version"))
             if told != label:
                 raise EngineRefusedError(f"{self.url} calls its weights {told!r}", expected=repr(label))
             self._version = version
@@ -367,6 +372,13 @@ class SGLangEngine(HTTPEngine):
                 f"{self.url} has {replicas} data-parallel replicas, whose workers do not know their ranks in a group",
                 expected="--dp-size 1, or a transport through files",
             )
+
+    def _field(self, route: str, told: Any, name: str) -> Any:
+        if not isinstance(told, dict) or name not in told:
+            raise EngineRefusedError(
+                f"{self.url}{route} answered {str(told)[:120]!r}", expected=f"an object with {name!r}"
+            )
+        return told[name]
 
     def _either(self, route: str, older: str) -> Any:
         """What ``route`` answers, or, where there is none, the one that earlier releases have in its place."""

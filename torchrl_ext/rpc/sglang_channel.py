@@ -62,15 +62,16 @@ class SGLangChannel:
         body = {"action": CHANNEL + json.dumps(message)}
         told = self._http.post("/weights_checker", body, timeout_s=timeout_s)
         try:
-            answers = [json.loads(text) for text in told["message"].split(" | ")]  # SGLang's own way to join them
-        except (KeyError, TypeError, AttributeError, ValueError):
+            answers = [dict(json.loads(text)) for text in told["message"].split(" | ")]  # SGLang's own way to join them
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise EngineRefusedError(f"{self._http.url}/weights_checker answered {told!r}", hint=PLUGIN) from None
         merged: Info = {}
         for answer in answers:
-            working = merged.get("working", False) or answer.get("working", False)
-            flushed = merged.get("flushed", True) and answer.get("flushed", True)
+            working = bool(merged.get("working") or answer.get("working"))
+            flushed = bool(merged.get("flushed", True) and answer.get("flushed", True))
             both = [row for row in (merged, answer) if "proof" in row]
-            needed = {"needed": any(row["needed"] for row in both), "proof": least(row["proof"] for row in both)}
+            proof = least(str(row["proof"]) for row in both)
+            needed = {"needed": any(row.get("needed") for row in both), "proof": proof}
             merged = {**merged, **answer, "working": working, "flushed": flushed, **(needed if both else {})}
         return merged
 

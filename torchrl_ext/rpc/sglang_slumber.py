@@ -16,7 +16,7 @@ from typing import Any, final
 
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rpc.sglang_channel import PLUGIN, SGLangChannel
-from torchrl_ext.rpc.slumber import Rest
+from torchrl_ext.rpc.slumber import Rest, named_tags
 
 __all__ = ["SGLangSlumber"]
 
@@ -45,7 +45,8 @@ class SGLangSlumber:
         """
         told = {} if native else self._channel.rest()
         paused = {_OK: False, _NOT_READY: True}.get(self._ready(), told.get("paused"))
-        return Rest(paused=paused, asleep=frozenset(told.get("asleep", ())), empty=told.get("hollow"))
+        paused = None if paused is None else bool(paused)
+        return Rest(paused=paused, asleep=named_tags(told.get("asleep")), empty=bool(told.get("hollow")))
 
     def is_held(self) -> bool:
         """Whether the server says that it is paused."""

@@ -23,7 +23,7 @@ from typing import Any
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.types import HOLLOW
 
-__all__ = ["TAGS", "Rest", "Slumber", "check_sleep"]
+__all__ = ["TAGS", "Rest", "Slumber", "check_sleep", "check_wake", "named_tags"]
 
 TAGS = frozenset({"weights", "kv_cache"})
 
@@ -74,6 +74,11 @@ def check_wake(tags: Collection[str] | None) -> frozenset[str]:
     return wanted
 
 
+def named_tags(value: Any) -> frozenset[str]:
+    """The tags in an engine's answer; none where it is no list of them."""
+    return frozenset(tag for tag in value if isinstance(tag, str)) if isinstance(value, list) else frozenset()
+
+
 class Slumber:
     """Sleep and wake of one engine behind vLLM's routes; remembers nothing.
 
@@ -102,7 +107,7 @@ class Slumber:
             return Rest(paused=None if paused is None else bool(paused["is_paused"]))
         if "tags" in told:
             paused = self._told("/is_paused", "is_paused")
-            asleep = frozenset(told["tags"]) & TAGS
+            asleep = named_tags(told["tags"]) & TAGS
             return Rest(paused=bool(asleep) if paused is None else bool(paused["is_paused"]), asleep=asleep)
         if not told["is_sleeping"]:  # vLLM calls a paused engine asleep, too
             return Rest(paused=False)

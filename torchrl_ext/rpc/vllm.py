@@ -108,7 +108,10 @@ class VLLMEngine(HTTPEngine):
 
     @property
     def world_size(self) -> int:
-        return int(self._ask("/get_world_size", "world_size"))
+        told = self._ask("/get_world_size", "world_size")
+        if isinstance(told, bool) or not isinstance(told, int) or told < 1:
+            raise EngineRefusedError(f"{self.url} says that its world size is {str(told)[:80]!r}", expected="a count")
+        return told
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         """See `EngineClient.connect`. An update that an earlier trainer left open is ended first.
