@@ -200,3 +200,41 @@ def test_a_master_that_cannot_be_reached_ends_in_an_error_and_meanwhile_the_serv
     transport.shutdown()
     assert generated and "did not join the transport" in str(told[0])
     assert_untouched(serving)
+
+
+@pytest.mark.parametrize("pause_mode", ["retract", "in_place"])
+def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(serving, tmp_path, pause_mode):
+    sender = sender_to(serving, "delta", root=tmp_path)
+
+    def client():
+        return tx.make_engine("sglang", url=serving.url, pause_mode=pause_mode)
+
+    with ThreadPoolExecutor(1) as pool:
+        for seed in (61, 62):
+            model = tiny_model(seed)
+            (future,) = running(serving, pool, 1)
+            client().sleep(2)
+            with pytest.raises(tx.WeightSyncError, match="holds no weights"):
+                client().resume()
+            client().wake_up(["weights"])
+            assert serving.http.call("GET", "/ready").status == 503
+            assert sender.update_weights(model).verified
+            client().wake_up(["kv_cache"])
+            client().wake_up()
+            assert future.result()["finish_reason"] == "length" and serving.says(model)
+    sender.shutdown()
+
+
+def test_requests_that_are_frozen_in_place_can_be_ended(serving):
+    with ThreadPoolExecutor(1) as pool:
+
+        def ended():
+            (future,) = running(serving, pool, 1)
+            tx.make_engine("sglang", url=serving.url, pause_mode="in_place").pause()
+            engine = tx.make_engine("sglang", url=serving.url, pause_mode="abort", load_timeout_s=30.0)
+            engine.pause()
+            engine.resume()
+            return future.result()["finish_reason"] == "abort"  # else it was over before
+
+        until_met(ended)
+    assert_untouched(serving)

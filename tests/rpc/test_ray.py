@@ -18,6 +18,7 @@ from torchrl_ext.errors import (
     EngineRefusedError,
     EngineUnreachableError,
     ManifestError,
+    NotConnectedError,
     UpdateError,
 )
 from torchrl_ext.rpc.ray import EngineActor, RayEngine, Served
@@ -97,6 +98,26 @@ def test_engines_in_actors_of_another_node_follow_the_trainer(actors, settings, 
             step(policy)
     finally:
         sender.shutdown()
+
+
+def serves(target):
+    return target.serving.is_set()
+
+
+def make_engine():
+    return tx.InProcessEngine(make_net())
+
+
+def test_an_update_that_was_not_begun_leaves_an_actors_engine_serving_and_its_row_says_so(actors):
+    handle = actors(EngineActor, make_engine)
+    engine = RayEngine(handle, start_timeout_s=WAIT_S)
+    with pytest.raises(NotConnectedError):
+        engine.begin(1)  # it joined no transport
+    assert ray.get(handle.apply.remote(serves), timeout=WAIT_S) and engine.rows()[0].state == "serving"
+    assert engine.pause() and not engine.pause()
+    assert not ray.get(handle.apply.remote(serves), timeout=WAIT_S) and engine.rows()[0].state == "paused"
+    engine.resume()
+    engine.close()
 
 
 def test_an_actor_that_dies_is_reported_as_that_and_the_other_serves_the_version(actors, settings):

@@ -5,6 +5,7 @@ Ray moves the calls; weights go by the transport, from the trainer to the actor'
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from torchrl_ext.rpc.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]
+
+log = logging.getLogger("torchrl_ext")
 
 _LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
 
@@ -125,9 +128,9 @@ class EngineActor:
         """As `EngineClient.logprobs`."""
         return self._client.logprobs(prompts)
 
-    def pause(self) -> None:
+    def pause(self) -> bool:
         """As `EngineClient.pause`."""
-        self._client.pause()
+        return self._client.pause()
 
     def resume(self) -> None:
         """As `EngineClient.resume`."""
@@ -239,17 +242,17 @@ class RayEngine(EngineClient):
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._ask("logprobs", prompts, timeout_s=self._load_timeout_s)
 
-    def pause(self) -> None:
-        self._ask("pause", timeout_s=self._load_timeout_s)
-        self._row = replace(self._row, state="paused")
+    def pause(self) -> bool:
+        self._row = replace(self._row, state="paused")  # until the actor says otherwise
+        return bool(self._ask("pause", timeout_s=self._load_timeout_s))
 
     def resume(self) -> None:
         self._ask("resume")
         self._row = replace(self._row, state="serving", error=None)
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        self._ask("sleep", level, tags, timeout_s=self._load_timeout_s)
         self._row = replace(self._row, state="paused")
+        self._ask("sleep", level, tags, timeout_s=self._load_timeout_s)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         self._ask("wake_up", tags, timeout_s=self._load_timeout_s)
@@ -296,6 +299,12 @@ class RayEngine(EngineClient):
         return answer
 
     def _failed(self, method: str, cause: BaseException) -> WeightSyncError:
+        ray = _ray()
+        try:  # whoever drives the engine knows how it is now
+            row = ray.get(self._actor.row.remote(), timeout=self._timeout_s)
+            self._row = replace(row, engine=self._url, kind=self.kind)
+        except ray.exceptions.RayError as error:
+            log.warning("%s does not say how its engine is: %s", self._url, error)
         if isinstance(cause, WeightSyncError):
             return self._noted(cause)
         return self._noted(EngineRefusedError(f"{self._url} failed to {method}: {type(cause).__name__}: {cause}"))
