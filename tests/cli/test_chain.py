@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 import torchrl_ext as tx
 from tests.models import tiny_model
-from tests.transports.chains import checkpoint, folder, step, weights
+from tests.transports.chains import checkpoint, folder, published, step, weights
 from tests.transports.contract import same_bits
-from tests.transports.test_delta_foreign import write_slime
+from tests.transports.test_delta_foreign import renumber, settle, write_slime
 from torchrl_ext.cli.main import main
 
 
@@ -99,6 +99,16 @@ class TestChainsOfSlime:
         assert main(["chain", "verify", str(root)]) == 1
         told = capsys.readouterr()
         assert "damaged" not in told.out + told.err and "version 1: not checked" in told.err
+
+    def test_the_latest_is_what_a_reader_that_polls_would_take(self, tmp_path, capsys):
+        published(tmp_path / "made", 3, encoding="deltas", keyframe_every=0)
+        root, base = tmp_path / "root", checkpoint(tmp_path / "base", weights())
+        for version in (1, 2):
+            renumber(folder(tmp_path / "made", version + 1), folder(root, version), version)
+        settle(root, 2, at_s=2**32)
+        assert asked(capsys, "ls", root, "--base", base)["latest"] == 1
+        settle(root, 2)
+        assert asked(capsys, "ls", root, "--base", base)["latest"] == 2
 
     def test_verify_names_what_is_damaged_there(self, slime, capsys):
         root, base = slime

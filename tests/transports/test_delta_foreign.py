@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 
@@ -16,6 +17,8 @@ from tests.transports.chains import checkpoint, folder, published, same, step, t
 from tests.transports.contract import WAIT_S
 from torchrl_ext.codecs.flush import build_flush, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.stores import open_store
+from torchrl_ext.transports import foreign
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
 
@@ -98,8 +101,7 @@ class TestFilesOfOthers:
             shutil.copytree(folder(made, version), folder(root, version))
             (folder(root, version) / "manifest.json").unlink()
         checkpoint(folder(root, 1), history[1])
-        assert same(trainer_at(root).receive_weights(WAIT_S), history[3])  # nothing says that 4 is complete
-        (folder(root, 4) / "DONE").touch()
+        settle(root, 4)
         assert same(trainer_at(root).receive_weights(WAIT_S), history[4])
         del base
         shutil.rmtree(folder(root, 2))
@@ -108,7 +110,14 @@ class TestFilesOfOthers:
 
 
 class TestFilesThatCome:
-    """The first format has no last file: what says that a version is complete is the next one, or a file `DONE`."""
+    """The first format has no last file: what says that a version is complete is the next one, a file `DONE`, or quiet.
+
+    Nothing here is quiet by the time that passes, unless a test says so; `settle` makes a folder look old.
+    """
+
+    @pytest.fixture(autouse=True)
+    def busy(self, monkeypatch):
+        monkeypatch.setattr(foreign, "SETTLE_S", 3600.0)
 
     @pytest.fixture
     def made(self, tmp_path):
@@ -151,6 +160,86 @@ class TestFilesThatCome:
             received = dict(engine.receive({"version": 1}, {}))
             assert same(received, history[2]) == (count == len(files))
         assert engine.changes(1, dict).held == engine.changes(1, dict).reached
+
+    def test_a_reader_that_polls_sees_the_newest_version_when_it_is_quiet(self, made, root):
+        source, history, base = made
+        reader = trainer_at(root, base=base)
+        for version in (1, 2, 3):
+            shutil.copytree(folder(source, version), folder(root, version))
+            before = reader.receive_weights(0.0)
+            assert before is None
+            settle(root, version)
+            assert same(reader.receive_weights(WAIT_S), history[version + 1])
+            assert same(trainer_at(root, base=base).receive_weights(0.0), history[version + 1])
+            assert reader.receive_weights(0.0) is None
+        assert reader.received_version == 3
+
+    def test_what_came_last_says_whether_a_folder_is_quiet(self, made, root):
+        source, _, base = made
+        shutil.copytree(folder(source, 1), folder(root, 1))
+        for recent in (folder(root, 1), *folder(root, 1).iterdir()):
+            settle(root, 1)
+            os.utime(recent)
+            assert trainer_at(root, base=base).receive_weights(0.0) is None, recent.name
+        settle(root, 1)
+        (folder(root, 1) / "rank0001_flush000000.safetensors.tmp").touch()
+        settle(root, 1)
+        assert trainer_at(root, base=base).receive_weights(0.0) is None
+
+    @pytest.mark.parametrize("place", ["a directory with clocks that differ", "an object store"])
+    def test_without_times_to_go_by_a_folder_is_quiet_as_long_as_its_reader_looks(self, made, root, place, monkeypatch):
+        source, history, base = made
+        url = str(root) if place.startswith("a directory") else f"memory://{root}"
+        store = open_store(url)
+        for file in sorted(folder(source, 1).iterdir()):
+            store.put(f"weight_v000001/{file.name}", file.read_bytes())
+            if place.startswith("a directory"):
+                settle(root, 1, at_s=2**32)
+        reader = trainer_at(url, base=base)
+        assert reader.receive_weights(0.0) is None
+        monkeypatch.setattr(foreign, "SETTLE_S", 0.1)
+        assert trainer_at(url, base=base).receive_weights(0.0) is None  # it has only begun to look
+        assert same(reader.receive_weights(WAIT_S), history[2])
+
+    def test_a_reader_that_took_a_part_of_a_version_reads_all_of_it_when_the_rest_has_come(self, made, root):
+        source, history, base = made
+        shutil.copytree(folder(source, 1), folder(root, 1))
+        settle(root, 1)
+        reader = trainer_at(root, base=base)
+        assert same(reader.receive_weights(WAIT_S), history[2])
+        first, second = sorted(folder(source, 2).iterdir())
+        folder(root, 2).mkdir()
+        shutil.copy(first, folder(root, 2))
+        settle(root, 2)
+        partly = reader.receive_weights(WAIT_S)
+        assert reader.received_version == 2 and not same(partly, history[3]) and not same(partly, history[2])
+        coming = folder(root, 2) / f"{second.name}.tmp"
+        shutil.copy(second, coming)
+        assert reader.receive_weights(0.0) is None  # and it does not go back to version 1
+        coming.rename(folder(root, 2) / second.name)
+        assert reader.receive_weights(0.0) is None
+        settle(root, 2)
+        assert same(reader.receive_weights(WAIT_S), history[3])
+        assert reader.received_version == 2 and reader.receive_weights(0.0) is None
+        shutil.copytree(folder(source, 3), folder(root, 3))
+        settle(root, 3)
+        assert same(reader.receive_weights(WAIT_S), history[4])
+
+    def test_a_part_that_was_taken_is_made_good_when_the_next_version_is_there_already(self, made, root):
+        source, history, base = made
+        for then in ("begun", "complete"):
+            shutil.rmtree(root, ignore_errors=True)
+            first, second = sorted(folder(source, 1).iterdir())
+            folder(root, 1).mkdir(parents=True)
+            shutil.copy(first, folder(root, 1))
+            settle(root, 1)
+            reader = trainer_at(root, base=base)
+            assert not same(reader.receive_weights(WAIT_S), history[2])
+            shutil.copy(second, folder(root, 1))
+            shutil.copytree(folder(source, 2), folder(root, 2))
+            if then == "complete":
+                settle(root, 2)
+            assert same(reader.receive_weights(WAIT_S), history[2 if then == "begun" else 3])
 
     @pytest.mark.parametrize("left", ["a gap", "a temporary"])
     def test_a_version_that_was_left_unfinished_is_named(self, made, root, left):
@@ -273,6 +362,12 @@ def renumber(source, target, version):
         content = parse_flush(file.read_bytes(), file.name, {meta.name: meta for meta in METAS})
         data = build_flush(content.patches, content.encoding, current_version=str(version))
         (target / file.name).write_bytes(data)
+
+
+def settle(root, version, at_s=0.0):
+    """Nothing of a version changed since: its folder and files say so by their times."""
+    for path in (*folder(root, version).iterdir(), folder(root, version)):
+        os.utime(path, (at_s, at_s))
 
 
 def edit_index(root, version, change):

@@ -77,7 +77,7 @@ class Reader:
 
     def __init__(self, store: Root, base: str | None) -> None:
         self.store, self.base = store, base and os.path.abspath(base)
-        self.chain = Chain(store, foreign=ForeignVersions(store, self.base))
+        self.chain = Chain(store, foreign=ForeignVersions(store, self.base, settles=True))
 
     def follower(self, keep: bool = False) -> Follower:
         found = Follower(self.chain, lambda number, full: PublishedVersion(self.store, number, full), self.base)

@@ -62,6 +62,17 @@ class Chain:
                     return number
         return 0
 
+    def replaced(self, number: int, run_id: str) -> bool:
+        """Whether a version, read as one of the run ``run_id``, is another one now. What is there is read only then.
+
+        Raises:
+            FileNotFoundError: it is gone meanwhile, or a part of it only is there.
+            IntegrityError: it is damaged.
+        """
+        if self.versions.replaced(number, run_id):
+            return True
+        return self._foreign is not None and self._foreign.replaced(number, run_id)
+
     def version(self, number: int) -> Found:
         """What a version is.
 

@@ -205,6 +205,14 @@ class LocalStore(Root):
                     found[name] = path.stat().st_size
         return found
 
+    def changed_at(self, folder: str) -> float | None:
+        path, found = self.path(folder), []
+        with suppress(FileNotFoundError, NotADirectoryError), self._reported("list", missing=True):
+            found.append(path.stat().st_mtime)
+            with os.scandir(path) as entries:
+                found += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        return max(found, default=None)
+
     # its helpers
 
     def _lock(self, descriptor: int) -> bool:

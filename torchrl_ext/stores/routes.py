@@ -30,6 +30,14 @@ class Foreign(Protocol):
             IntegrityError: it is damaged.
         """
 
+    def replaced(self, number: int, run_id: str) -> bool:
+        """Whether all of another version is there than the one that was read, under its number, as ``run_id``.
+
+        Raises:
+            FileNotFoundError: there is none, or a part of it only.
+            IntegrityError: it is damaged.
+        """
+
     def base(self, number: int) -> int | None:
         """The earlier version that is a version's base, 0 being the first checkpoint; None for a full version.
 

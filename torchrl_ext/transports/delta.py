@@ -120,7 +120,7 @@ class DeltaTransport(Transport):
             self._carrier = SharedFiles(root, storage_options, post_write_hook, pre_read_hook)  # type: ignore[arg-type]
         self._store = self._carrier.store
         self._base = None if base is None else os.path.abspath(base)
-        self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base))
+        self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base, settles=True))
         self._publisher = Publisher(
             self._store,
             self._chain,
@@ -303,7 +303,7 @@ class DeltaTransport(Transport):
         if newest != self.received_version:
             return newest
         with suppress(FileNotFoundError):  # removed meanwhile: another one is on its way
-            if held is not None and self._chain.versions.replaced(newest, held[0]):
+            if held is not None and self._chain.replaced(newest, held[0]):
                 return newest
         return 0
 

@@ -8,6 +8,7 @@ the number before them.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from typing import Any, ClassVar, final
@@ -32,7 +33,11 @@ from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["ForeignFlushes", "ForeignVersions", "ForeignWhole"]
 
+SETTLE_S = 2.0
+"""How long nothing may change in the newest folder of the first format until it counts as complete, in seconds."""
+
 _DONE = "DONE"
+_RUN = "foreign-"
 _LONE = "model.safetensors"
 _FLUSH = re.compile(r"rank(\d{1,9})_flush(\d{1,9})\.safetensors")
 
@@ -43,15 +48,20 @@ class ForeignVersions:
 
     With an index, a version is complete when every file that it names is there. The first format has no last file: its
     writer begins a version when it is done with the one before, and its documentation promises a file ``DONE``. A
-    version without changes is an empty folder there.
+    version without changes is an empty folder there. Who polls would see the newest version only when it is not the
+    newest any more, and so may take a folder that settled; files that come into it later make it another version.
 
     Args:
         store: where they are.
         base: the checkpoint directory that everything began with, if there is one.
+        settles: the newest folder of the first format counts when nothing changed in it for `SETTLE_S` seconds. That
+            hangs on the moment, so it is not for several workers who each look for the version that all of them land.
     """
 
-    def __init__(self, store: Root, base: str | None = None) -> None:
-        self._store, self._base = store, base
+    def __init__(self, store: Root, base: str | None = None, *, settles: bool = False) -> None:
+        self._store, self._base, self._settles = store, base, settles
+        self._seen: tuple[object, float] = None, 0.0  # what the newest folder held, and since when
+        self._settled: tuple[int, frozenset[tuple[str, int]]] = 0, frozenset()
 
     def start(self) -> tuple[ParamMeta, ...]:
         if self._base is None:
@@ -66,7 +76,19 @@ class ForeignVersions:
         names = self._names(number)
         if INDEX_NAME in names:
             return names.issuperset(self._index(number)[1].values())
-        return self.base(number) is None or self._over(number, names)
+        settled, files = self._settled
+        if number == settled and files <= self._store.sizes(version_name(number)).items():
+            return True  # who has it goes back to no older one while more comes
+        return self.base(number) is None or self._over(number, names) or self._quiet(number, names)
+
+    def replaced(self, number: int, run_id: str) -> bool:
+        if not run_id.startswith(_RUN):
+            return False
+        names = self._names(number)
+        if not _flushes(names) or names & {INDEX_NAME, _LONE} or _run(self._sizes(number, _flushes(names))) == run_id:
+            return False
+        self.base(number)  # raises where a part is missing
+        return self._over(number, names) or self._quiet(number, names)
 
     def base(self, number: int) -> int | None:
         names = self._names(number)
@@ -128,6 +150,20 @@ class ForeignVersions:
     def _over(self, number: int, names: Collection[str]) -> bool:
         """Whether the writer is done with a version of the first format."""
         return _DONE in names or self._followed(number)
+
+    def _quiet(self, number: int, names: frozenset[str]) -> bool:
+        """Whether flush files, and all that is beside them, settled: by their own times, or as long as this looks."""
+        if not self._settles or not _flushes(names):
+            return False
+        folder, now_s = version_name(number), time.monotonic()
+        files, changed_s = frozenset(self._store.sizes(folder).items()), self._store.changed_at(folder)
+        if self._seen[0] != (number, files, changed_s):
+            self._seen = (number, files, changed_s), now_s
+        quiet = now_s - self._seen[1] >= SETTLE_S
+        quiet = quiet or (changed_s is not None and time.time() - changed_s >= SETTLE_S)
+        if quiet:
+            self._settled = number, frozenset((name, size) for name, size in files if _FLUSH.fullmatch(name))
+        return quiet
 
     def _unchanged(self, number: int, names: frozenset[str]) -> bool:
         """Whether a folder is a version without changes: empty, complete, and between others of the first format."""
@@ -220,7 +256,7 @@ def _lacks(names: Collection[str]) -> str | None:
 
 def _run(files: Mapping[str, int], index: bytes = b"") -> str:
     """What tells a version from another one that had its number before."""
-    return f"foreign-{xxhash.xxh3_64_hexdigest(repr(sorted(files.items())).encode() + index)}"
+    return f"{_RUN}{xxhash.xxh3_64_hexdigest(repr(sorted(files.items())).encode() + index)}"
 
 
 def _delta(
