@@ -11,6 +11,8 @@ import torch
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.codecs.flush import build_flush, flush_name
+from torchrl_ext.codecs.patch import diff
 from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.types import ParamMeta
@@ -286,6 +288,35 @@ def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
         assert sender.update_weights(good).verified
     (found,) = client.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
     assert list(found.token_ids) == greedy(good, PROMPT, 16)
+
+
+def test_an_engine_that_was_told_of_a_version_of_slimes_too_early_holds_all_of_it_when_told_again(
+    server, checkpoint, in_service, tmp_path
+):
+    in_service(0)
+    base, own, root = dict(as_source(model(0))), dict(as_source(model(0))), tmp_path / "root"
+    patches = []
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        own[name] = own[name].clone()
+        own[name].view(-1)[::7] += 1
+        patches.append(diff(ParamMeta.of(name, own[name]), base[name], own[name]))
+    files = [build_flush([patch], "deltas", current_version="1") for patch in patches]
+    engine = tx.make_engine("embedded", url=server.url)
+    transport = tx.make_transport("delta", root=root, base=checkpoint)
+    source = as_source(own)
+    engine.connect(connect_info(transport, source))
+    folder = root / "weight_v000001"
+    folder.mkdir()
+    holds = dict(base)
+    for number, (file, patch) in enumerate(zip(files, patches, strict=True)):
+        (folder / flush_name(0, number)).write_bytes(file)
+        holds[patch.meta.name] = own[patch.meta.name]
+        engine.prefetch(1)
+        engine.begin(1)
+        engine.load({"transport": "delta", "version": 1, "params": [meta.to_json() for meta in source.params()]})
+        engine.load({"verify": {name: tensor_digest(tensor) for name, tensor in holds.items()}})
+        engine.commit(1)
+    transport.shutdown()
 
 
 def connect_info(transport, source):
