@@ -300,7 +300,6 @@ def test_an_engine_that_was_told_of_a_version_of_slimes_too_early_holds_all_of_i
         own[name] = own[name].clone()
         own[name].view(-1)[::7] += 1
         patches.append(diff(ParamMeta.of(name, own[name]), base[name], own[name]))
-    files = [build_flush([patch], "deltas", current_version="1") for patch in patches]
     engine = tx.make_engine("embedded", url=server.url)
     transport = tx.make_transport("delta", root=root, base=checkpoint)
     source = as_source(own)
@@ -308,8 +307,8 @@ def test_an_engine_that_was_told_of_a_version_of_slimes_too_early_holds_all_of_i
     folder = root / "weight_v000001"
     folder.mkdir()
     holds = dict(base)
-    for number, (file, patch) in enumerate(zip(files, patches, strict=True)):
-        (folder / flush_name(0, number)).write_bytes(file)
+    for number, patch in enumerate(patches):
+        (folder / flush_name(0, number)).write_bytes(build_flush([patch], "deltas", current_version="1"))
         holds[patch.meta.name] = own[patch.meta.name]
         engine.prefetch(1)
         engine.begin(1)
