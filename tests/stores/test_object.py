@@ -6,6 +6,8 @@ import uuid
 
 import pytest
 import torch
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
@@ -98,6 +100,48 @@ def test_a_new_run_that_got_as_far_in_an_emptied_bucket_is_followed(place):
         store = open_store(url, options)
         for name in store.list():
             store.delete(name)
+
+
+def test_a_second_trainer_on_a_bucket_is_refused_and_harms_nothing(place):
+    url, options = place
+    first, second, reader = (tx.make_transport("delta", root=url, storage_options=options) for _ in range(3))
+    first.send_weights("policy", {"w": torch.full((5,), 1.0)})
+    with pytest.raises(StoreError, match="another trainer publishes into"):
+        second.send_weights("policy", {"w": torch.full((5,), 2.0)})
+    assert reader.receive_weights(WAIT_S)["w"][0] == 1
+    first.shutdown()
+    second.send_weights("policy", {"w": torch.full((5,), 2.0)})
+    assert reader.receive_weights(WAIT_S)["w"][0] == 2
+    assert reader.received_version == 2
+    with pytest.raises(StoreError, match="another trainer publishes into"):
+        first.send_weights("policy", {"w": torch.full((5,), 3.0)})
+
+
+class Unlistable(MemoryFileSystem):
+    """A bucket whose right to list leases was taken away."""
+
+    protocol = "unlistable"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.removeprefix("unlistable://"))
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        MemoryFileSystem.pipe_file(self, path, value, mode=mode)
+
+    def ls(self, path, detail=True, **kwargs):
+        if path.endswith("/readers"):
+            raise PermissionError(path)
+        return super().ls(path, detail=detail, **kwargs)
+
+
+def test_what_cannot_be_collected_stays_and_fails_no_update(caplog):
+    register_implementation("unlistable", Unlistable, clobber=True)
+    trainer = tx.make_transport("delta", root=f"unlistable://{uuid.uuid4().hex}")
+    for value in (1.0, 2.0):
+        trainer.send_weights("policy", {"w": torch.full((5,), value)})
+    assert "old weights versions stay" in caplog.text
+    assert trainer.latest_version() == 2
 
 
 def test_an_engine_follows_a_bucket():

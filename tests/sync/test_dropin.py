@@ -133,6 +133,7 @@ def test_a_double_buffer_is_read_when_the_reader_likes(tmp_path):
         sender.update_weights()
     with pytest.raises(NotConnectedError, match="Call register_model first"):
         sender.update_weights(model)
+    sender.register_model(dict(model.state_dict()))  # a plain dict takes no weak reference
     sender.register_model(model)
     assert receiver.poll_and_apply(timeout=0) is False
     for seed in (1, 2):

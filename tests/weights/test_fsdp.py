@@ -185,8 +185,11 @@ for source in (sharded(), plain()):  # gathered, and replicated as under DDP
         for _ in range(4):
             early.send_weights("policy", nn.Linear(1, 1))
         early.shutdown()
-    transport, collector = Failing(folder_of), Counted()
-    sender = tx.WeightSender(transport, tx.InProcessEngine(plain()) if rank == 0 else None, rank=rank)
+    transport, collector = Failing(folder_of) if rank == 0 else tx.MemoryTransport(), Counted()
+    if rank == 0:
+        sender = tx.WeightSender(transport, tx.InProcessEngine(plain()), mapper=str)
+    else:
+        sender = tx.WeightSender(transport, rank=rank)
     sender.register_model(source)
     sender.register_collector(collector)
     sender.init_all_workers_group()

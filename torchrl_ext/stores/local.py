@@ -240,7 +240,10 @@ class LocalStore(Root):
 
     def _room(self, needed: int) -> str:
         """What there should have been, for messages; what a version takes is not known of every version beforehand."""
-        free = self.free_bytes()
+        try:
+            free = self.free_bytes()
+        except OSError:  # the root is gone
+            return f"{needed:,} bytes free under {self.root}"
         if free < needed:
             return f"{needed:,} bytes free under {self.root}, found {free:,}"
         what = f"room for {needed:,} bytes" if needed else "room for one more version"

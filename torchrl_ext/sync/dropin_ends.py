@@ -48,8 +48,11 @@ class _Sender(ABC):
         """The sender, or why there is none yet."""
 
     def register_model(self, model: Any) -> None:
-        """What `update_weights` sends when no weights are passed; held weakly."""
-        self._model = weakref.ref(model)
+        """What `update_weights` sends when no weights are passed; held weakly, where it can be."""
+        try:
+            self._model = weakref.ref(model)
+        except TypeError:  # a plain dict takes no weak reference
+            self._model = lambda: model
 
     def register_collector(self, collector: Any) -> None:
         """Bump this collector's policy version after each accepted update."""
@@ -224,6 +227,7 @@ class VLLMWeightReceiver(_Receiver):
         """
         if self._local is None:
             return
+        self.shutdown()
         ours = self._scheme.create_transport()
         self._transport = VLLMCollectiveTransport(
             ours.master_address, ours.master_port, 1, ours.world_size, ours.device
@@ -272,7 +276,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
         if info is None:
             return False
         self._handed.take(info)
-        self._transport.pass_over(info["version"])
+        self._transport.pass_over(info)
         return True
 
     def shutdown(self) -> None:

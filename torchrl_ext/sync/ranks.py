@@ -7,13 +7,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from torchrl_ext.errors import DeadlineError, NotConnectedError
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.sync.sources import Outgoing
 
 __all__ = ["Ranks"]
 
@@ -22,25 +21,25 @@ log = logging.getLogger("torchrl_ext")
 _DEADLINE_S = 1800.0  # as long as torch's own ranks wait for each other in a gather over gloo
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two looks
 
-_senders: Counter[str] = Counter()  # of each model and transport, in this process
+_senders: Counter[str] = Counter()  # of each model, in this process
 
 
 class Ranks:
     """One sender's word to its fellows, through the store of torch's process group.
 
     No collective: one that drives says what it has to say however its update ends, and waits for nobody. Fellows are
-    the senders of the same names over the same transport, in the order in which each process first used them.
+    the senders of the same model, in the order in which each process first used them: on ranks that do not drive nobody
+    need repeat the transport, the mapper or the engine.
     """
 
     def __init__(self) -> None:
         self._name = ""
         self._updates = 0
 
-    def next(self, transport: str, params: Iterable[ParamMeta]) -> str:
-        """The name of this sender's next update, the same on every rank."""
+    def next(self, source: Outgoing) -> str:
+        """The name of this sender's next update, which sends ``source``; the same on every rank."""
         if not self._name:
-            names = "\n".join(sorted(meta.name for meta in params))
-            model = hashlib.sha256(f"{transport}\n{names}".encode()).hexdigest()[:32]
+            model = hashlib.sha256("\n".join(sorted(source.own_names())).encode()).hexdigest()[:32]
             self._name = f"torchrl_ext/{model}/{_senders[model]}"
             _senders[model] += 1
         self._updates += 1

@@ -58,7 +58,7 @@ class WeightReceiver:
         _admit(info)
         loader.check(tuple(ParamMeta.from_json(row) for row in info["params"]))
         loader.refuse_unsound(unproved=bool(info.get("unproved")))
-        loader.vouch(bool(info.get("verify", True)))
+        loader.vouch(bool(info.get("compares", True)))
         if self._transport is not None:
             self._transport.shutdown()
         self._transport = transports.load(info["transport"]).from_info(info)

@@ -145,7 +145,7 @@ class WeightSender:
         """
         started = time.perf_counter()
         source = self._outgoing(weights)
-        update = self._ranks.next(self._transport.name, source.params())
+        update = self._ranks.next(source)
         if self._rank != 0:
             return self._follow(source, weights, update)
         accepted = False
@@ -299,7 +299,7 @@ class WeightSender:
             handoff = self._transport.open(workers, params)
             info = {**handoff.info, "params": [meta.to_json() for meta in params], "world_size": 1 + workers}
             info["unproved"] = self._rehearse == "never"
-            info["verify"] = self._verify and not self._transport.proves
+            info["compares"] = self._verify and not self._transport.proves
             with in_background(self._engine.connect, info, self._transport.abort):
                 handoff.transfer()
         with self._span("rehearse"):

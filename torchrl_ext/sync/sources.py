@@ -43,6 +43,7 @@ class Outgoing(WeightSource):
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self._origin = source
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
@@ -55,6 +56,10 @@ class Outgoing(WeightSource):
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
+
+    def own_names(self) -> list[str]:
+        """Names as the trainer has them, before any mapper."""
+        return [meta.name for meta in self._origin.params()]
 
     def held(self) -> Mapping[str, Tensor]:
         return self._source.held()

@@ -178,10 +178,10 @@ class DiskTransport(Transport):
                 return None
             pause = min(2 * pause, _LONGEST_S)
 
-    def pass_over(self, version: int) -> None:
-        """Worker end: somebody else took ``version``; `poll` waits for another one."""
+    def pass_over(self, info: Info) -> None:
+        """Worker end: somebody else took what `poll` gave as ``info``; it waits for another version."""
         self._pin(None)
-        self._received = version
+        self._received = info["run_id"], info["version"]
 
     # its helpers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 import xxhash
 
 from torchrl_ext.codecs.base import Codec
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Root, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.chain import BESIDE, Chain
@@ -23,6 +24,8 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["Publisher"]
+
+log = logging.getLogger("torchrl_ext")
 
 _CONTAINERS = {**dict.fromkeys(("indices", "deltas", "deltas_zstd"), "flushes"), "xor": "whole", "overwrite": "whole"}
 _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
@@ -81,8 +84,8 @@ class Publisher:
         first = not baseline.fits(params)
         due = 0 < self._keyframe_every <= self._since_keyframe + 1
         keyframe = first or due or not self._acknowledged
-        if not self._acknowledged and not self._keep_files:
-            self._chain.collect(keep_keyframes=_UNACKNOWLEDGED)
+        if not self._acknowledged:
+            self._collect(_UNACKNOWLEDGED)
         self._acknowledged = False
         manifest = None
         needed = self._full.needed_bytes(source) if keyframe else 0
@@ -103,8 +106,16 @@ class Publisher:
     def acknowledge(self) -> None:
         """Whoever takes part has the version that was published last: collect."""
         self._acknowledged = True
-        if not self._keep_files:
-            self._chain.collect()
+        self._collect(1)
+
+    def _collect(self, keyframes: int) -> None:
+        """What cannot be removed stays: that is no reason to call an update failed which engines serve."""
+        if self._keep_files:
+            return
+        try:
+            self._chain.collect(keep_keyframes=keyframes)
+        except StoreError as error:
+            log.warning("old weights versions stay: %s", error)
 
     def _current_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
         if self._baseline is None:
