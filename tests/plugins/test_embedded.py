@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -211,19 +212,34 @@ def test_pause_wait_lets_a_running_request_end_with_the_old_weights(server, http
     assert found.finish_reason == "length"
 
 
-def test_pause_abort_ends_a_running_request_with_what_it_has(server, http, client, in_service, tmp_path):
+def test_pause_abort_ends_a_running_request_with_what_it_has(server, http, in_service, tmp_path):
     before, old = in_service(0)
+    sampling = {"max_tokens": CONTEXT - 100, "temperature": 0, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": sampling}
+    with ThreadPoolExecutor(1) as pool, sender_to(server, "disk", tmp_path, pause_mode="abort") as sender:
+        answer = pool.submit(httpx.post, f"{server.url}/inference/v1/generate", json=body, timeout=120)
+        until = time.monotonic() + 60
+        while http.get("/load").json()["server_load"] == 0:
+            assert time.monotonic() < until and not answer.done()
+        sender.update_weights(model(1))
+        (found,) = answer.result().json()["choices"]
+    assert found["finish_reason"] == "abort"
+    assert 0 < len(found["token_ids"]) < CONTEXT - 100
+    assert [span["version"] for span in found["weight_versions"]] == [str(before.version)]
+    seen = min(len(found["token_ids"]), 64)
+    assert found["token_ids"][:seen] == greedy(old, PROMPT, seen)
+
+
+def test_a_client_goes_on_with_what_a_pause_aborted(server, http, client, in_service, tmp_path):
+    before, _ = in_service(0)
     with (
-        generating(client, http, max_tokens=CONTEXT - 100, temperature=0.0) as result,
+        generating(client, http, max_tokens=LONG, temperature=0.0) as result,
         sender_to(server, "disk", tmp_path, pause_mode="abort") as sender,
     ):
-        sender.update_weights(model(1))
+        report = sender.update_weights(model(1))
         found = result()
-    assert found.finish_reason == "abort"
-    assert 0 < len(found.token_ids) < CONTEXT - 100
-    assert [span.version for span in found.weight_versions] == [str(before.version)]
-    seen = min(len(found.token_ids), 64)
-    assert list(found.token_ids[:seen]) == greedy(old, PROMPT, seen)
+    assert (found.finish_reason, len(found.token_ids)) == ("length", LONG)
+    assert [span.version for span in found.weight_versions] == [str(before.version), str(report.version)]
 
 
 def test_a_request_that_comes_during_a_pause_is_served_after_the_resume(http, client):

@@ -218,7 +218,7 @@ class Crew:
         try:
             worker.link.send(message, deadline(self._timeout_s))
         except WeightSyncError as error:
-            self._lose(worker, error.what)
+            self._lose(worker, _farewell(worker.link) or error.what)  # who left may have said why
 
     def _lose(self, worker: _Worker, words: str) -> None:
         worker.lost = words
