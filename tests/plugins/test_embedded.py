@@ -14,7 +14,7 @@ from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.codecs.flush import build_flush, flush_name
 from torchrl_ext.codecs.patch import diff
-from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
+from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError, WeightSyncError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
@@ -414,3 +414,10 @@ def test_a_tied_head_follows_its_embedding(tmp_path):
         assert sender.update_weights(own).verified
         (found,) = InferenceClient(server.url).generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
     assert list(found.token_ids) == greedy(own, PROMPT, 16)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=(TypeError, ConfigError), reason="keys and values are dropped with every version"
+)
+def test_keys_and_values_can_outlive_an_update_that_is_told_to_keep_them(server):
+    tx.make_engine("embedded", url=server.url, keep_cache=True).close()

@@ -148,6 +148,22 @@ class TestEmbedded:
         model.load_state_dict({**model.state_dict(), **layer})
         assert self.says(engine) == greedy(model, PROMPT, 8)
 
+    @pytest.mark.xfail(strict=True, reason="a switch sends the whole model, whatever changes of it")
+    def test_one_layer_costs_one_layer(self, engine):
+        layer = {name: tensor for name, tensor in states(tiny_model(1)).items() if ".layers.0." in name}
+        report = run(engine.update_model_weights_from_state_dict(layer))
+        assert report.bytes == sum(tensor.nbytes for tensor in layer.values())
+
+    @pytest.mark.xfail(strict=True, reason="names of the Hub are not looked up in the local cache")
+    def test_a_name_of_the_hub_means_what_is_in_the_local_cache(self, engine, place, tmp_path, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        snapshots = tmp_path / "models--somebody--policy" / "snapshots"
+        snapshots.mkdir(parents=True)
+        (snapshots / ("0" * 40)).symlink_to(place / "seed1")
+        (tmp_path / "models--somebody--policy" / "refs").mkdir()
+        (tmp_path / "models--somebody--policy" / "refs" / "main").write_text("0" * 40)
+        run(engine.update_model_weights("somebody/policy"))
+
     def test_a_checkpoint_of_another_model_is_refused_and_the_old_weights_serve(self, engine, place):
         online = tx.make_engine("inprocess", engine=engine)
         with pytest.raises(UpdateError, match=r"lm_head.*\[512, 64\]"):
