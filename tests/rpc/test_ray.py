@@ -168,6 +168,14 @@ def test_an_engine_that_cannot_be_made_says_why(actors):
         RayEngine(actors(EngineActor, fail_to_start)).info()
 
 
+def test_an_actor_needs_no_options(cluster):
+    receiver = RemoteReceiver.as_remote().remote("ipc", make_net)
+    try:
+        assert ray.get(receiver.version.remote(), timeout=WAIT_S) == 0
+    finally:
+        ray.kill(receiver)
+
+
 def test_an_actor_is_found_by_its_name(cluster):
     handle = EngineActor.as_remote({"resources": {"rollout": 1}, "name": "rollout-0"}).remote(make_net)
     try:

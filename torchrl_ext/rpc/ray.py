@@ -46,7 +46,8 @@ def as_remote(cls: type[Any], remote_config: Mapping[str, Any] | None = None) ->
     _ray()
     from torchrl._utils import as_remote as torchrls
 
-    return torchrls.__func__(cls, dict(remote_config or {}))
+    default = {"max_restarts": 0}  # Ray's own, since `ray.remote` cannot be called with no option at all
+    return torchrls.__func__(cls, default | dict(remote_config or {}))
 
 
 @dataclass(frozen=True, kw_only=True)
