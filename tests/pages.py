@@ -2,12 +2,18 @@
 
 A page speaks of addresses, folders and names that its reader has. Here the addresses are those of embedded engines of a
 tiny model (each address on a page is another engine), the folders are temporary ones, and the names are below. Nothing
-else of a block is changed. What a block lacks otherwise is to be written on the page.
+else of a block is changed. What a block lacks otherwise is to be written on the page. A block whose last line is
+``# SomeError: words ...`` has to end with this error and these words.
 
 A comment before a block says how it runs:
 
 ``<!-- not run: REASON -->``
     It needs what the tests have not. Everybody can see why.
+``<!-- needs WHAT -->``
+    It runs where that is: what needs Ray in a cluster of this machine (`tests.test_pages`), the rest on real engines
+    (`on_servers`, in ``tests/engine``).
+``<!-- as in MODULE: NAME -->``
+    It shows our own source, and is compared with that.
 ``<!-- run beside the next -->``
     It is for a process of its own, which waits for that of the next block, or the other way round: both run at the same
     time, each with a copy of the namespace.
@@ -20,12 +26,15 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import functools
 import re
 import shutil
 import sys
 import tempfile
 import threading
 from pathlib import Path
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -34,6 +43,7 @@ PAGES = [
 ADDRESS = re.compile(r"\b(?:\d+(?:\.\d+){3}|host\d?|engine\d|router):\d{4,5}\b")
 FOLDERS = ("/shared", "/models/policy", "checkpoints/step-400")
 WAIT_S = 60.0
+_RAISES = re.compile(r"^# (?P<name>\w+Error): (?P<words>.*) \.\.\.\n\Z", re.MULTILINE)
 _BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*) -->\n+)?```python\n(?P<code>.*?)```", re.DOTALL)
 
 
@@ -47,7 +57,17 @@ class Block:
 
     @property
     def runs(self):
-        return not self.mark.startswith("not run: ")
+        return not self.mark.startswith(("not run: ", "as in "))
+
+    @property
+    def needs(self):
+        """What it needs beside embedded engines; empty for most."""
+        return self.mark.removeprefix("needs ") if self.mark.startswith("needs ") else ""
+
+    @property
+    def shows(self):
+        """The module and the name whose source it shows; empty for most."""
+        return self.mark.removeprefix("as in ").split(": ") if self.mark.startswith("as in ") else []
 
 
 def blocks(page):
@@ -58,15 +78,28 @@ def blocks(page):
     ]
 
 
-def run(page, urls, folder):
+def on_servers(name, checkpoint, *urls, timeout_s=300):
+    """Run, in a process of its own, the blocks of the page ``name`` that need more than embedded engines."""
+    python(
+        "import sys; from tests.pages import run; run(sys.argv[1], sys.argv[3:], sys.argv[2], needing=True)",
+        ROOT / "docs" / f"{name}.md",
+        checkpoint,
+        *urls,
+        timeout_s=timeout_s,
+    )
+
+
+def run(page, urls, folder, *, needing=False):
     """Run a page.
 
     Args:
         page: its path.
         urls: of engines, for its addresses in their order.
         folder: a checkpoint of the tiny model.
+        needing: whether the blocks run that need more than embedded engines, or all others.
     """
-    addresses = list(dict.fromkeys(ADDRESS.findall("".join(block.code for block in blocks(page) if block.runs))))
+    running = [block for block in blocks(page) if block.runs and bool(block.needs) == needing]
+    addresses = list(dict.fromkeys(ADDRESS.findall("".join(block.code for block in running))))
     assert len(addresses) <= len(urls), f"{page} has addresses of {len(addresses)} engines"
     table = {address: url.removeprefix("http://") for address, url in zip(addresses, urls, strict=False)}
     with tempfile.TemporaryDirectory() as own, contextlib.chdir(own):
@@ -76,9 +109,7 @@ def run(page, urls, folder):
         sys.argv = [str(page)]
         space = {"__name__": "__main__", **named(Path(page).stem, folder)}
         beside = []
-        for block in blocks(page):
-            if not block.runs:
-                continue
+        for block in running:
             lines = "\n" * block.line + block.code
             for name, here in table.items():
                 lines = lines.replace(name, here)
@@ -93,9 +124,22 @@ def run(page, urls, folder):
 
 def _execute(source, page, space):
     code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    found = eval(code, space)
-    if found is not None:  # the block awaits
-        asyncio.run(found)
+    told = _RAISES.search(source)
+    with _raised(told) if told else contextlib.nullcontext():
+        found = eval(code, space)
+        if found is not None:  # the block awaits
+            asyncio.run(found)
+
+
+@contextlib.contextmanager
+def _raised(told):
+    try:
+        yield
+    except Exception as error:
+        if (type(error).__name__, str(error)[: len(told["words"])]) != (told["name"], told["words"]):
+            raise
+    else:
+        raise AssertionError(f"the block did not raise {told['name']}")
 
 
 def _copied(space):
@@ -182,6 +226,26 @@ def _loop():
     return {"collector": [0, 1], "train_on": lambda batch: 0.0}
 
 
+def _on_ray():
+    """What actors call is found by its name in a module; ``policy`` is the causal LM, ``actor`` TorchRL's kind."""
+    from tests import models
+    from tests.rpc.test_rlvllm import ModuleEngine
+    from tests.sync import collecting
+    from tests.sync.test_ray_collector import make_env
+
+    return {
+        "make_policy": functools.partial(models.tiny_model, 0),
+        "async_vllm": ModuleEngine(models.tiny_model(1)),
+        "make_env": make_env,
+        "make_gym_env": collecting.Walk,
+        "actor": collecting.make_policy(),
+        "my_ip": "127.0.0.1",
+        "rollout": models.greedy,
+        "prompts": models.PROMPT,
+        "train_step": collecting.train,
+    }
+
+
 _MORE = {
     "README": _workers,
     "in_a_collector": _collectors,
@@ -189,6 +253,7 @@ _MORE = {
     "rollouts": lambda: {"train_on": lambda batch: 0.0},
     "from_torchrl_vllm": lambda: {"collector": _Collector()},
     "online_switching": lambda: {"async_llm": _module()},
+    "ray": _on_ray,
 }
 
 

@@ -13,8 +13,11 @@ _STORE_BYTES = 100 << 20
 
 
 @contextmanager
-def two_nodes():
-    """The cluster, with this process as its driver; everything is ended afterwards."""
+def two_nodes(*, num_gpus=1):
+    """The cluster, with this process as its driver; everything is ended afterwards.
+
+    Its ``num_gpus`` are counted, and nothing else.
+    """
     ray = pytest.importorskip("ray")
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: sockets have 107 characters
@@ -27,7 +30,7 @@ def two_nodes():
         try:
             settings = {"memory_monitor_refresh_ms": 0}
             cluster.add_node(**node, resources={"trainer": 8}, _system_config=settings)
-            cluster.add_node(**node, resources={"rollout": 8}, num_gpus=1)  # counted, and nothing else
+            cluster.add_node(**node, resources={"rollout": 8}, num_gpus=num_gpus)
             cluster.wait_for_nodes(timeout=START_S)
             ray.init(address=cluster.address, log_to_driver=False)
             yield ray
