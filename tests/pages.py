@@ -7,8 +7,6 @@ else of a block is changed. What a block lacks otherwise is to be written on the
 
 A comment before a block says how it runs:
 
-``<!-- not run: REASON -->``
-    It needs what the tests have not. Everybody can see why.
 ``<!-- needs WHAT -->``
     It runs where that is: what needs Ray in a cluster of this machine (`tests.test_pages`), the rest on real engines
     (`on_servers`, in ``tests/engine``).
@@ -27,6 +25,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import re
 import shutil
 import sys
@@ -56,10 +55,6 @@ class Block:
     line: int
 
     @property
-    def runs(self):
-        return not self.mark.startswith(("not run: ", "as in "))
-
-    @property
     def needs(self):
         """What it needs beside embedded engines; empty for most."""
         return self.mark.removeprefix("needs ") if self.mark.startswith("needs ") else ""
@@ -81,7 +76,8 @@ def blocks(page):
 def on_servers(name, checkpoint, *urls, timeout_s=300):
     """Run, in a process of its own, the blocks of the page ``name`` that need more than embedded engines."""
     python(
-        "import sys; from tests.pages import run; run(sys.argv[1], sys.argv[3:], sys.argv[2], needing=True)",
+        "import sys; from tests.pages import run\n"
+        "run(sys.argv[1], sys.argv[3:], sys.argv[2], plain=False, needing=True)",
         ROOT / "docs" / f"{name}.md",
         checkpoint,
         *urls,
@@ -89,16 +85,17 @@ def on_servers(name, checkpoint, *urls, timeout_s=300):
     )
 
 
-def run(page, urls, folder, *, needing=False):
-    """Run a page.
+def run(page, urls, folder, *, plain=True, needing=False):
+    """Run a page, and return its namespace.
 
     Args:
         page: its path.
         urls: of engines, for its addresses in their order.
         folder: a checkpoint of the tiny model.
-        needing: whether the blocks run that need more than embedded engines, or all others.
+        plain: whether the blocks run that need no more than embedded engines.
+        needing: whether the others do.
     """
-    running = [block for block in blocks(page) if block.runs and bool(block.needs) == needing]
+    running = [block for block in blocks(page) if not block.shows and (needing if block.needs else plain)]
     addresses = list(dict.fromkeys(ADDRESS.findall("".join(block.code for block in running))))
     assert len(addresses) <= len(urls), f"{page} has addresses of {len(addresses)} engines"
     table = {address: url.removeprefix("http://") for address, url in zip(addresses, urls, strict=False)}
@@ -120,6 +117,7 @@ def run(page, urls, folder, *, needing=False):
             for one in beside:
                 one.end()
             beside = []
+    return space
 
 
 def _execute(source, page, space):
@@ -246,6 +244,15 @@ def _on_ray():
     }
 
 
+def _plan():
+    """The plan of the page about owned engines, for engines that start in a second."""
+    groups = [{"worker_type": "regular", "num_gpus": 1, "overrides": {"dtype": "float32", "threads": 1}}]
+    models = [{"name": name, "server_groups": groups} for name in ("actor", "reward")]
+    models[1]["update_weights"] = False
+    Path("engines.yaml").write_text(json.dumps({"embedded": models}))  # YAML as well
+    return {}
+
+
 _MORE = {
     "README": _workers,
     "in_a_collector": _collectors,
@@ -254,6 +261,8 @@ _MORE = {
     "from_torchrl_vllm": lambda: {"collector": _Collector()},
     "online_switching": lambda: {"async_llm": _module()},
     "ray": _on_ray,
+    "routers": _plan,
+    "lora": lambda: {"base": _module()},
 }
 
 

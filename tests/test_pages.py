@@ -15,7 +15,7 @@ from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import python
 from tests.rpc.ray_cluster import two_nodes
 
-RUN = [page for page in PAGES if any(block.runs and not block.needs for block in blocks(page))]
+RUN = [page for page in PAGES if any(not block.needs and not block.shows for block in blocks(page))]
 SHOWN = [(page, block) for page in PAGES for block in blocks(page) if block.shows]
 ACCELERATORS = 4
 """What the page about Ray asks for in all."""
@@ -67,8 +67,10 @@ def test_every_block_is_python_and_runs_somewhere():
     for page in PAGES:
         for block in blocks(page):
             compile(block.code, str(page), "exec", flags=0x2000)  # ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            known = block.mark in ("", "run beside the next") or block.needs or not block.runs
+            known = block.mark in ("", "run beside the next") or block.needs or block.shows
             assert known, f"{page.relative_to(ROOT)}:{block.line} is marked {block.mark!r}"
             needing |= {page.stem} if block.needs else set()
     tests = [ROOT / "tests/test_pages.py", *(ROOT / "tests/engine").glob("test_*.py")]
-    assert needing == {name for test in tests for name in re.findall(r"\bon_servers\(\"(\w+)\"", test.read_text())}
+    assert needing == {
+        name for test in tests for name in re.findall(r"(?:\bon_servers\(\"|docs/)(\w+)", test.read_text())
+    }

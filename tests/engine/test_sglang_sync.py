@@ -10,6 +10,7 @@ import torchrl_ext as tx
 from tests.engine.following import Follows, FollowsInBfloat16, sending
 from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
+from tests.pages import on_servers
 from tests.processes import WAIT_S
 
 pytestmark = pytest.mark.engine
@@ -127,6 +128,11 @@ def test_engines_of_both_makes_and_of_different_sizes_follow_one_sender(
             assert [one.version() for one in served] == [str(report.version)] * 2 and report.verified
             with torch.no_grad():
                 model.model.layers[1].mlp.up_proj.weight.mul_(-1)
+
+
+def test_the_block_about_sglang_of_the_page_for_those_who_come_from_torchrl(tensor_parallel_sglang, checkpoint):
+    on_servers("from_torchrl_vllm", checkpoint, tensor_parallel_sglang.url)
+    assert tensor_parallel_sglang.says(tiny_model(0))
 
 
 def test_a_server_without_the_plugin_follows_by_full_files_and_says_what_it_cannot(stock_sglang, tmp_path):

@@ -1,0 +1,56 @@
+"""Blocks of the documentation that need real engines run as they are printed; `tests.pages` says what for."""
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.pages import ROOT, on_servers
+from torchrl_ext.launch.environments import vllm_python
+from torchrl_ext.launch.overlay import make_overlay
+from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.launch.vllm import vllm_environ
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_page_about_colocated_engines(vllm, checkpoint):
+    on_servers("colocated", checkpoint, vllm.url)
+
+
+def test_the_page_about_routers(vllm, second_vllm, checkpoint):
+    with RouterProcess([vllm.url, second_vllm.url]) as router:
+        on_servers("routers", checkpoint, router.url, vllm.url, second_vllm.url)
+
+
+def test_the_page_about_lora(checkpoint, tmp_path):
+    def serve(served):
+        log = tmp_path / f"{served.kind}.log"
+        return served.launcher(checkpoint, dtype="float32", max_model_len=256, lora_rank=16, log_path=log)
+
+    with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
+        started = [pool.submit(serve, served) for served in (ServedVLLM, ServedSGLang)]
+        urls = [ends.enter_context(future.result()).url for future in started]
+        on_servers("lora", checkpoint, *urls)
+
+
+ALL = "import sys; from tests.pages import run; run(sys.argv[1], (), sys.argv[2], needing=True)['async_llm'].shutdown()"
+
+
+def test_the_page_about_switching_runs_in_the_process_that_has_vllm(checkpoint, tmp_path):
+    """With all its blocks: what it makes of vLLM is what it switches."""
+    overlay, python = tmp_path / "overlay", vllm_python()
+    overlay.mkdir()
+    make_overlay(overlay)
+    done = subprocess.run(
+        [python, "-c", ALL, ROOT / "docs/online_switching.md", checkpoint],
+        cwd=ROOT,
+        env={**os.environ, **vllm_environ(overlay, python, cpu=True)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
