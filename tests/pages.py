@@ -86,7 +86,7 @@ def on_servers(name, checkpoint, *urls, timeout_s=300):
 
 
 def run(page, urls, folder, *, plain=True, needing=False):
-    """Run a page, and return its namespace.
+    """Run a page.
 
     Args:
         page: its path.
@@ -117,7 +117,6 @@ def run(page, urls, folder, *, plain=True, needing=False):
             for one in beside:
                 one.end()
             beside = []
-    return space
 
 
 def _execute(source, page, space):

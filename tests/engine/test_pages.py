@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.models import tiny_checkpoint
 from tests.pages import ROOT, on_servers
 from torchrl_ext.launch.environments import vllm_python
 from torchrl_ext.launch.overlay import make_overlay
@@ -37,11 +39,20 @@ def test_the_page_about_lora(checkpoint, tmp_path):
         on_servers("lora", checkpoint, *urls)
 
 
-ALL = "import sys; from tests.pages import run; run(sys.argv[1], (), sys.argv[2], needing=True)['async_llm'].shutdown()"
+ALL = """
+import multiprocessing, sys
+from tests.pages import run
+try:
+    run(sys.argv[1], (), sys.argv[2], needing=True)
+finally:
+    for child in multiprocessing.active_children():  # vLLM's engine, for which the interpreter would wait
+        child.terminate()
+"""
 
 
-def test_the_page_about_switching_runs_in_the_process_that_has_vllm(checkpoint, tmp_path):
+def test_the_page_about_switching_runs_in_the_process_that_has_vllm(tmp_path):
     """With all its blocks: what it makes of vLLM is what it switches."""
+    checkpoint = tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # what vLLM computes in by default
     overlay, python = tmp_path / "overlay", vllm_python()
     overlay.mkdir()
     make_overlay(overlay)
@@ -51,6 +62,6 @@ def test_the_page_about_switching_runs_in_the_process_that_has_vllm(checkpoint, 
         env={**os.environ, **vllm_environ(overlay, python, cpu=True)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=150,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
