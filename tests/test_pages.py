@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import operator
+import os
 import re
 import textwrap
 from contextlib import ExitStack
@@ -46,6 +47,7 @@ def ray_address(s3):
         patch.setenv("AWS_ENDPOINT_URL", s3["endpoint_url"])
         patch.setenv("AWS_ACCESS_KEY_ID", s3["key"])
         patch.setenv("AWS_SECRET_ACCESS_KEY", s3["secret"])
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # actors import what the preamble defines
         with two_nodes(num_gpus=ACCELERATORS) as ray:
             patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
             yield
