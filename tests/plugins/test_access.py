@@ -13,7 +13,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
-from tests.models import PROMPT, tiny_checkpoint, tiny_model
+from tests.models import PROMPT, tiny_model
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.plugins.access import bears_key
 from torchrl_ext.rollout.client import InferenceClient
@@ -29,23 +29,6 @@ POST = (
     "/init_weight_transfer_engine", "/prefetch_weights", "/start_weight_update", "/update_weights",
     "/finish_weight_update", "/reset_prefix_cache", "/inference/v1/generate",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as running:
-        yield running
-
-
-@pytest.fixture
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

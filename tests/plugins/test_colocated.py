@@ -11,7 +11,7 @@ import torch
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
-from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
 from torchrl_ext.cli.bench import track_peak
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
@@ -23,17 +23,6 @@ from torchrl_ext.rollout.remote import RemoteInferenceClient
 BUCKET_BYTES = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 512}
 """19 M parameters: much more than a staging buffer."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as running:
-        yield running
 
 
 @pytest.fixture

@@ -30,18 +30,6 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0, max_position_embeddings=CONTEXT)
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as running:
-        yield running
-
-
-@pytest.fixture
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
 @pytest.fixture
 def client(server):
     return InferenceClient(server.url, timeout_s=120)

@@ -7,7 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 
-__all__ = ["attempt", "say"]
+__all__ = ["attempt", "grant_tiles", "say"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -23,6 +23,14 @@ def attempt(enable: Callable[[], None]) -> str | None:
         log.debug("a plugin cannot make use of this release", exc_info=True)
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def grant_tiles() -> None:
+    """Ask the kernel for AMX tiles, which it grants only on request: without them bfloat16 ends in SIGILL."""
+    import torch
+
+    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def say(engine: str, module: str, tested: str, missing: Mapping[str, str]) -> None:

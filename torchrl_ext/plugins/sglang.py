@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrl_ext.plugins import sglang_adapters, sglang_cpu
-from torchrl_ext.plugins.found import attempt, say
+from torchrl_ext.plugins.found import attempt, grant_tiles, say
 from torchrl_ext.types import CHANNEL
 
 __all__ = ["register"]
@@ -46,7 +46,7 @@ _unseen: list[str] = []
 def register() -> None:
     """Register the hooks. May be called any number of times; what a release does not have is said in the log."""
     needed = {
-        "bfloat16 may end in SIGILL on this CPU": _grant_tiles,
+        "bfloat16 may end in SIGILL on this CPU": grant_tiles,
         "it follows no trainer by our transports": _register_hooks,
     }
     if os.environ.get("TORCHRL_EXT_UNPINNED") == "1":
@@ -56,14 +56,6 @@ def register() -> None:
     if _unseen:
         missing["its own ways to load cannot be seen, so that every version has to be a full one"] = _unseen[0]
     say("SGLang", "sglang", _TESTED, missing)
-
-
-def _grant_tiles() -> None:
-    """The kernel grants AMX tiles only on request."""
-    import torch
-
-    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
 
 
 def _register_hooks() -> None:

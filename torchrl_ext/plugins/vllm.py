@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from torchrl_ext.plugins.found import attempt, say
+from torchrl_ext.plugins.found import attempt, grant_tiles, say
 from torchrl_ext.types import BACKEND
 
 __all__ = ["register"]
@@ -23,21 +23,13 @@ def register() -> None:
     release does not have is said in the log, and nothing is raised.
     """
     needed = {
-        "bfloat16 may end in SIGILL on this CPU": _grant_tiles,
+        "bfloat16 may end in SIGILL on this CPU": grant_tiles,
         "it follows no trainer by our transports": _register_backend,
     }
     if os.environ.get("TORCHRL_EXT_PLAIN_LINEARS") == "1":
         needed["TORCHRL_EXT_PLAIN_LINEARS has no effect"] = _keep_linears_plain
     why = {follows: attempt(enable) for follows, enable in needed.items()}
     say("vLLM", "vllm", _TESTED, {follows: words for follows, words in why.items() if words is not None})
-
-
-def _grant_tiles() -> None:
-    """The kernel grants AMX tiles only on request."""
-    import torch
-
-    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
 
 
 def _register_backend() -> None:
