@@ -23,7 +23,7 @@ MODULES = (
     "torchrl.collectors.llm",
     "torchrl_ext.cli.demo",
     "torchrl_ext.cli.training",
-    "torchrl_ext.codecs.stream",
+    "torchrl_ext.codecs.pipeline",
     "torchrl_ext.plugins.embedded.engine",
     "torchrl_ext.plugins.embedded.server",
     "torchrl_ext.rollout.client",

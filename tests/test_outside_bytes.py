@@ -17,10 +17,10 @@ from tests.codecs.data import bytes_of
 from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_bytes, worse_json, worse_text
 from tests.transports.chains import weights
 from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
-from torchrl_ext.codecs.container import decompress, parse_safetensors
-from torchrl_ext.codecs.flush import build_flush, parse_flush
 from torchrl_ext.codecs.patch import apply_patch, diff
-from torchrl_ext.codecs.shards import DeltaIndex, build_shard, checksum, full_index, parse_shard
+from torchrl_ext.codecs.slime.container import decompress, parse_safetensors
+from torchrl_ext.codecs.slime.flush import build_flush, parse_flush
+from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, full_index, parse_shard
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores.deltas import DeltaManifest
 from torchrl_ext.transports.containers import Heading, container_of, containers
@@ -181,7 +181,7 @@ def hostile_payloads(name, meta):
     coded = make_codec(name).encode(METAS["a.weight"], OLD["a.weight"], NEW["a.weight"])
     yield coded.payload
     if coded.codec.framed:
-        from torchrl_ext.codecs.framing import frame
+        from torchrl_ext.codecs.coder.framing import frame
 
         for log2 in (12, 28):
             blocks = min(-(-meta.numel >> log2), 10_000)

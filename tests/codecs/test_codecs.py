@@ -9,7 +9,7 @@ from tests.codecs.contract import CodecContract
 from tests.codecs.data import DTYPES, bytes_of, pairs
 from torchrl_ext.codecs.base import Codec, codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.codecs.stream import decode_tensors, encode_tensors
+from torchrl_ext.codecs.pipeline import decode_tensors, encode_tensors
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta
 

@@ -10,9 +10,9 @@ import torch
 
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.changes import CHUNK, list_by_vectors, list_by_words, list_changes
+from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.codecs.scan import follow
-from torchrl_ext.codecs.stream import encode_tensors
-from torchrl_ext.jit import njit
+from torchrl_ext.kernels.jit import njit
 
 LENGTHS = [0, 1, 7, 31, 33, 64, 1000, CHUNK - 1, CHUNK, CHUNK + 65]
 

@@ -11,9 +11,9 @@ import zstandard
 from safetensors.torch import load
 
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.container import Entry, build_safetensors, parse_safetensors
 from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.codecs.shards import (
+from torchrl_ext.codecs.slime.container import Entry, build_safetensors, parse_safetensors
+from torchrl_ext.codecs.slime.shards import (
     DeltaIndex,
     build_shard,
     checksum,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchrl_ext.kernels.fused import TritonKernels
+from torchrl_ext.kernels.cuda import TritonKernels
 from torchrl_ext.kernels.select import kernels
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,7 +33,7 @@ def interpreted():
     triton = pytest.importorskip("triton", reason="triton is not installed (it is in the extra 'test' on Linux)")
     with _restored(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "interpret", True)
-        library, loops = _again("triton.language.standard"), _again("torchrl_ext.kernels.triton_loops")
+        library, loops = _again("triton.language.standard"), _again("torchrl_ext.kernels.cuda_programs")
     return TritonKernels(SimpleNamespace(**{name: _Program(vars(loops)[name], library) for name in loops.__all__}))
 
 

@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchrl_ext.kernels import triton_loops
+from torchrl_ext.kernels import cuda_programs as triton_loops
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BITS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}

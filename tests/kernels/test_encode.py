@@ -8,7 +8,7 @@ import torch
 from tests.codecs.data import DTYPES, bytes_of, pairs, random_bits, small_steps
 from torchrl_ext.codecs.base import encodings, make_codec
 from torchrl_ext.codecs.patch import fold
-from torchrl_ext.codecs.stream import encode_tensors
+from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.select import kernels
 from torchrl_ext.transports.flushes import Flushes

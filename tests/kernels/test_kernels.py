@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.codecs.data import DTYPES, random_bits
-from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.kernels.base import BITS, Place, flat_bits
 from torchrl_ext.kernels.select import kernels, kernels_on
 
@@ -26,7 +26,7 @@ def changed(old, density, generator):
 
 
 def fingerprints(positions, found):
-    """`torchrl_ext.jit.fingerprint`, by numpy."""
+    """`torchrl_ext.kernels.jit.fingerprint`, by numpy."""
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[found.element_size()]
     wide = found.cpu().numpy().view(unsigned).astype(np.uint64)
     z = np.asarray(positions).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + wide

@@ -12,8 +12,8 @@ import torch
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
-from torchrl_ext.codecs.flush import build_flush, flush_name
 from torchrl_ext.codecs.patch import diff
+from torchrl_ext.codecs.slime.flush import build_flush, flush_name
 from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError, WeightSyncError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.types import ParamMeta

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.transports.chains import published, same
-from torchrl_ext.codecs import stream
+from torchrl_ext.codecs import pipeline as stream
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain

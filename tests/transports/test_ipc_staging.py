@@ -88,7 +88,7 @@ joined(trainer, worker)
 for thread in threading.enumerate():
     if thread.name == "torchrl-ext-warm":
         thread.join(60)
-from torchrl_ext.jit import LOOPS
+from torchrl_ext.kernels.jit import LOOPS
 before = {loop.__name__: set(loop.signatures) for loop in LOOPS}
 assert any(before.values())
 (handoff,) = trainer.prepare(source, 1)

@@ -11,7 +11,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.processes import python
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.jit import LOOPS
+from torchrl_ext.kernels.jit import LOOPS
 from torchrl_ext.transports import warming
 from torchrl_ext.types import ParamMeta
 
@@ -76,7 +76,7 @@ import subprocess, sys
 from numba.core import event
 import torch
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.jit import LOOPS
+from torchrl_ext.kernels.jit import LOOPS
 from torchrl_ext.transports import warming
 from torchrl_ext.types import ParamMeta
 first = bool(int(sys.argv[1]))

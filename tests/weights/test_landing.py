@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_ext.codecs.layout import from_units, layout_of, units
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
+from torchrl_ext.codecs.units import from_units, layout_of, units
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.landing import Patcher, Piece, Staged, compare, identity, piece_digest

@@ -37,7 +37,7 @@ def test_it_is_what_its_definition_says():
 
 
 def test_a_change_updates_it_to_the_full_recomputation():
-    from torchrl_ext.codecs.layout import units
+    from torchrl_ext.codecs.units import units
 
     for dtype in DTYPES:
         for meta, old, new in pairs(dtype, (1, 64, 5000)):

@@ -28,10 +28,10 @@ from torchrl_ext.cli.bench import ratio, rounds, track_peak
 from torchrl_ext.cli.delta_data import Pair, real_chain, synthetic_pair
 from torchrl_ext.cli.delta_first_use import measure_first_use, table
 from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece, make_codec
-from torchrl_ext.codecs.layout import Layout, units
 from torchrl_ext.codecs.patch import Patch
-from torchrl_ext.codecs.shards import DeltaIndex, build_shard, checksum, shard_name
-from torchrl_ext.codecs.stream import encode_tensors, worker_threads
+from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
+from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, shard_name
+from torchrl_ext.codecs.units import Layout, units
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
 from torchrl_ext.transports.containers import Heading, Packed
 from torchrl_ext.types import ParamMeta

@@ -22,7 +22,7 @@ from torchrl_ext.cli.bench import ratio, rounds
 from torchrl_ext.cli.bench_ipc import measure_ipc, settle
 from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.stream import encode_tensors, worker_threads
+from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.types import ParamMeta

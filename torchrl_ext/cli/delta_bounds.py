@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.layout import units
-from torchrl_ext.jit import njit
+from torchrl_ext.codecs.units import units
+from torchrl_ext.kernels.jit import njit
 
 __all__ = ["bounds"]
 

@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
-from torchrl_ext.codecs.blocks import ContextCodec, UlpCodec
 from torchrl_ext.codecs.dense import DenseCodec
-from torchrl_ext.codecs.layout import Layout
 from torchrl_ext.codecs.patch import Patch
+from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
+from torchrl_ext.codecs.units import Layout
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 

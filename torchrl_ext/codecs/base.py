@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import Patch, same
+from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.registry import Registry
 from torchrl_ext.types import Info, ParamMeta

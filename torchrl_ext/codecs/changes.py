@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from torchrl_ext.jit import GOLDEN, changed64, count_ones, count_trailing_zeros, fingerprint, helper
+from torchrl_ext.kernels.jit import GOLDEN, changed64, count_ones, count_trailing_zeros, fingerprint, helper
 
 __all__ = ["CHUNK", "add_digest", "lanes_of", "list_changes", "list_by_vectors", "list_by_words"]
 

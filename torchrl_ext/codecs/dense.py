@@ -1,6 +1,6 @@
 """The whole new tensor, in byte planes: sign and exponent bytes of trained weights compress, mantissa bytes do not.
 
-A payload is framed as in `torchrl_ext.codecs.blocks`. A body: byte 3, then per plane (lowest byte of every unit first)
+A payload is framed as in `torchrl_ext.codecs.ulp`. A body: byte 3, then per plane (lowest byte of every unit first)
 a byte 0 (stored) or 1 (one zstd frame), a uint32 length, and its bytes.
 """
 
@@ -15,10 +15,10 @@ import zstandard
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
-from torchrl_ext.codecs.container import decompress
-from torchrl_ext.codecs.framing import damaged, frame, unframe
-from torchrl_ext.codecs.layout import Layout, layout_of
+from torchrl_ext.codecs.coder.framing import damaged, frame, unframe
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
+from torchrl_ext.codecs.slime.container import decompress
+from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded, Found, Piece
-from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import check_same
+from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.base import Kernels, Words, flat_bits
 from torchrl_ext.kernels.host import unsigned

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.layout import from_units, layout_of, units, writable_units
+from torchrl_ext.codecs.units import from_units, layout_of, units, writable_units
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.kernels.base import BITS
 from torchrl_ext.types import ParamMeta
@@ -110,7 +110,7 @@ class StepPatch(_Places):
         Args:
             old: unsigned, of the unit's width, shape (k,).
         """
-        from torchrl_ext.kernels.loops import move
+        from torchrl_ext.kernels.host_loops import move
 
         layout, values = layout_of(self.meta.dtype), np.empty_like(self.steps)
         move(np.ascontiguousarray(old), self.steps, layout.top, layout.mask, layout.ordered, values)

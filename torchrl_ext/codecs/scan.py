@@ -1,12 +1,12 @@
-"""One pass over old and new: what changed, as tokens (see `torchrl_ext.codecs.tokens`) ready for the entropy coder."""
+"""One pass over old and new: what changed, as tokens (see `torchrl_ext.codecs.coder.tokens`) ready for the entropy coder."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from torchrl_ext.codecs.changes import CHUNK, add_digest, lanes_of, list_changes
-from torchrl_ext.codecs.tokens import put, split, zigzag
-from torchrl_ext.jit import GOLDEN, bit_length, changed64, count_ones, fingerprint, helper, line, njit
+from torchrl_ext.codecs.coder.tokens import put, split, zigzag
+from torchrl_ext.kernels.jit import GOLDEN, bit_length, changed64, count_ones, fingerprint, helper, line, njit
 
 __all__ = [
     "count_changed",

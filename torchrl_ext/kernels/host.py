@@ -38,7 +38,7 @@ class HostKernels(Composed):
         return Listed(places=places, before=self._gather(old, places), after=self._gather(new, places))
 
     def change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int = 0) -> Words:
-        from torchrl_ext.kernels.loops import digest_change
+        from torchrl_ext.kernels.host_loops import digest_change
 
         total = np.zeros(2, np.uint64)
         where = places if start == 0 else places.to(torch.int64) + start
@@ -46,7 +46,7 @@ class HostKernels(Composed):
         return int(total[0]), int(total[1])
 
     def words(self, memory: Tensor, place: Place) -> Words:
-        from torchrl_ext.kernels.loops import digest_runs
+        from torchrl_ext.kernels.host_loops import digest_runs
 
         bits = unsigned(memory.as_strided(place.shape, place.to).reshape(-1))
         one, two = np.uint64(0), np.uint64(0)
@@ -64,7 +64,7 @@ class HostKernels(Composed):
         return int(one), int(two)
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        from torchrl_ext.kernels.loops import scatter
+        from torchrl_ext.kernels.host_loops import scatter
 
         scatter(target.numpy(), offsets.numpy(), values.numpy())
 
@@ -72,7 +72,7 @@ class HostKernels(Composed):
         return offsets.to(torch.int32 if reach <= 2**31 - 1 else torch.int64)  # half the memory to read in the pause
 
     def _gather(self, target: Tensor, offsets: Tensor) -> Tensor:
-        from torchrl_ext.kernels.loops import gather, scatter
+        from torchrl_ext.kernels.host_loops import gather, scatter
 
         found = torch.empty(offsets.shape, dtype=target.dtype)
         gather(target.numpy(), offsets.numpy(), found.numpy())
@@ -80,7 +80,7 @@ class HostKernels(Composed):
         return found
 
     def _move(self, before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
-        from torchrl_ext.kernels.loops import move
+        from torchrl_ext.kernels.host_loops import move
 
         width, out = 8 * before.element_size(), torch.empty(before.shape, dtype=BITS[before.element_size()])
         top, mask = np.uint64(1 << (width - 1)), np.uint64((1 << width) - 1)

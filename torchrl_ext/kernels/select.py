@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 kernels = Registry("implementation of the kernels")
 kernels.register("numba", "torchrl_ext.kernels.host:HostKernels", "compiled loops on the host")
-kernels.register("torch", "torchrl_ext.kernels.plain:TorchKernels", "torch's operators on any device")
-kernels.register("triton", "torchrl_ext.kernels.fused:TritonKernels", "Triton programs on a CUDA device")
+kernels.register("torch", "torchrl_ext.kernels.torch_ops:TorchKernels", "torch's operators on any device")
+kernels.register("triton", "torchrl_ext.kernels.cuda:TritonKernels", "Triton programs on a CUDA device")
 
 
 def kernels_on(device: torch.device) -> Kernels:

@@ -26,8 +26,8 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 
-from torchrl_ext.codecs.layout import units
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch
+from torchrl_ext.codecs.units import units
 from torchrl_ext.plugins.vllm import register
 from torchrl_ext.plugins.vllm_loader import VLLMLoader
 from torchrl_ext.types import ParamMeta

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import distributed
 
-from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.landing import Coverage, Piece
 from torchrl_ext.weights.position_digest import PositionDigest

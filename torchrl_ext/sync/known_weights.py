@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.layout import layout_of, units
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
+from torchrl_ext.codecs.units import layout_of, units
 from torchrl_ext.kernels.base import Words, flat_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.placement import keeps_values

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
-from torchrl_ext.codecs.stream import encode_tensors
+from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores.routes import Held
 from torchrl_ext.types import ParamMeta

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchrl_ext.codecs.base import encodings, make_codec
-from torchrl_ext.codecs.stream import worker_threads
+from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import version_name
 from torchrl_ext.stores.chain import Chain

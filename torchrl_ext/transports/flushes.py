@@ -1,4 +1,4 @@
-"""Deltas in slime's first files: ``rank0000_flush000000.safetensors``, ... (`torchrl_ext.codecs.flush`)."""
+"""Deltas in slime's first files: ``rank0000_flush000000.safetensors``, ... (`torchrl_ext.codecs.slime.flush`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Found, Needs, Piece
-from torchrl_ext.codecs.flush import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
-from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
+from torchrl_ext.codecs.slime.flush import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
+from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
 from torchrl_ext.transports.containers import Container, Decode, Get, Heading, Put, Written, checked_files

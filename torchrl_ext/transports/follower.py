@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch
-from torchrl_ext.codecs.stream import decode_tensors, spare_threads
+from torchrl_ext.codecs.pipeline import decode_tensors, spare_threads
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.routes import Held

@@ -1,6 +1,6 @@
 """Chains that slime wrote, in either of its formats: no manifest of ours, and no digest of what a delta leaves alone.
 
-`torchrl_ext.codecs.shards` and `torchrl_ext.codecs.flush` have the formats. What can be checked is checked: current
+`torchrl_ext.codecs.slime.shards` and `torchrl_ext.codecs.slime.flush` have the formats. What can be checked is checked: current
 files carry a checksum of each new tensor; the first ones only one of their own bytes, and nothing names their base but
 the number before them.
 """
@@ -17,9 +17,9 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json, make_codec
-from torchrl_ext.codecs.flush import flush_name, parse_flush
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
-from torchrl_ext.codecs.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, checksum, full_index, parse_shard
+from torchrl_ext.codecs.slime.flush import flush_name, parse_flush
+from torchrl_ext.codecs.slime.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, checksum, full_index, parse_shard
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores import Manifest, Placed, Root, Versions, version_name
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from torchrl_ext.jit import njit
+from torchrl_ext.kernels.jit import njit
 
 __all__ = ["copy_streaming"]
 

@@ -3,7 +3,7 @@
 What an update needs depends on the encoding and on how wide elements are, and is found by doing it: small tensors go
 through the very classes that publish, read and land versions. A trainer does so while it connects. An engine generates
 meanwhile, and a compiler would hold the interpreter lock: there a process of its own compiles first, at low priority,
-and what it leaves in the cache (`torchrl_ext.jit`) is only loaded here. A stamp beside the cached code says that it is
+and what it leaves in the cache (`torchrl_ext.kernels.jit`) is only loaded here. A stamp beside the cached code says that it is
 complete, for this processor and these sources.
 """
 
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from torchrl_ext.codecs.auto import AutoCodec
 from torchrl_ext.codecs.base import Codec, codec_from_json
-from torchrl_ext.codecs.blocks import ContextCodec, UlpCodec
 from torchrl_ext.codecs.dense import DenseCodec
-from torchrl_ext.codecs.layout import layout_of
+from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
+from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import BITS
 from torchrl_ext.stores.chain import Chain
@@ -183,7 +183,7 @@ def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
 
 def cache_folder() -> str | None:
     """Where compiled loops of the kernels are kept; None where nothing is writable. Others lie beside their sources."""
-    from torchrl_ext.kernels.loops import digest_runs
+    from torchrl_ext.kernels.host_loops import digest_runs
 
     return digest_runs.stats.cache_path
 
@@ -194,8 +194,11 @@ def _stamp(codec: Codec, widths: Iterable[int]) -> Path:
     import numba
     from llvmlite import binding
 
-    from torchrl_ext.codecs import entropy, entropy_reader, place, scan
-    from torchrl_ext.kernels import loops
+    from torchrl_ext.codecs import scan
+    from torchrl_ext.codecs.coder import decode as entropy_reader
+    from torchrl_ext.codecs.coder import encode as entropy
+    from torchrl_ext.codecs.coder import untoken as place
+    from torchrl_ext.kernels import host_loops as loops
 
     modules = (loops, scan, entropy, entropy_reader, place)
     sources = [Path(str(module.__file__)).read_bytes() for module in modules]

@@ -1,4 +1,4 @@
-"""Deltas in slime's current files: ``model-00000-of-00002.safetensors`` and an index (`torchrl_ext.codecs.shards`)."""
+"""Deltas in slime's current files: ``model-00000-of-00002.safetensors`` and an index (`torchrl_ext.codecs.slime.shards`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import xxhash
 
 from torchrl_ext.codecs.base import Encoded, codec_from_json
-from torchrl_ext.codecs.shards import (
+from torchrl_ext.codecs.slime.shards import (
     INDEX_NAME,
     DeltaIndex,
     build_shard,

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.layout import layout_of
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, StepPatch
+from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.kernels.base import BITS, Kernels, Landed, Place
 from torchrl_ext.kernels.select import kernels_on
@@ -354,7 +354,7 @@ def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
 
 
 def _in_units(tensor: Tensor) -> Tensor:
-    """complex128 has two units per element (`torchrl_ext.codecs.layout`); every other dtype has one."""
+    """complex128 has two units per element (`torchrl_ext.codecs.units`); every other dtype has one."""
     return torch.view_as_real(tensor) if tensor.is_complex() and tensor.element_size() == 16 else tensor
 
 

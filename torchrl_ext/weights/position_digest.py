@@ -56,7 +56,7 @@ class PositionDigest:
             indices: flat positions in the full tensor, any integer dtype, shape (k,), each once.
             old, new: raw bits before and after, unsigned, shape (k,).
         """
-        from torchrl_ext.kernels.loops import digest_change
+        from torchrl_ext.kernels.host_loops import digest_change
 
         total = np.zeros(2, np.uint64)
         digest_change(np.ascontiguousarray(indices), np.ascontiguousarray(old), np.ascontiguousarray(new), total)
@@ -129,7 +129,7 @@ def _runs(sizes: tuple[int, ...], full: tuple[int, ...], begin: tuple[int, ...])
 
 
 def _total(bits: np.ndarray, run: int, first: np.ndarray, threads: int) -> PositionDigest:
-    from torchrl_ext.kernels.loops import digest_runs
+    from torchrl_ext.kernels.host_loops import digest_runs
 
     if not bits.size:
         return PositionDigest()

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from torchrl_ext.codecs.container import Buffer, Entry, build_safetensors, parse_safetensors
+from torchrl_ext.codecs.slime.container import Buffer, Entry, build_safetensors, parse_safetensors
 from torchrl_ext.errors import ConfigError, IntegrityError
 
 __all__ = [

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.jit import bit_length, helper, line
+from torchrl_ext.kernels.jit import bit_length, helper, line
 
 __all__ = ["put", "split", "take", "unzigzag", "zigzag"]
 

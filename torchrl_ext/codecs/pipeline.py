@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded, Piece
-from torchrl_ext.codecs.layout import Layout, layout_of, writable_units
 from torchrl_ext.codecs.listing import choose, encode_on_device, working_device
 from torchrl_ext.codecs.patch import same
+from torchrl_ext.codecs.units import Layout, layout_of, writable_units
 from torchrl_ext.kernels.base import Kernels
 from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.types import ParamMeta

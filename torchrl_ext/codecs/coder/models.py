@@ -6,14 +6,14 @@ A table gives each of 256 tokens a frequency; frequencies sum to 4096. Three way
     geometric   0x80 | last token, q                 gaps of a Bernoulli process with p = 2^(-q/8)
     explicit    b, last token, gamma codes           frequencies + 1 as Elias-gamma codes, summing to 2^b, b 4..12
 
-These are compiled into `torchrl_ext.codecs.entropy` and `torchrl_ext.codecs.entropy_reader`.
+These are compiled into `torchrl_ext.codecs.coder.encode` and `torchrl_ext.codecs.coder.decode`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.jit import bit_length, helper
+from torchrl_ext.kernels.jit import bit_length, helper
 
 __all__ = ["BITS", "TOTAL", "choose_model", "clear", "read_model"]
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import zstandard
 
-from torchrl_ext.codecs.container import DTYPES, Buffer, Entry, build_safetensors, decompress, parse_safetensors
-from torchrl_ext.codecs.layout import layout_of
 from torchrl_ext.codecs.patch import SparsePatch, index_dtype
+from torchrl_ext.codecs.slime.container import DTYPES, Buffer, Entry, build_safetensors, decompress, parse_safetensors
+from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_from_name, dtype_name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.jit import GOLDEN, fingerprint, line, njit, unline
+from torchrl_ext.kernels.jit import GOLDEN, fingerprint, line, njit, unline
 
 __all__ = ["digest_change", "digest_runs", "gather", "move", "scatter"]
 

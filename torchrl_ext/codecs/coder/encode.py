@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.codecs.models import BITS, TOTAL, choose_model, clear
-from torchrl_ext.jit import helper, njit
+from torchrl_ext.codecs.coder.models import BITS, TOTAL, choose_model, clear
+from torchrl_ext.kernels.jit import helper, njit
 
 __all__ = ["LOWEST", "encode_body", "lanes_for"]
 

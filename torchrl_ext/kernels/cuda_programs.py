@@ -1,4 +1,4 @@
-"""Triton programs of `torchrl_ext.kernels.fused`; importing this imports triton.
+"""Triton programs of `torchrl_ext.kernels.cuda`; importing this imports triton.
 
 `count_changes` and `list_changes` are the two passes of a compaction that keeps order: how many per block, then (the
 host adds the counts up in between) each block writes from where the ones before it end.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 __all__ = ["change_words", "count_changes", "land", "list_changes", "scatter", "view_words"]
 
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # these as in `torchrl_ext.jit`
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # these as in `torchrl_ext.kernels.jit`
 _M1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _M2 = tl.constexpr(0x94D049BB133111EB)
 _M3 = tl.constexpr(0xD6E8FEB86659FD93)

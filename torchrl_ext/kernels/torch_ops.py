@@ -21,7 +21,7 @@ def _signed(constant: int) -> int:
 
 _GOLDEN, _M1, _M2, _M3 = map(
     _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
-)  # as in `torchrl_ext.jit`
+)  # as in `torchrl_ext.kernels.jit`
 
 
 def _down(words: Tensor, count: int) -> Tensor:

@@ -1,12 +1,12 @@
-"""The reading half of the entropy coder (see `torchrl_ext.codecs.entropy`), which trusts nothing."""
+"""The reading half of the entropy coder (see `torchrl_ext.codecs.coder.encode`), which trusts nothing."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.codecs.entropy import LOWEST, lanes_for
-from torchrl_ext.codecs.models import BITS, TOTAL, read_model
-from torchrl_ext.jit import helper, njit
+from torchrl_ext.codecs.coder.encode import LOWEST, lanes_for
+from torchrl_ext.codecs.coder.models import BITS, TOTAL, read_model
+from torchrl_ext.kernels.jit import helper, njit
 
 __all__ = ["ERRORS", "decode_body"]
 

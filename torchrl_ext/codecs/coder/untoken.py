@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.codecs.tokens import take, unzigzag
-from torchrl_ext.jit import njit
+from torchrl_ext.codecs.coder.tokens import take, unzigzag
+from torchrl_ext.kernels.jit import njit
 
 __all__ = ["place_contexts", "place_plain"]
 

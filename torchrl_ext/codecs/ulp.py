@@ -6,7 +6,7 @@ A payload, little-endian, varints as in LEB128:
     byte     b: a block is 2^b units, 12 to 28; the last one is shorter
     varint   units in the tensor
     varint per block   bytes of its body, 0 where nothing changed
-    bodies   byte 1 + body as in `torchrl_ext.codecs.entropy`, or byte 2 + one plain step per unit
+    bodies   byte 1 + body as in `torchrl_ext.codecs.coder.encode`, or byte 2 + one plain step per unit
     8 bytes  xxh3-64 of everything before
 
 Blocks know nothing of each other, so they are coded and decoded in parallel; a tensor without changes is an empty
@@ -25,9 +25,9 @@ import numpy as np
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
-from torchrl_ext.codecs.framing import damaged, frame, unframe
-from torchrl_ext.codecs.layout import Layout, layout_of
+from torchrl_ext.codecs.coder.framing import damaged, frame, unframe
 from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch, index_dtype
+from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 
@@ -99,7 +99,7 @@ class _BlockCodec(Codec):
 
     def _body(self, most: int, size: int, ids: np.ndarray, starts: np.ndarray, raw: np.ndarray) -> bytes:
         """The coded body from the scratch arrays of a block of ``size`` units and ``most`` bytes; see `_code`."""
-        from torchrl_ext.codecs.entropy import encode_body
+        from torchrl_ext.codecs.coder.encode import encode_body
 
         changed = int(starts[-1])
         head = _scratch.take("head", 1 << 19, np.uint8)
@@ -163,7 +163,7 @@ class _BlockCodec(Codec):
             return (where + start).astype(dtype), every[where]
         if body[:1] != _CODED:
             raise damaged(meta, f"a block is of kind {body[0]}", "1 or 2")
-        from torchrl_ext.codecs.entropy_reader import ERRORS, decode_body
+        from torchrl_ext.codecs.coder.decode import ERRORS, decode_body
 
         data = np.frombuffer(body[1:], np.uint8)
         data.flags.writeable = False  # whatever memory it came from: one compiled version for all
@@ -213,7 +213,7 @@ class UlpCodec(_BlockCodec):
         return np.zeros(1, np.uint8), np.array([0, found]), raw[:used]
 
     def _place(self, layout, base, start, decoded, indices, steps, size):
-        from torchrl_ext.codecs.place import place_plain
+        from torchrl_ext.codecs.coder.untoken import place_plain
 
         gaps, values, _, _, raw = decoded
         return place_plain(gaps, values, raw, size, start, layout.mask, indices, steps)
@@ -248,7 +248,7 @@ class ContextCodec(_BlockCodec):
         return ids.astype(np.uint8), np.append(starts[ids], found), raw[:used]
 
     def _place(self, layout, base, start, decoded, indices, steps, size):
-        from torchrl_ext.codecs.place import place_contexts
+        from torchrl_ext.codecs.coder.untoken import place_contexts
 
         gaps, values, ids, starts, raw = decoded
         shift, select = np.uint64(layout.shift), np.uint64(layout.select)

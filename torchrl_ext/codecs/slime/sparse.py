@@ -1,6 +1,6 @@
 """slime's first encodings, `indices`, `deltas` and `deltas_zstd`, for one tensor: a flush file with a single parameter.
 
-`torchrl_ext.codecs.flush` has the format, and puts many parameters into one file.
+`torchrl_ext.codecs.slime.flush` has the format, and puts many parameters into one file.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
-from torchrl_ext.codecs.flush import build_flush, check_dtype, parse_flush
-from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
+from torchrl_ext.codecs.slime.flush import build_flush, check_dtype, parse_flush
+from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.types import ParamMeta
 

@@ -21,14 +21,14 @@ class TritonKernels(Kernels):
     """Triton's.
 
     Args:
-        loops: another edition of `torchrl_ext.kernels.triton_loops` (tests run one in Triton's interpreter, whose
+        loops: another edition of `torchrl_ext.kernels.cuda_programs` (tests run one in Triton's interpreter, whose
             tensors lie on the host).
     """
 
     name: ClassVar[str] = "triton"
 
     def __init__(self, loops: ModuleType | None = None) -> None:
-        self._loops: Any = loops or importlib.import_module("torchrl_ext.kernels.triton_loops")
+        self._loops: Any = loops or importlib.import_module("torchrl_ext.kernels.cuda_programs")
 
     def diff(self, old: Tensor, new: Tensor) -> Listed:
         size, blocks = old.numel(), _blocks(old.numel())

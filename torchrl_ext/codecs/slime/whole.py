@@ -17,9 +17,9 @@ import zstandard
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
-from torchrl_ext.codecs.container import decompress
-from torchrl_ext.codecs.layout import Layout, layout_of
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
+from torchrl_ext.codecs.slime.container import decompress
+from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
 

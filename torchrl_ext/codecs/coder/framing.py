@@ -1,4 +1,4 @@
-"""The frame around the blocks of a payload (`torchrl_ext.codecs.blocks` has the format)."""
+"""The frame around the blocks of a payload (`torchrl_ext.codecs.ulp` has the format)."""
 
 from __future__ import annotations
 
