@@ -25,7 +25,7 @@ FLOORS = [
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 EXCEPTIONS = {
     # lands decoded patches, whose classes live beside their encodings
-    ("torchrl_ext/weights/landing.py", "codecs"),
+    ("torchrl_ext/landing/patcher.py", "codecs"),
 }
 HOMES = {
     "httpx": {"rpc", "launch"},

@@ -50,7 +50,7 @@ _HOME = {
     "VLLMDoubleBufferTransport": "sync.dropin",
     "VLLMEngine": "rpc.vllm",
     "VLLMWeightSyncScheme": "sync.dropin",
-    "WeightLoader": "weights.loader",
+    "WeightLoader": "landing.loader",
     "WeightReceiver": "sync.receiver",
     "WeightSender": "sync.sender",
     "WeightSource": "weights.source",

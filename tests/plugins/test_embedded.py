@@ -15,10 +15,10 @@ from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.codecs.patch import diff
 from torchrl_ext.codecs.slime.flush import build_flush, flush_name
 from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError, WeightSyncError
+from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.loader import as_loader
 from torchrl_ext.weights.source import as_source
 
 CONTEXT = 4096

@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 (found,) = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.name == "torchrl_ext"][:1]
 before = set(sys.modules)
 found.load()
-import torchrl_ext.sync.receiver, torchrl_ext.weights.placement, torchrl_ext.weights.checkpoint
+import torchrl_ext.sync.receiver, torchrl_ext.landing.placement, torchrl_ext.weights.checkpoint
 import torchrl_ext.transports.disk, torchrl_ext.transports.collective, torchrl_ext.plugins.workers
 new = set(sys.modules) - before
 print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang"}}))
@@ -52,7 +52,7 @@ import os, sys, torch
 from torch import distributed
 from torchrl_ext.plugins.workers import agree, combine
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.landing import Patcher, Piece
+from torchrl_ext.landing.patcher import Patcher, Piece
 from torchrl_ext.weights.position_digest import position_digest
 
 rank = int(sys.argv[1])

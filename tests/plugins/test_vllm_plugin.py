@@ -22,7 +22,7 @@ before = set(sys.modules)
 import time
 began = time.perf_counter()
 found.load()
-import torchrl_ext.sync.receiver, torchrl_ext.weights.placement, torchrl_ext.weights.checkpoint
+import torchrl_ext.sync.receiver, torchrl_ext.landing.placement, torchrl_ext.weights.checkpoint
 import torchrl_ext.transports.disk, torchrl_ext.transports.collective
 print(time.perf_counter() - began)
 new = set(sys.modules) - before

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
+from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
+from torchrl_ext.landing.placement import record
+from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.sync.engine_loader import EngineLoader
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.landing import Patcher, Piece, compare, holds, read
-from torchrl_ext.weights.placement import record
 from torchrl_ext.weights.position_digest import position_digest
-from torchrl_ext.weights.runtime import reachable
 from torchrl_ext.weights.source import as_source
 
 SIZE, EXPERTS = 8, 3

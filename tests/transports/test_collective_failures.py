@@ -23,10 +23,10 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.loader import TensorsLoader
 from torchrl_ext.weights.source import WeightSource
 
 

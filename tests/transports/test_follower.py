@@ -11,12 +11,12 @@ import torch
 from tests.transports.chains import published, same
 from torchrl_ext.codecs import pipeline as stream
 from torchrl_ext.errors import IntegrityError
+from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.follower import Follower
 from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.transports.ways import Way
-from torchrl_ext.weights.landing import Patcher, identity
 
 
 @pytest.fixture(params=["ulp", "context"])

@@ -7,11 +7,11 @@ import torch
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
 from torchrl_ext.codecs.units import from_units, layout_of, units
 from torchrl_ext.errors import IntegrityError, NotConnectedError
+from torchrl_ext.landing.patcher import Patcher, Piece, Staged, compare, identity, piece_digest
+from torchrl_ext.landing.placement import record
+from torchrl_ext.landing.writes import as_bits
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.landing import Patcher, Piece, Staged, compare, identity, piece_digest
-from torchrl_ext.weights.placement import record
 from torchrl_ext.weights.position_digest import PositionDigest, position_digest
-from torchrl_ext.weights.scatter import as_bits
 
 DTYPES = [
     torch.bfloat16,

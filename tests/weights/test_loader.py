@@ -10,8 +10,8 @@ from torch import nn
 from tests.models import tiny_model
 from tests.transports.contract import same_bits
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.loader import TensorsLoader, as_loader
 from torchrl_ext.weights.source import as_source
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from torchrl_ext.errors import ManifestError
+from torchrl_ext.landing.placement import keeps_values, record
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.placement import keeps_values, record
 
 
 def meta(*shape, dtype=torch.float32):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.landing.placement import Placement
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.placement import Placement
 
 __all__ = [
     "UNCHANGED",

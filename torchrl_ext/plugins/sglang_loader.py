@@ -8,6 +8,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.landing.loader import Staging
+from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, holds, read
+from torchrl_ext.landing.placement import Landing, Placement, record
+from torchrl_ext.landing.runtime import Reading, reachable
 from torchrl_ext.plugins.refusals import (
     UNCHANGED,
     incomplete,
@@ -26,11 +30,7 @@ from torchrl_ext.sync.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.landing import Coverage, Patcher, Piece, compare, holds, read
-from torchrl_ext.weights.loader import Staging
-from torchrl_ext.weights.placement import Landing, Placement, record
 from torchrl_ext.weights.position_digest import position_digest
-from torchrl_ext.weights.runtime import Reading, reachable
 
 __all__ = ["SGLangLoader"]
 

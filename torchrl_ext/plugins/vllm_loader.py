@@ -25,6 +25,10 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from torchrl_ext.errors import NotConnectedError
+from torchrl_ext.landing.loader import Staging
+from torchrl_ext.landing.patcher import Piece, holds, read
+from torchrl_ext.landing.placement import Landing, Placement, record
+from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.plugins.refusals import (
     incomplete,
     missing,
@@ -43,11 +47,7 @@ from torchrl_ext.sync.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.landing import Piece, holds, read
-from torchrl_ext.weights.loader import Staging
-from torchrl_ext.weights.placement import Landing, Placement, record
 from torchrl_ext.weights.position_digest import position_digest
-from torchrl_ext.weights.runtime import Reading
 
 __all__ = ["VLLMLoader"]
 

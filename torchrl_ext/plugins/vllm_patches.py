@@ -19,10 +19,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
+from torchrl_ext.landing.loader import Staging
+from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare
+from torchrl_ext.landing.placement import Placement
 from torchrl_ext.plugins.workers import combine
-from torchrl_ext.weights.landing import Coverage, Patcher, Piece, compare
-from torchrl_ext.weights.loader import Staging
-from torchrl_ext.weights.placement import Placement
 from torchrl_ext.weights.position_digest import PositionDigest, position_digest
 
 __all__ = ["VLLMPatches"]

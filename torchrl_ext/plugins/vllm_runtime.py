@@ -15,8 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
-from torchrl_ext.weights.placement import Placement
-from torchrl_ext.weights.runtime import Reading, reachable
+from torchrl_ext.landing.placement import Placement
+from torchrl_ext.landing.runtime import Reading, reachable
 
 __all__ = ["REPAIRS", "also_packed", "kernel_of", "made_up", "readings"]
 

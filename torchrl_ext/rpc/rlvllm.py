@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
+from torchrl_ext.landing.loader import Staging, WeightLoader
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, dtype_name
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.loader import Staging, WeightLoader
 
 __all__ = ["RLvLLMClient"]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_ext.errors import NotConnectedError, WeightSyncError
+from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.http import HTTPSession
@@ -20,7 +21,6 @@ from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.types import SyncReport
-from torchrl_ext.weights.loader import as_loader
 from torchrl_ext.weights.source import is_torchrl
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from torchrl_ext.errors import EngineRefusedError, IntegrityError
+from torchrl_ext.landing.loader import WeightLoader
+from torchrl_ext.landing.placement import Landing
+from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.sync.rehearsal import IN_PLACE, Rehearsal, rehearse
 from torchrl_ext.types import Info
-from torchrl_ext.weights.loader import WeightLoader
-from torchrl_ext.weights.placement import Landing
-from torchrl_ext.weights.runtime import Reading
 
 __all__ = ["EngineLoader"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.units import layout_of, units
 from torchrl_ext.kernels.base import Words, flat_bits
+from torchrl_ext.landing.placement import keeps_values
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.placement import keeps_values
 
 __all__ = ["TakenBack", "announced", "changed", "content", "minus", "places", "plus"]
 
@@ -69,7 +69,7 @@ def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 
 class TakenBack:
-    """What leads from the changed checkpoint back to the start checkpoint (`torchrl_ext.weights.loader.Staging`).
+    """What leads from the changed checkpoint back to the start checkpoint (`torchrl_ext.landing.loader.Staging`).
 
     Args:
         start: makes a pass over the start checkpoint.

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ManifestError
+from torchrl_ext.landing.loader import Staging, TensorsLoader, WeightLoader
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.conversion import stacked
-from torchrl_ext.weights.loader import Staging, TensorsLoader, WeightLoader
 from torchrl_ext.weights.source import as_source, named_tensors, unwrapped
 
 __all__ = ["EXTRA", "ModelLoader", "other_names"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.registry import engines, transports
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.discovery import connect
@@ -13,7 +14,6 @@ from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Transport
-from torchrl_ext.weights.loader import as_loader
 from torchrl_ext.weights.source import is_torchrl
 
 __all__ = ["as_engine", "as_transport"]

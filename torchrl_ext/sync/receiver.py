@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
+from torchrl_ext.landing.loader import WeightLoader, as_loader
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.base import Changes, Transport
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.loader import WeightLoader, as_loader
 
 __all__ = ["WeightReceiver"]
 

@@ -5,7 +5,7 @@ behind nobody promises: a packed copy stays as it was, a shuffled one is overwri
 the first update, while the engine is paused and holds the weights that it was started with, the very road of an update
 is tried with weights that are known:
 
-1. a digest of every tensor that can be reached (`torchrl_ext.weights.runtime`) is noted: the cold start;
+1. a digest of every tensor that can be reached (`torchrl_ext.landing.runtime`) is noted: the cold start;
 2. the start checkpoint is loaded with something changed in each tensor: every place where one lands must differ;
 3. the changes are taken back as a delta would take them: all must be as in the cold start, bit for bit;
 4. the start checkpoint itself is loaded whole: the same again.
@@ -27,12 +27,12 @@ from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.kernels.base import Words
+from torchrl_ext.landing.placement import Landing
+from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.sync.known_weights import TakenBack, changed, content, minus, places, plus
 from torchrl_ext.types import Info
 from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.placement import Landing
 from torchrl_ext.weights.position_digest import position_digest
-from torchrl_ext.weights.runtime import Reading
 
 if TYPE_CHECKING:
     from torchrl_ext.sync.engine_loader import EngineLoader

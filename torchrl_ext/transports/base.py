@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchrl_ext.errors import ConcurrentUpdateError, ManifestError
+from torchrl_ext.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.weights.loader import TensorsLoader, as_loader
 from torchrl_ext.weights.source import WeightSource, as_source, inner_model, is_mapping
 
 __all__ = ["Changes", "TransferStats", "Transport"]

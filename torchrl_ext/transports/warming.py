@@ -31,13 +31,13 @@ from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
 from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import BITS
+from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.process import ProcessRoot
 from torchrl_ext.transports.broadcast import KeptTensors, KeptVersion
 from torchrl_ext.transports.follower import Follower
 from torchrl_ext.transports.publisher import Publisher
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.loader import TensorsLoader
 from torchrl_ext.weights.source import MappingSource
 
 __all__ = ["Warming", "cache_folder", "main", "rehearse", "warming", "widths_of"]

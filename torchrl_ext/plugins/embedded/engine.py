@@ -13,12 +13,12 @@ import torch
 
 from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
+from torchrl_ext.landing.dormant import Dormant
+from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.plugins.embedded.scheduler import PauseMode, Scheduler
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import HOLLOW, Info, ParamMeta, dtype_from_name
 from torchrl_ext.weights.devices import usable_device
-from torchrl_ext.weights.dormant import Dormant
-from torchrl_ext.weights.loader import TensorsLoader
 from torchrl_ext.weights.scoring import score
 
 __all__ = ["Engine"]

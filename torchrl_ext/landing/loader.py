@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.landing.spelling import Spelling
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.groups import groups_of
@@ -24,10 +25,9 @@ from torchrl_ext.weights.source import (
     named_tensors,
     same_memory,
 )
-from torchrl_ext.weights.spelling import Spelling
 
 if TYPE_CHECKING:
-    from torchrl_ext.weights.landing import Patcher
+    from torchrl_ext.landing.patcher import Patcher
 
 __all__ = ["Staging", "TensorsLoader", "WeightLoader", "as_loader"]
 
@@ -224,7 +224,7 @@ class TensorsLoader(WeightLoader):
         return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
 
     def stage(self, changes: Staging) -> None:
-        from torchrl_ext.weights.landing import compare
+        from torchrl_ext.landing.patcher import compare
 
         patcher = self._patches()
         staged = {name: digest for name, (digest, _) in patcher.stage(changes).items()}
@@ -249,7 +249,7 @@ class TensorsLoader(WeightLoader):
 
     def _patches(self) -> Patcher:
         """The parameters are looked up anew: training code may have put others in their place."""
-        from torchrl_ext.weights.landing import Patcher, identity
+        from torchrl_ext.landing.patcher import Patcher, identity
 
         spelled, once = self._spelled(), {name for name, _ in self._target._once()}
         wanted = {

@@ -1,7 +1,7 @@
 """Landing sparse changes in place: translated before the pause, written inside it, undone when something is wrong.
 
 A model's loader copies each checkpoint tensor into its runtime parameters piece by piece. Once those copies are known
-(`torchrl_ext.weights.placement`), a changed element's checkpoint position says which runtime element to write. So an
+(`torchrl_ext.landing.placement`), a changed element's checkpoint position says which runtime element to write. So an
 update costs what changed, and not what the model weighs, whatever the sharding and fusing.
 """
 
@@ -21,13 +21,13 @@ from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.kernels.base import BITS, Kernels, Landed, Place
 from torchrl_ext.kernels.select import kernels_on
+from torchrl_ext.landing.writes import Copy, Scatter, as_bits, commit, flat
 from torchrl_ext.weights.position_digest import PositionDigest
-from torchrl_ext.weights.scatter import Copy, Scatter, as_bits, commit, flat
 
 if TYPE_CHECKING:
+    from torchrl_ext.landing.loader import Staging
+    from torchrl_ext.landing.placement import Landing
     from torchrl_ext.types import ParamMeta
-    from torchrl_ext.weights.loader import Staging
-    from torchrl_ext.weights.placement import Landing
 
 __all__ = [
     "READ_BACK_VERSIONS",
