@@ -23,8 +23,8 @@ from torchrl_ext.codecs.slime.flush import build_flush, parse_flush
 from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, full_index, parse_shard
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores.deltas import DeltaManifest
-from torchrl_ext.transports.containers import Heading, container_of, containers
 from torchrl_ext.types import ParamMeta, adapter_version, dtype_from_name
+from torchrl_ext.versions.delta_files import Heading, container_of, containers
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.pretrained import with_dtype
 from torchrl_ext.weights.tensorfile import TensorFile

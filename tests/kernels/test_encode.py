@@ -12,8 +12,8 @@ from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.select import kernels
 from torchrl_ext.landing.patcher import Staged, identity
-from torchrl_ext.transports.flushes import Flushes
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.slime.first import Flushes
 from torchrl_ext.weights.position_digest import position_digest
 
 

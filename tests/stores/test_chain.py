@@ -20,8 +20,8 @@ from torchrl_ext.stores.deltas import DeltaManifest
 from torchrl_ext.stores.manifest import Manifest
 from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import version_name
-from torchrl_ext.transports.follower import Follower
-from torchrl_ext.transports.published import PublishedVersion
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.reader import Follower
 
 VERSIONS, EVERY = 1000, 40
 

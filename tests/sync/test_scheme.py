@@ -35,7 +35,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
-from torchrl_ext.transports.host_copies import HostCopies
+from torchrl_ext.versions.host_copies import HostCopies
 
 Scheme = tx.TransportWeightSyncScheme
 

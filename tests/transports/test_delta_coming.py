@@ -12,7 +12,7 @@ from tests.transports.contract import WAIT_S
 from tests.transports.test_delta_foreign import renumber, settle, write_slime
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import open_store
-from torchrl_ext.transports import foreign
+from torchrl_ext.versions.slime import chains as foreign
 
 
 @pytest.fixture

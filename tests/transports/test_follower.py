@@ -14,9 +14,9 @@ from torchrl_ext.errors import IntegrityError
 from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.transports.follower import Follower
-from torchrl_ext.transports.published import PublishedVersion
-from torchrl_ext.transports.ways import Way
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.open_route import Way
+from torchrl_ext.versions.reader import Follower
 
 
 @pytest.fixture(params=["ulp", "context"])
@@ -95,7 +95,7 @@ def test_tensors_are_decoded_beside_each_other_and_come_in_order(chain, monkeypa
         return patch(way, meta, base)
 
     monkeypatch.setattr(Way, "patch", meeting)
-    monkeypatch.setattr("torchrl_ext.transports.follower.spare_threads", lambda: 2)
+    monkeypatch.setattr("torchrl_ext.versions.reader.spare_threads", lambda: 2)
     second = follower.changes(2)
     changed = [meta.name for meta in second.params if not torch.equal(history[1][meta.name], history[2][meta.name])]
     pair = changed[:2]

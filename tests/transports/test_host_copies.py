@@ -12,7 +12,7 @@ import torchrl_ext as tx
 from tests.processes import WAIT_S, running_python
 from tests.transports.contract import same_bits
 from torchrl_ext.errors import StoreError
-from torchrl_ext.transports.host_copies import HostCopies
+from torchrl_ext.versions.host_copies import HostCopies
 
 READER = """
 import sys, torchrl_ext as tx

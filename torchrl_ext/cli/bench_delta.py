@@ -33,8 +33,8 @@ from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, shard_name
 from torchrl_ext.codecs.units import Layout, units
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
-from torchrl_ext.transports.containers import Heading, Packed
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.delta_files import Heading, Packed
 from torchrl_ext.weights.position_digest import position_digest
 
 __all__ = ["add_arguments", "measure", "measure_encode", "measure_sizes", "tables"]

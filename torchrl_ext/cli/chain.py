@@ -16,11 +16,11 @@ from torch import Tensor
 from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
 from torchrl_ext.stores import LocalStore, Root, open_store, version_name
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.transports.follower import Follower
-from torchrl_ext.transports.foreign import ForeignVersions
-from torchrl_ext.transports.published import PublishedVersion
-from torchrl_ext.transports.ways import Way
 from torchrl_ext.types import Info, ParamMeta, dtype_name
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.open_route import Way
+from torchrl_ext.versions.reader import Follower
+from torchrl_ext.versions.slime.chains import ForeignVersions
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["Reader", "add_parser", "run"]
@@ -236,7 +236,7 @@ def _gc(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
 
 
 def _materialize(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
-    from torchrl_ext.transports.full import FullWriter
+    from torchrl_ext.versions.checkpoint_writer import FullWriter
 
     out = Path(os.path.abspath(args.out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

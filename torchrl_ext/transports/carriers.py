@@ -13,12 +13,12 @@ from typing import Any, ClassVar, final
 from torchrl_ext.stores import Manifest, open_store, version_name
 from torchrl_ext.stores.base import Root
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.full import FullWriter
 from torchrl_ext.transports.hooks import load_hook
-from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.transports.ways import FullVersion
 from torchrl_ext.types import Handoff, Info
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.open_route import FullVersion
 
 __all__ = ["Carrier", "SharedFiles"]
 

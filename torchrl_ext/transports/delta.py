@@ -20,14 +20,14 @@ from torchrl_ext.transports.base import Changes, Transport, deadline
 from torchrl_ext.transports.broadcast import Broadcast
 from torchrl_ext.transports.carriers import Carrier, SharedFiles
 from torchrl_ext.transports.collective import VLLMCollectiveTransport
-from torchrl_ext.transports.follower import Follower
-from torchrl_ext.transports.foreign import ForeignVersions
-from torchrl_ext.transports.host_copies import HostCopies
-from torchrl_ext.transports.publisher import Publisher
 from torchrl_ext.transports.shared_root import VISIBLE_S
-from torchrl_ext.transports.warming import Warming, warming
-from torchrl_ext.transports.ways import Way
 from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.versions.host_copies import HostCopies
+from torchrl_ext.versions.open_route import Way
+from torchrl_ext.versions.reader import Follower
+from torchrl_ext.versions.slime.chains import ForeignVersions
+from torchrl_ext.versions.warming import Warming, warming
+from torchrl_ext.versions.writer import Publisher
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource
 

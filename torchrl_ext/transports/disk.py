@@ -17,10 +17,10 @@ from torchrl_ext.errors import StoreError
 from torchrl_ext.stores import LocalStore, Manifest, Versions, version_name
 from torchrl_ext.stores.routes import Held
 from torchrl_ext.transports.base import Transport, deadline
-from torchrl_ext.transports.full import FullWriter
-from torchrl_ext.transports.published import PublishedVersion
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DiskTransport"]

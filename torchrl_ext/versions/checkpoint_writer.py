@@ -12,7 +12,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Manifest, Placed
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.transports.shards import write_shards
+from torchrl_ext.versions.shards import write_shards
 from torchrl_ext.weights.checkpoint import companion_files
 from torchrl_ext.weights.source import WeightSource, checked
 from torchrl_ext.weights.tensorfile import plan_shards

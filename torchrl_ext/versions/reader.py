@@ -15,9 +15,9 @@ from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.routes import Held
 from torchrl_ext.transports.base import Changes
-from torchrl_ext.transports.host_copies import HostCopies
-from torchrl_ext.transports.ways import OpenFull, Way, open_way, patched, same_params, verified, wrong_base
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.host_copies import HostCopies
+from torchrl_ext.versions.open_route import OpenFull, Way, open_way, patched, same_params, verified, wrong_base
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["Follower"]

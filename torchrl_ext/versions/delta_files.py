@@ -36,11 +36,13 @@ Decode = Callable[[Tensor | None], Patch]
 """Decodes the change of one parameter; takes the old tensor where the codec needs one."""
 
 containers = Registry("container")
-containers.register("packed", "torchrl_ext.transports.containers:Packed", "payloads one after the other")
-containers.register("flushes", "torchrl_ext.transports.flushes:Flushes", "slime's first files")
-containers.register("whole", "torchrl_ext.transports.whole:Whole", "slime's current files")
-containers.register("foreign flushes", "torchrl_ext.transports.foreign:ForeignFlushes", "flushes without a manifest")
-containers.register("foreign whole", "torchrl_ext.transports.foreign:ForeignWhole", "slime's files without a manifest")
+containers.register("packed", "torchrl_ext.versions.delta_files:Packed", "payloads one after the other")
+containers.register("flushes", "torchrl_ext.versions.slime.first:Flushes", "slime's first files")
+containers.register("whole", "torchrl_ext.versions.slime.current:Whole", "slime's current files")
+containers.register("foreign flushes", "torchrl_ext.versions.slime.chains:ForeignFlushes", "flushes without a manifest")
+containers.register(
+    "foreign whole", "torchrl_ext.versions.slime.chains:ForeignWhole", "slime's files without a manifest"
+)
 
 
 def container_of(manifest: DeltaManifest, where: str) -> Container:

@@ -15,8 +15,8 @@ from torchrl_ext.codecs.slime.flush import build_flush, check_dtype, flush_bucke
 from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
-from torchrl_ext.transports.containers import Container, Decode, Get, Heading, Put, Written, checked_files
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, checked_files
 from torchrl_ext.weights.position_digest import PositionDigest
 
 __all__ = ["Flushes"]

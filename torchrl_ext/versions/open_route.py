@@ -14,8 +14,8 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.deltas import DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.routes import Held, Route
-from torchrl_ext.transports.containers import Decode, container_of
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.delta_files import Decode, container_of
 from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.source import WeightSource
 

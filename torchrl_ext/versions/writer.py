@@ -16,10 +16,10 @@ from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.chain import BESIDE, Chain
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.transports.baseline import Baseline
-from torchrl_ext.transports.containers import Heading, containers
-from torchrl_ext.transports.full import FullWriter
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.baseline import Baseline
+from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.delta_files import Heading, containers
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import WeightSource
 

@@ -35,9 +35,9 @@ from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.process import ProcessRoot
 from torchrl_ext.transports.broadcast import KeptTensors, KeptVersion
-from torchrl_ext.transports.follower import Follower
-from torchrl_ext.transports.publisher import Publisher
 from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.versions.reader import Follower
+from torchrl_ext.versions.writer import Publisher
 from torchrl_ext.weights.source import MappingSource
 
 __all__ = ["Warming", "cache_folder", "main", "rehearse", "warming", "widths_of"]
@@ -216,7 +216,7 @@ def _compile_beside(codec: Codec, widths: list[int]) -> None:
             "time it starts. Next: set NUMBA_CACHE_DIR to a directory that it may write to"
         )
         return
-    command = [sys.executable, "-m", "torchrl_ext.transports.warming", json.dumps([codec.to_json(), widths])]
+    command = [sys.executable, "-m", "torchrl_ext.versions.warming", json.dumps([codec.to_json(), widths])]
     try:
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=_COMPILER_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -25,8 +25,8 @@ from torchrl_ext.stores import Manifest, Placed, Root, Versions, version_name
 from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.routes import Found
-from torchrl_ext.transports.containers import Container, Decode, Get, Heading, Put, Written, named
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, named
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import byte_view
 from torchrl_ext.weights.tensorfile import TensorFile
