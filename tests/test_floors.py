@@ -47,9 +47,9 @@ ENGINE_MODULES = [
     "torchrl_ext.weights.checkpoint",
     "torchrl_ext.transports.memory",
     "torchrl_ext.transports.disk",
-    "torchrl_ext.transports.collective",
+    "torchrl_ext.transports.collective.transport",
     "torchrl_ext.transports.delta",
-    "torchrl_ext.transports.ipc",
+    "torchrl_ext.transports.ipc.transport",
 ]
 NOT_IN_ENGINES = {
     f"torchrl_ext/sync/{name}.py"

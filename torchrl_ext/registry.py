@@ -127,7 +127,7 @@ class Registry:
 transports = Registry("transport", group="torchrl_ext.transports")
 transports.register(
     "collective",
-    "torchrl_ext.transports.collective:VLLMCollectiveTransport",
+    "torchrl_ext.transports.collective.transport:VLLMCollectiveTransport",
     "broadcast over NCCL (CUDA) or gloo (CPU)",
 )
 transports.register(
@@ -135,7 +135,7 @@ transports.register(
 )
 transports.register("delta", "torchrl_ext.transports.delta:DeltaTransport", "only what changed, as a chain of versions")
 transports.register(
-    "ipc", "torchrl_ext.transports.ipc:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"
+    "ipc", "torchrl_ext.transports.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"
 )
 transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
 

@@ -21,7 +21,7 @@ from importlib.metadata import entry_points
 before = set(sys.modules)
 found.load()
 import torchrl_ext.sync.receiver, torchrl_ext.landing.placement, torchrl_ext.weights.checkpoint
-import torchrl_ext.transports.disk, torchrl_ext.transports.collective, torchrl_ext.plugins.workers
+import torchrl_ext.transports.disk, torchrl_ext.transports.collective.transport, torchrl_ext.plugins.workers
 new = set(sys.modules) - before
 print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang"}}))
 print(torchrl_ext.__file__)

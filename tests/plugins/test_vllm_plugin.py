@@ -23,7 +23,7 @@ import time
 began = time.perf_counter()
 found.load()
 import torchrl_ext.sync.receiver, torchrl_ext.landing.placement, torchrl_ext.weights.checkpoint
-import torchrl_ext.transports.disk, torchrl_ext.transports.collective
+import torchrl_ext.transports.disk, torchrl_ext.transports.collective.transport
 print(time.perf_counter() - began)
 new = set(sys.modules) - before
 print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "vllm"}}))

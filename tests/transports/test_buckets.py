@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from tests.transports.contract import DTYPES, any_bits, same_bits
-from torchrl_ext.transports.buckets import DIRECT_BYTES, BufferPool, Plan, copy_each, landing, layout, plain, views
+from torchrl_ext.transports.collective.buckets import (
+    DIRECT_BYTES,
+    BufferPool,
+    Plan,
+    copy_each,
+    landing,
+    layout,
+    plain,
+    views,
+)
 from torchrl_ext.types import ParamMeta
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     TransportError,
 )
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 
 
 def test_the_signature_is_that_of_torchrl():

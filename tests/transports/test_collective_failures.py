@@ -25,7 +25,7 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import WeightSource
 
@@ -234,7 +234,7 @@ def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error
 
 WORKER = """
 import sys
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 port, stop_at = int(sys.argv[1]), int(sys.argv[2])
 end = VLLMCollectiveTransport("127.0.0.1", port, 1, 2, "cpu", bucket_bytes=4096, timeout_s=60)
 print("started", flush=True)
@@ -249,7 +249,7 @@ for index, (name, tensor) in enumerate(end.receive(info, {})):
 
 TRAINER = """
 import sys, torch
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import WeightSource
 

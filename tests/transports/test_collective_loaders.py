@@ -11,12 +11,12 @@ from tests.processes import running_python
 from tests.transports.contract import any_bits
 from tests.transports.members import BUCKET, free_port, member
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.buckets import layout
+from torchrl_ext.transports.collective.buckets import layout
 from torchrl_ext.weights.source import as_source
 
 WORKER = """
 import sys, torch
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 
 def load(pairs, stop_at):
     taken = 0

@@ -19,14 +19,14 @@ import torchrl_ext as tx
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, free_port, group, member, same, weights
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports import groups
 from torchrl_ext.transports.announcements import Announcements
-from torchrl_ext.transports.board import Board
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
-from torchrl_ext.transports.groups import torch_store
-from torchrl_ext.transports.notes import NOTE_BYTES
-from torchrl_ext.transports.rendezvous import Note, host
-from torchrl_ext.transports.rendezvous import enter as enter_room
+from torchrl_ext.transports.collective import group as groups
+from torchrl_ext.transports.collective.group import torch_store
+from torchrl_ext.transports.collective.note_store import Board
+from torchrl_ext.transports.collective.notes import NOTE_BYTES
+from torchrl_ext.transports.collective.rendezvous import Note, host
+from torchrl_ext.transports.collective.rendezvous import enter as enter_room
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.weights.source import as_source
 
 

@@ -26,8 +26,8 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
-from torchrl_ext.transports.links import shared_address
-from torchrl_ext.transports.segments import create
+from torchrl_ext.transports.ipc.host_memory import create
+from torchrl_ext.transports.ipc.unix_socket import shared_address
 
 channel, make = ipc_ends.channel, ipc_ends.make
 

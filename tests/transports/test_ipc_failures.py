@@ -26,9 +26,11 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
-from torchrl_ext.transports import cuda_ipc, ipc, ipc_worker
-from torchrl_ext.transports.links import shared_address
-from torchrl_ext.transports.segments import attach, create
+from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
+from torchrl_ext.transports.ipc import transport as ipc
+from torchrl_ext.transports.ipc import worker as ipc_worker
+from torchrl_ext.transports.ipc.host_memory import attach, create
+from torchrl_ext.transports.ipc.unix_socket import shared_address
 from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make
@@ -220,7 +222,7 @@ class TestHandles:
         own = create("cpu", 8192)
         code = """
 import json, os, sys
-from torchrl_ext.transports.segments import attach
+from torchrl_ext.transports.ipc.host_memory import attach
 os.setuid(65534)
 try:
     attach(json.loads(sys.argv[1]))

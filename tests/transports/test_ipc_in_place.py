@@ -18,8 +18,8 @@ from tests.processes import running_python
 from tests.transports.contract import WAIT_S, any_bits, same_bits
 from tests.transports.ipc_ends import WORKER, joined, weights
 from torchrl_ext.errors import ManifestError, TransportError, WeightSyncError
-from torchrl_ext.transports import in_place
-from torchrl_ext.transports.in_place import groups, offer
+from torchrl_ext.transports.ipc import in_place
+from torchrl_ext.transports.ipc.in_place import groups, offer
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.derived import CastSource, RenamedSource
 from torchrl_ext.weights.source import MappingSource, as_source

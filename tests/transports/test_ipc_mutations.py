@@ -16,10 +16,10 @@ import torch
 import torchrl_ext as tx
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import LocalStore
-from torchrl_ext.transports.crew import Crew
-from torchrl_ext.transports.ipc_worker import IPCWorker
-from torchrl_ext.transports.links import Link, new_address
-from torchrl_ext.transports.segments import attach, attach_plain, create
+from torchrl_ext.transports.ipc.host_memory import attach, attach_plain, create
+from torchrl_ext.transports.ipc.unix_socket import Link, new_address
+from torchrl_ext.transports.ipc.worker import IPCWorker
+from torchrl_ext.transports.ipc.workers import Crew
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.weights.source import MappingSource
 

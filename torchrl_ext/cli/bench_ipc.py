@@ -20,7 +20,7 @@ import torch
 from torchrl_ext.cli.bench import ratio, rounds, track_peak
 from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.ipc import IPCTransport
+from torchrl_ext.transports.ipc.transport import IPCTransport
 
 __all__ = ["measure_ipc", "settle"]
 

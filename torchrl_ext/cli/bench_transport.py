@@ -30,8 +30,8 @@ from torchrl_ext.cli.bench import ratio, rounds, track_peak
 from torchrl_ext.cli.bench_ipc import measure_ipc
 from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.buckets import BUCKET_BYTES
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.buckets import BUCKET_BYTES
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.types import Info
 from torchrl_ext.weights.source import MappingSource

@@ -32,7 +32,7 @@ from torchrl_ext.sync.dropin_transports import (
     collective,
 )
 from torchrl_ext.sync.scheme_base import TransportSchemeBase
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.source import as_source
 

@@ -18,7 +18,7 @@ from torchrl_ext.sync.handed_on import HandedOn
 from torchrl_ext.sync.parties import as_engine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.source import is_torchrl

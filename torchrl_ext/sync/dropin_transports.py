@@ -10,7 +10,7 @@ import torch
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
 from torchrl_ext.registry import engines
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 
 __all__ = ["SGLangCollectiveTransport", "VLLMDoubleBufferTransport", "check_flush", "collective"]

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from torchrl_ext.errors import NotConnectedError, TransportError
-from torchrl_ext.transports.acks import stop_reason
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.groups import Group
+from torchrl_ext.transports.collective.acks import stop_reason
+from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.types import Info
 
 __all__ = ["Announcements"]

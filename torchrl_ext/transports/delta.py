@@ -17,9 +17,9 @@ from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Changes, Transport, deadline
-from torchrl_ext.transports.broadcast import Broadcast
 from torchrl_ext.transports.carriers import Carrier, SharedFiles
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.delta_broadcast import Broadcast
 from torchrl_ext.transports.shared_root import VISIBLE_S
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.host_copies import HostCopies

@@ -34,7 +34,7 @@ from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.process import ProcessRoot
-from torchrl_ext.transports.broadcast import KeptTensors, KeptVersion
+from torchrl_ext.transports.delta_broadcast import KeptTensors, KeptVersion
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.reader import Follower
 from torchrl_ext.versions.writer import Publisher

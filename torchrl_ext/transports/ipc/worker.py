@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, IntegrityError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.transports.acks import why
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.in_place import Borrowed, groups
-from torchrl_ext.transports.links import Link, connect
-from torchrl_ext.transports.segments import Segment, attach, integer
-from torchrl_ext.transports.staging import Lander, StagePlan
+from torchrl_ext.transports.collective.acks import why
+from torchrl_ext.transports.ipc.host_memory import Segment, attach, integer
+from torchrl_ext.transports.ipc.in_place import Borrowed, groups
+from torchrl_ext.transports.ipc.staging import Lander, StagePlan
+from torchrl_ext.transports.ipc.unix_socket import Link, connect
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]

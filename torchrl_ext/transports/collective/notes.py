@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.segments import close_in_children
+from torchrl_ext.transports.ipc.host_memory import close_in_children
 
 __all__ = [
     "GREETING",
@@ -86,7 +86,7 @@ class Notes:
         _start(self._accept)
 
     patience_s: float = 0.0
-    """Nobody waits long for what is in this process; a worker does (`torchrl_ext.transports.notes_link`)."""
+    """Nobody waits long for what is in this process; a worker does (`torchrl_ext.transports.collective.notes_link`)."""
 
     # the notes, for this process
 

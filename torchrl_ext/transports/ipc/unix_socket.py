@@ -19,7 +19,7 @@ import uuid
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError, NotConnectedError, TransportError
-from torchrl_ext.transports.segments import close_in_children
+from torchrl_ext.transports.ipc.host_memory import close_in_children
 from torchrl_ext.types import Info
 
 __all__ = ["Link", "Listener", "connect", "new_address", "shared_address"]

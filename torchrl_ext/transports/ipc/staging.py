@@ -1,6 +1,6 @@
 """How parameters go through a staging buffer of bounded size: a layout that both ends compute, packing, landing.
 
-Unlike a broadcast's pieces (`torchrl_ext.transports.buckets`) every bucket is full: a tensor that does not fit into the
+Unlike a broadcast's pieces (`torchrl_ext.transports.collective.buckets`) every bucket is full: a tensor that does not fit into the
 rest of one goes on in the next, so that the number of hand-overs depends on the bytes alone.
 """
 
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.transports.buckets import BufferPool, Piece, Plan, as_bytes, copy_each, landing, plain, views
+from torchrl_ext.transports.collective.buckets import (
+    BufferPool,
+    Piece,
+    Plan,
+    as_bytes,
+    copy_each,
+    landing,
+    plain,
+    views,
+)
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["Bucket", "Lander", "Packer", "Span", "StagePlan", "stage_layout", "streaming_copy", "warm_copies"]
@@ -276,7 +285,7 @@ def _copy_plainly(source: np.ndarray, target: np.ndarray) -> None:
 def _load_streaming() -> Callable[[np.ndarray, np.ndarray], None]:
     """The compiled copy; an ordinary one where nothing can compile it."""
     try:
-        from torchrl_ext.transports.streaming_copy import copy_streaming
+        from torchrl_ext.transports.ipc.streaming_copy import copy_streaming
     except (ImportError, ConfigError):
         return _copy_plainly
     return copy_streaming

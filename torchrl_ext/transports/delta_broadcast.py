@@ -22,8 +22,8 @@ from torchrl_ext.stores.process import ProcessDraft, ProcessRoot
 from torchrl_ext.stores.versions import version_number
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.carriers import Carrier
-from torchrl_ext.transports.collective import VLLMCollectiveTransport
-from torchrl_ext.transports.segments import integer
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.ipc.host_memory import integer
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked

@@ -3,7 +3,7 @@
 On a CPU a segment is an anonymous file in memory (memfd_create(2)): it has no name in any filesystem, and the kernel
 frees it with the last process that holds it, however that one ends. Its size is sealed, so that nobody who maps it can
 be hurt by somebody who cuts it. The handle says which descriptor of which process it is; ``/proc`` opens that for
-processes of the same user and the same pid namespace. On a GPU see `torchrl_ext.transports.cuda_ipc`.
+processes of the same user and the same pid namespace. On a GPU see `torchrl_ext.transports.ipc.cuda_memory`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def create(device: str, nbytes: int) -> Segment:
         TransportError: there is not enough of it.
     """
     if device != HOST:
-        from torchrl_ext.transports.cuda_ipc import create_cuda
+        from torchrl_ext.transports.ipc.cuda_memory import create_cuda
 
         return create_cuda(device, nbytes)
     if sys.platform != "linux":
@@ -186,7 +186,7 @@ def attach(handle: Any) -> Segment:
     if not isinstance(handle, dict) or handle.get("kind") not in ("host", "cuda"):
         raise IntegrityError(f"{handle!r} is no handle of a segment", expected='one of kind "host" or "cuda"')
     if handle["kind"] == "cuda":
-        from torchrl_ext.transports.cuda_ipc import attach_cuda
+        from torchrl_ext.transports.ipc.cuda_memory import attach_cuda
 
         return attach_cuda(handle)
     return _attach_host(handle, sealed=True)
@@ -246,7 +246,7 @@ def local_devices() -> list[str]:
     """Where this process can take weights from, best first: UUIDs of the GPUs that it sees, then the host."""
     if not torch.cuda.is_available():
         return [HOST]
-    from torchrl_ext.transports.cuda_ipc import visible
+    from torchrl_ext.transports.ipc.cuda_memory import visible
 
     return [*visible(), HOST]
 

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable
 
 from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.links import Link, Listener
-from torchrl_ext.transports.rendezvous import ranks_text
-from torchrl_ext.transports.segments import Segment
+from torchrl_ext.transports.collective.rendezvous import ranks_text
+from torchrl_ext.transports.ipc.host_memory import Segment
+from torchrl_ext.transports.ipc.unix_socket import Link, Listener
 from torchrl_ext.types import Info
 
 __all__ = ["Crew"]

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.board import Board, GroupStore
-from torchrl_ext.transports.notes import listener
-from torchrl_ext.transports.rendezvous import brief
-from torchrl_ext.transports.sockets import connected, listening, shut_down
+from torchrl_ext.transports.collective.note_store import Board, GroupStore
+from torchrl_ext.transports.collective.notes import listener
+from torchrl_ext.transports.collective.rendezvous import brief
+from torchrl_ext.transports.collective.sockets import connected, listening, shut_down
 from torchrl_ext.transports.waits import await_threads, beside, in_time, pauses
 
 __all__ = ["Group"]

@@ -9,11 +9,11 @@ import uuid
 import torch
 
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.transports.acks import tell_stopped
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.board import Board
-from torchrl_ext.transports.groups import Group
-from torchrl_ext.transports.rendezvous import Note, enter, host, process_text
+from torchrl_ext.transports.collective.acks import tell_stopped
+from torchrl_ext.transports.collective.group import Group
+from torchrl_ext.transports.collective.note_store import Board
+from torchrl_ext.transports.collective.rendezvous import Note, enter, host, process_text
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.devices import known_device, usable_device
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.transports import acks
 from torchrl_ext.transports.announcements import Announcements
 from torchrl_ext.transports.base import TransferStats, Transport
-from torchrl_ext.transports.buckets import BUCKET_BYTES, Plan
-from torchrl_ext.transports.groups import Group
-from torchrl_ext.transports.membership import LOBBY, Membership, choose_backend
-from torchrl_ext.transports.pipeline import Incoming, send_pieces
+from torchrl_ext.transports.collective import acks
+from torchrl_ext.transports.collective.buckets import BUCKET_BYTES, Plan
+from torchrl_ext.transports.collective.group import Group
+from torchrl_ext.transports.collective.membership import LOBBY, Membership, choose_backend
+from torchrl_ext.transports.collective.stream import Incoming, send_pieces
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked
 

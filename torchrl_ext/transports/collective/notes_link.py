@@ -1,4 +1,4 @@
-"""How a worker comes to the notes of its trainer (`torchrl_ext.transports.notes`), and asks for them.
+"""How a worker comes to the notes of its trainer (`torchrl_ext.transports.collective.notes`), and asks for them.
 
 Every wait here has a deadline and ends when another thread says so. Addresses are looked up forwards and never
 backwards: who connects from where is nobody's business, and a name server that lost the question costs seconds.
@@ -18,8 +18,15 @@ from functools import partial
 from typing import Any
 
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.transports.notes import GREETING, LONGEST_WAIT_S, NONCE_BYTES, NOTE_BYTES, PROOF_BYTES, proof
-from torchrl_ext.transports.segments import close_in_children
+from torchrl_ext.transports.collective.notes import (
+    GREETING,
+    LONGEST_WAIT_S,
+    NONCE_BYTES,
+    NOTE_BYTES,
+    PROOF_BYTES,
+    proof,
+)
+from torchrl_ext.transports.ipc.host_memory import close_in_children
 from torchrl_ext.transports.waits import in_time, pauses
 
 __all__ = ["NotesLink"]

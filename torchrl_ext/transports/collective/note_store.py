@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.notes import Notes
-from torchrl_ext.transports.notes_link import NotesLink
+from torchrl_ext.transports.collective.notes import Notes
+from torchrl_ext.transports.collective.notes_link import NotesLink
 
 __all__ = ["Board", "GroupStore"]
 

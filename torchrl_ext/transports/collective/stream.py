@@ -9,8 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.transports.buckets import BufferPool, Piece, as_bytes, chunks, copy_each, landing, plain, views
-from torchrl_ext.transports.groups import Group
+from torchrl_ext.transports.collective.buckets import (
+    BufferPool,
+    Piece,
+    as_bytes,
+    chunks,
+    copy_each,
+    landing,
+    plain,
+    views,
+)
+from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["Incoming", "Window", "send_pieces"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchrl_ext import errors
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
-from torchrl_ext.transports.board import Board
+from torchrl_ext.transports.collective.note_store import Board
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["Admission", "Note", "brief", "enter", "host", "process_text", "ranks_text"]

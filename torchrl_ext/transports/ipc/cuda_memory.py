@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 
 from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
-from torchrl_ext.transports.segments import Segment, integer
+from torchrl_ext.transports.ipc.host_memory import Segment, integer
 from torchrl_ext.types import Info
 
 __all__ = ["CudaSegment", "attach_cuda", "create_cuda", "visible"]

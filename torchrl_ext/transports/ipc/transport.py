@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
-from torchrl_ext.transports.acks import why
 from torchrl_ext.transports.base import TransferStats, Transport
-from torchrl_ext.transports.crew import Crew
-from torchrl_ext.transports.in_place import Offer, groups, offer
-from torchrl_ext.transports.ipc_worker import ALIGN_BYTES, SLOTS, IPCWorker, half
-from torchrl_ext.transports.links import new_address, shared_address
-from torchrl_ext.transports.segments import HOST, Segment, create, local_devices
-from torchrl_ext.transports.staging import Packer, StagePlan, warm_copies
+from torchrl_ext.transports.collective.acks import why
+from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
+from torchrl_ext.transports.ipc.in_place import Offer, groups, offer
+from torchrl_ext.transports.ipc.staging import Packer, StagePlan, warm_copies
+from torchrl_ext.transports.ipc.unix_socket import new_address, shared_address
+from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
+from torchrl_ext.transports.ipc.workers import Crew
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource, checked

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.groups import Group
+from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = [

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError, TransportError
-from torchrl_ext.transports.buckets import BufferPool, as_bytes, landing
-from torchrl_ext.transports.links import Link
-from torchrl_ext.transports.segments import Segment, attach_plain, host_handle, integer
-from torchrl_ext.transports.staging import streaming_copy
+from torchrl_ext.transports.collective.buckets import BufferPool, as_bytes, landing
+from torchrl_ext.transports.ipc.host_memory import Segment, attach_plain, host_handle, integer
+from torchrl_ext.transports.ipc.staging import streaming_copy
+from torchrl_ext.transports.ipc.unix_socket import Link
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["Borrowed", "Offer", "groups", "offer"]
@@ -42,7 +42,7 @@ class Offer:
     """All tensors of an update, as places in files.
 
     Attributes:
-        info: JSON-safe: ``files`` (handles, see `torchrl_ext.transports.segments`) and ``rows``, one for each tensor in
+        info: JSON-safe: ``files`` (handles, see `torchrl_ext.transports.ipc.host_memory`) and ``rows``, one for each tensor in
             the order of the update: index of the file, offset in bytes.
         addresses: where each tensor lies in this process.
     """
