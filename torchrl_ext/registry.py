@@ -140,14 +140,14 @@ transports.register(
 transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
 
 engines = Registry("engine")
-engines.register("vllm", "torchrl_ext.rpc.vllm:VLLMEngine", "a vLLM server over HTTP")
-engines.register("sglang", "torchrl_ext.rpc.sglang:SGLangEngine", "an SGLang server over HTTP")
+engines.register("vllm", "torchrl_ext.rpc.vllm.client:VLLMEngine", "a vLLM server over HTTP")
+engines.register("sglang", "torchrl_ext.rpc.sglang.client:SGLangEngine", "an SGLang server over HTTP")
 engines.register("embedded", "torchrl_ext.rpc.embedded:EmbeddedEngine", "the embedded transformers engine over HTTP")
 engines.register(
-    "inprocess", "torchrl_ext.rpc.inprocess:InProcessEngine", "a module, a receiver or a vLLM object in this process"
+    "inprocess", "torchrl_ext.sync.inprocess:InProcessEngine", "a module, a receiver or a vLLM object in this process"
 )
 
-engines.register("ray", "torchrl_ext.rpc.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines")
+engines.register("ray", "torchrl_ext.sync.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines")
 
 receivers = Registry("receiver")
 receivers.register("default", "torchrl_ext.sync.receiver:WeightReceiver", "lands weights in a module or a TensorDict")

@@ -21,7 +21,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
-from torchrl_ext.rpc.ray import EngineActor, RayEngine, Served
+from torchrl_ext.sync.ray import EngineActor, RayEngine, Served
 from torchrl_ext.sync.remote import RemoteReceiver, RemoteSender
 
 ray = pytest.importorskip("ray")

@@ -12,8 +12,8 @@ import pytest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.rpc.direct import DirectSession
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.http.direct import DirectSession
+from torchrl_ext.rpc.http.session import HTTPSession
 from torchrl_ext.rpc.router import RouterClient, RouterWorker, is_router
 
 

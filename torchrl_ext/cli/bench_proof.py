@@ -19,7 +19,7 @@ from torchrl_ext import registry
 from torchrl_ext.cli.bench_landing import SIZES, model_config
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, identity
 from torchrl_ext.launch.tiny import make_tiny_lm
-from torchrl_ext.rpc.inprocess import InProcessEngine
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
 
 __all__ = ["add_arguments", "measure", "tables"]

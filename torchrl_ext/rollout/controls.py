@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.rpc.async_http import AsyncSession
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.http.async_session import AsyncSession
+from torchrl_ext.rpc.http.session import HTTPSession
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info
 

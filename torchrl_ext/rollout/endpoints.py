@@ -10,8 +10,8 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.generation import Generation, GenerationRequest
 from torchrl_ext.rollout.waits import may_pass
-from torchrl_ext.rpc.async_http import AsyncSession
-from torchrl_ext.rpc.http import normalise_url
+from torchrl_ext.rpc.http.async_session import AsyncSession
+from torchrl_ext.rpc.http.session import normalise_url
 
 __all__ = ["Endpoints"]
 

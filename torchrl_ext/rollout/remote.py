@@ -28,7 +28,7 @@ from torchrl_ext.rollout.loops import BackgroundLoop, each
 from torchrl_ext.rollout.routed import Routed
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.http import normalise_url
+from torchrl_ext.rpc.http.session import normalise_url
 from torchrl_ext.types import EngineRow, Info
 
 __all__ = ["RemoteInferenceClient"]

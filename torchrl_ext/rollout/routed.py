@@ -14,7 +14,7 @@ from torchrl_ext.rollout.continuing import Continuation
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.generation import Generation
 from torchrl_ext.rollout.waits import Waits, may_pass
-from torchrl_ext.rpc.async_http import AsyncSession
+from torchrl_ext.rpc.http.async_session import AsyncSession
 
 __all__ = ["Routed"]
 

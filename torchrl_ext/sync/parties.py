@@ -11,7 +11,7 @@ from torchrl_ext.registry import engines, transports
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.inprocess import InProcessEngine
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.weights.source import is_torchrl

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchrl_ext.errors import NotConnectedError
 from torchrl_ext.registry import transports
-from torchrl_ext.rpc.ray import as_remote
 from torchrl_ext.sync.parties import as_engine
+from torchrl_ext.sync.ray import as_remote
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.types import SyncReport

@@ -14,7 +14,7 @@ from torchrl.weight_update.utils import _resolve_model
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, EngineUnreachableError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.inprocess import InProcessEngine
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.links import Hub
 from torchrl_ext.sync.model_loader import ModelLoader, other_names
 from torchrl_ext.sync.receiver import WeightReceiver

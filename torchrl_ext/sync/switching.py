@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_ext.errors import ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.registry import transports
-from torchrl_ext.rpc.inprocess import InProcessEngine
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.sync.sources import require_data
 from torchrl_ext.types import ParamMeta, SyncReport

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
-from torchrl_ext.rpc.hosts import Host, ModuleHost, VLLMHost, host_of
+from torchrl_ext.sync.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 from torchrl_ext.weights.source import WeightSource
 

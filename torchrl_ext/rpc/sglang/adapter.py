@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rpc.adapters import AdapterClient
-from torchrl_ext.rpc.served import restated
+from torchrl_ext.rpc.http_engine import restated
 from torchrl_ext.types import CHANNEL, Info
 
 __all__ = ["SGLangAdapter"]

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.addresses import addresses_of
-from torchrl_ext.rpc.tls import authorities
-from torchrl_ext.rpc.watchdog import Watchdog
+from torchrl_ext.rpc.http.addresses import addresses_of
+from torchrl_ext.rpc.http.tls import authorities
+from torchrl_ext.rpc.http.watchdog import Watchdog
 from torchrl_ext.types import is_loopback
 
 __all__ = ["Answer", "HTTPSession", "bearers", "normalise_url"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.http.session import HTTPSession
 from torchrl_ext.rpc.router import refuse_router
 
 __all__ = ["DirectSession"]

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.http import Answer, bearers
-from torchrl_ext.rpc.tls import authorities
+from torchrl_ext.rpc.http.session import Answer, bearers
+from torchrl_ext.rpc.http.tls import authorities
 
 __all__ = ["AsyncSession"]
 
