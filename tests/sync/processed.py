@@ -6,7 +6,7 @@ from torch import nn
 from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import record
 from torchrl_ext.landing.runtime import reachable
-from torchrl_ext.sync.engine_loader import EngineLoader
+from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.weights.digest import tensor_digest
 from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.source import as_source

@@ -111,7 +111,7 @@ class WeightLoader(ABC):
         """What it says of an update that `digests` agree.
 
         ``"sent"``: the model's loader was handed the trainer's bytes; ``"in place"``: they were read from what the
-        model computes with; ``"rehearsed"``: `torchrl_ext.sync.rehearsal`.
+        model computes with; ``"rehearsed"``: `torchrl_ext.proof.rehearsal`.
         """
         return "sent"
 

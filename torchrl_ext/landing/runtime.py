@@ -3,7 +3,7 @@
 Engines derive from the weights that they load: packed and shuffled copies, absorbed products, scales of their own. They
 keep them as parameters, as attributes of a module, of its quantisation method or kernel, or in the closure of the
 function that multiplies. Whether a second load brings all of them to where the first one did is what a rehearsal asks
-(`torchrl_ext.sync.rehearsal`); this module finds them.
+(`torchrl_ext.proof.rehearsal`); this module finds them.
 """
 
 from __future__ import annotations

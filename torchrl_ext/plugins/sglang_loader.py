@@ -25,8 +25,8 @@ from torchrl_ext.plugins.refusals import (
 )
 from torchrl_ext.plugins.sglang_model import can_unpack, pack, packs, stand_ins, unpack
 from torchrl_ext.plugins.workers import combine
-from torchrl_ext.sync.engine_loader import EngineLoader
-from torchrl_ext.sync.known_weights import announced
+from torchrl_ext.proof.engine_loader import EngineLoader
+from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest

@@ -42,8 +42,8 @@ from torchrl_ext.plugins.refusals import (
 )
 from torchrl_ext.plugins.vllm_patches import VLLMPatches
 from torchrl_ext.plugins.vllm_runtime import REPAIRS, also_packed, kernel_of, made_up, readings
-from torchrl_ext.sync.engine_loader import EngineLoader
-from torchrl_ext.sync.known_weights import announced
+from torchrl_ext.proof.engine_loader import EngineLoader
+from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digest import tensor_digest

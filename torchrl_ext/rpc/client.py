@@ -65,7 +65,7 @@ class EngineClient(ABC):
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
-        """What each worker told of its rehearsal (`torchrl_ext.sync.rehearsal.Rehearsal.to_json`); empty before it."""
+        """What each worker told of its rehearsal (`torchrl_ext.proof.rehearsal.Rehearsal.to_json`); empty before it."""
         return ()
 
     @abstractmethod

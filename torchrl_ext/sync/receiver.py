@@ -67,7 +67,7 @@ class WeightReceiver:
         self._staged = None
 
     def rehearse(self, question: Info) -> Info:
-        """Show whether the road of an update leads to where a cold start does (`torchrl_ext.sync.rehearsal`).
+        """Show whether the road of an update leads to where a cold start does (`torchrl_ext.proof.rehearsal`).
 
         Args:
             question: ``how``: ``"once"`` per start of the engine, ``"never"`` or ``"always"``; with ``ask`` nothing is

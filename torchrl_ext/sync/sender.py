@@ -42,7 +42,7 @@ class WeightSender:
             trainer's; one that is further off than ``max_gap`` is paused, and the update fails. For some requests in
             between it served what it should not.
         rehearse: when an engine that processes its weights shows that an update leads to where a cold start does
-            (`torchrl_ext.sync.rehearsal`): ``"once"`` per start of the engine, before its first update; ``"never"``,
+            (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update; ``"never"``,
             and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every connection before
             which nothing was loaded.
         rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
