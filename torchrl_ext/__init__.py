@@ -2,7 +2,7 @@
 
 Everything here is imported on first use: an engine that only needs one worker end imports only that. Where TorchRL is
 there before a name of ours is used, its `WeightSyncScheme.from_backend` knows every transport by its name
-(`torchrl_ext.sync.backends`).
+(`torchrl_ext.collectors.backends`).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _HOME = {
     "RemoteInferenceClient": "rollout.remote",
     "RemoteLLMPolicy": "rollout.policy",
     "Routing": "rollout.routing",
-    "SGLangCollectiveTransport": "sync.dropin",
-    "SGLangWeightSyncScheme": "sync.dropin",
+    "SGLangCollectiveTransport": "collectors.from_torchrl",
+    "SGLangWeightSyncScheme": "collectors.from_torchrl",
     "SyncReport": "types",
     "Transport": "transports.base",
-    "TransportWeightSyncScheme": "sync.scheme",
-    "TransportWeightUpdater": "sync.updater",
+    "TransportWeightSyncScheme": "collectors.scheme",
+    "TransportWeightUpdater": "collectors.updater",
     "VLLMCollectiveTransport": "transports.collective.transport",
-    "VLLMDoubleBufferSyncScheme": "sync.dropin",
-    "VLLMDoubleBufferTransport": "sync.dropin",
+    "VLLMDoubleBufferSyncScheme": "collectors.from_torchrl",
+    "VLLMDoubleBufferTransport": "collectors.from_torchrl",
     "VLLMEngine": "rpc.vllm.client",
-    "VLLMWeightSyncScheme": "sync.dropin",
+    "VLLMWeightSyncScheme": "collectors.from_torchrl",
     "WeightLoader": "landing.loader",
     "WeightReceiver": "sync.receiver",
     "WeightSender": "sync.sender",

@@ -18,9 +18,9 @@ from hydra.utils import instantiate
 import torchrl_ext as tx
 import torchrl_ext.configs.hydra as groups
 from tests.processes import ROOT, python
+from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
+from torchrl_ext.collectors.updater import TransportWeightUpdater
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.scheme import TransportWeightSyncScheme
-from torchrl_ext.sync.updater import TransportWeightUpdater
 
 TRAINER_S = 300
 ConfigStore.instance().store(

@@ -12,7 +12,7 @@ import torchrl.weight_update.llm as theirs
 from torch import nn
 
 import torchrl_ext as tx
-import torchrl_ext.sync.dropin as ours
+import torchrl_ext.collectors.from_torchrl as ours
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
 from tests.sync.collecting import followers, make_policy, same, train

@@ -10,10 +10,10 @@ from contextlib import suppress
 
 import pytest
 
+from torchrl_ext.collectors.hub import Hub, Link, dial
+from torchrl_ext.collectors.worker_end import Station, WorkerEngine
 from torchrl_ext.errors import DeadlineError, EngineUnreachableError, NotConnectedError, WeightSyncError
-from torchrl_ext.sync.links import Hub, Link, dial
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.sync.workers import Station, WorkerEngine
 
 WAIT_S = 20.0
 LARGE = {"params": "x" * (17 << 20)}
@@ -60,7 +60,7 @@ def within(call, *arguments):
 
 class TestDeadlines:
     def test_a_worker_that_does_not_read_ends_the_trainers_ask(self, ends, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.sync.workers._GRACE_S", 0.0)
+        monkeypatch.setattr("torchrl_ext.collectors.worker_end._GRACE_S", 0.0)
         engine = WorkerEngine(Link(ends[0], "worker 3"), timeout_s=0.3)
         error = within(engine.ask, "connect", LARGE)
         assert isinstance(error, DeadlineError)
@@ -77,7 +77,7 @@ class TestDeadlines:
         assert not thread.is_alive() and reader.get(0.01) is None
 
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.sync.links._HELLO_S", 0.3)
+        monkeypatch.setattr("torchrl_ext.collectors.hub._HELLO_S", 0.3)
         hub = Hub("127.0.0.1", "policy", 2, lambda idx: LARGE if idx == 0 else {})
         with socket.create_connection(hub.address) as silent:
             hello = {"token": hub.token, "model_id": "policy", "worker": 0, "pid": 1}
@@ -89,7 +89,7 @@ class TestDeadlines:
         hub.close()
 
     def test_a_trainer_that_does_not_read_ends_a_workers_answer_and_the_worker_lives_on(self, ends, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.sync.workers._ANSWER_S", 0.3)
+        monkeypatch.setattr("torchrl_ext.collectors.worker_end._ANSWER_S", 0.3)
 
         class Talkative(WeightReceiver):
             def rehearse(self, question):

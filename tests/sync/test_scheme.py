@@ -223,7 +223,7 @@ def test_from_backend_knows_every_transport(name):
     [
         "import torchrl.weight_update as w, torchrl_ext",
         "import torchrl_ext as tx, torchrl.weight_update as w; tx.WeightSender",
-        "import torchrl_ext.sync.backends, torchrl.weight_update as w",
+        "import torchrl_ext.collectors.backends, torchrl.weight_update as w",
     ],
 )
 def test_from_backend_knows_the_names_whichever_package_was_imported_first(code):

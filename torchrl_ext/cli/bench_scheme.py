@@ -106,7 +106,7 @@ class _Crew:
         from tensordict import TensorDict
         from torchrl.weight_update import MultiProcessWeightSyncScheme
 
-        from torchrl_ext.sync.scheme import TransportWeightSyncScheme
+        from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
 
         self._policy = _policy(parameters)
         self._weights = TensorDict.from_module(self._policy).data

@@ -34,9 +34,9 @@ def transport_weight_updater(
     Raises:
         ConfigError: no such transport, a setting that it does not take, or addresses or a dtype that are none.
     """
+    from torchrl_ext.collectors.scheme_base import check_settings
+    from torchrl_ext.collectors.updater import TransportWeightUpdater  # its base class warns of its deprecation
     from torchrl_ext.rpc.http.session import normalise_url
-    from torchrl_ext.sync.scheme_base import check_settings
-    from torchrl_ext.sync.updater import TransportWeightUpdater  # its base class warns of its deprecation
 
     given = {name: value for name, value in settings.items() if value is not None}
     check_settings(transport, given)

@@ -14,11 +14,11 @@ from collections import defaultdict
 from dataclasses import MISSING, replace
 from typing import Any
 
+from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
 from torchrl_ext.configs.build import transport_weight_updater
 from torchrl_ext.configs.derived import Parameter, make_config, parameters
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.scheme import TransportWeightSyncScheme
 
 try:
     import torchrl.trainers.algorithms.configs  # noqa: F401 - adds TorchRL's groups

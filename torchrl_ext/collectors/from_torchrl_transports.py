@@ -1,4 +1,4 @@
-"""Transports of `torchrl_ext.sync.dropin`, in the shape of TorchRL's; those of our own are `torchrl_ext.transports`."""
+"""Transports of `torchrl_ext.collectors.from_torchrl`, in the shape of TorchRL's; those of our own are `torchrl_ext.transports`."""
 
 from __future__ import annotations
 

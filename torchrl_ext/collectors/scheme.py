@@ -9,9 +9,9 @@ import tempfile
 import weakref
 from typing import Any, Literal
 
+from torchrl_ext.collectors.scheme_base import TransportSchemeBase, check_settings
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.scheme_base import TransportSchemeBase, check_settings
 from torchrl_ext.transports.base import Transport
 
 __all__ = ["TransportWeightSyncScheme"]

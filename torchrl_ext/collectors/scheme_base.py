@@ -14,13 +14,13 @@ from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_model
 
+from torchrl_ext.collectors.hub import dial
+from torchrl_ext.collectors.policy_loader import ModelLoader
+from torchrl_ext.collectors.trainer_end import Roster
+from torchrl_ext.collectors.worker_end import Station
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.links import dial
-from torchrl_ext.sync.model_loader import ModelLoader
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.sync.roster import Roster
-from torchrl_ext.sync.workers import Station
 from torchrl_ext.transports.base import Transport
 
 __all__ = ["TransportSchemeBase", "check_settings"]

@@ -22,7 +22,7 @@ class _Backend:
         self._transport = transport
 
     def __call__(self, **settings: Any) -> Any:
-        from torchrl_ext.sync.scheme import TransportWeightSyncScheme
+        from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
 
         return TransportWeightSyncScheme(self._transport, **settings)
 

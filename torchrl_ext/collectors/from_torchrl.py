@@ -18,20 +18,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchrl_ext.sync.dropin_ends import (
+from torchrl_ext.collectors.from_torchrl_ends import (
     SGLangWeightSender,
     VLLMDoubleBufferWeightReceiver,
     VLLMDoubleBufferWeightSender,
     VLLMWeightReceiver,
     VLLMWeightSender,
 )
-from torchrl_ext.sync.dropin_transports import (
+from torchrl_ext.collectors.from_torchrl_transports import (
     SGLangCollectiveTransport,
     VLLMDoubleBufferTransport,
     check_flush,
     collective,
 )
-from torchrl_ext.sync.scheme_base import TransportSchemeBase
+from torchrl_ext.collectors.scheme_base import TransportSchemeBase
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.source import as_source

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torchrl_ext import errors
+from torchrl_ext.collectors.hub import Link
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError, NotConnectedError
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
-from torchrl_ext.sync.links import Link
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.types import EngineInfo, EngineRow, Info

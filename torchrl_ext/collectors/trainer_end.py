@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torchrl.weight_update.utils import _resolve_model
 
+from torchrl_ext.collectors.hub import Hub
+from torchrl_ext.collectors.policy_loader import ModelLoader, other_names
+from torchrl_ext.collectors.worker_end import WorkerEngine
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, EngineUnreachableError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.inprocess import InProcessEngine
-from torchrl_ext.sync.links import Hub
-from torchrl_ext.sync.model_loader import ModelLoader, other_names
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.workers import WorkerEngine
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import Info, SyncReport
 from torchrl_ext.weights.source import as_source
 
 if TYPE_CHECKING:
-    from torchrl_ext.sync.scheme_base import TransportSchemeBase
+    from torchrl_ext.collectors.scheme_base import TransportSchemeBase
 
 __all__ = ["Roster"]
 

@@ -1,4 +1,4 @@
-"""Senders and receivers of `torchrl_ext.sync.dropin`, in the shape of TorchRL's."""
+"""Senders and receivers of `torchrl_ext.collectors.from_torchrl`, in the shape of TorchRL's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.source import is_torchrl
 
 if TYPE_CHECKING:
-    from torchrl_ext.sync.dropin import SGLangWeightSyncScheme, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
+    from torchrl_ext.collectors.from_torchrl import (
+        SGLangWeightSyncScheme,
+        VLLMDoubleBufferSyncScheme,
+        VLLMWeightSyncScheme,
+    )
 
 __all__ = [
     "SGLangWeightSender",
