@@ -23,7 +23,7 @@ _HOME = {
     "EngineClient": "rpc.client",
     "EngineInfo": "types",
     "EngineRow": "types",
-    "Facts": "sync.facts",
+    "Facts": "planning.facts",
     "ExternalEngines": "rollout.serving",
     "Fleet": "rpc.fleet",
     "Handoff": "types",
@@ -35,7 +35,7 @@ _HOME = {
     "OwnedEngines": "rollout.serving",
     "Pacer": "rollout.pacing",
     "ParamMeta": "types",
-    "Recommendation": "sync.planner",
+    "Recommendation": "planning.recommend",
     "RemoteInferenceClient": "rollout.remote",
     "RemoteLLMPolicy": "rollout.policy",
     "Routing": "rollout.routing",
@@ -60,7 +60,7 @@ _HOME = {
     "connect": "rpc.discovery",
     "discover": "rpc.discovery",
     "errors": "errors",
-    "recommend": "sync.planner",
+    "recommend": "planning.recommend",
     "regex_mapper": "weights.names",
 }
 

@@ -12,10 +12,10 @@ from tests.processes import ROOT
 from torchrl_ext.cli.main import main
 from torchrl_ext.configs.update import WeightUpdateConfig
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.sync.costs import ENCODINGS
-from torchrl_ext.sync.fits import lines_touched, place_bits, refit
-from torchrl_ext.sync.fitted import FITTED
-from torchrl_ext.sync.planner import DECISIONS
+from torchrl_ext.planning.costs import ENCODINGS
+from torchrl_ext.planning.fits import lines_touched, place_bits, refit
+from torchrl_ext.planning.fitted import FITTED
+from torchrl_ext.planning.recommend import DECISIONS
 from torchrl_ext.transports.delta import DeltaTransport
 
 SMALL = {"parameters": 500_000_000, "interval_s": 60.0}

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.sync.break_even import BreakEven
-from torchrl_ext.sync.facts import Facts
-from torchrl_ext.sync.fits import Fit, refit
-from torchrl_ext.sync.fitted import FITTED
-from torchrl_ext.sync.planner import Recommendation, recommend
+from torchrl_ext.planning.break_even import BreakEven
+from torchrl_ext.planning.facts import Facts
+from torchrl_ext.planning.fits import Fit, refit
+from torchrl_ext.planning.fitted import FITTED
+from torchrl_ext.planning.recommend import Recommendation, recommend
 
 __all__ = ["add_parser", "run"]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torchrl_ext.sync.costs import CostModel, Road
-from torchrl_ext.sync.facts import Facts
-from torchrl_ext.sync.fits import Fit
+from torchrl_ext.planning.costs import CostModel, Road
+from torchrl_ext.planning.facts import Facts
+from torchrl_ext.planning.fits import Fit
 
 __all__ = ["BreakEven", "break_evens"]
 

@@ -1,7 +1,7 @@
 """Coefficients of the planner's cost model, fitted to documents of ``torchrl-ext bench ... --json``.
 
 The model is a sum of terms, each a count (bytes, changed elements, memory lines, tensors) times a coefficient. The
-coefficients that come with the library are in `torchrl_ext.sync.fitted`; `refit` makes others from a machine's own
+coefficients that come with the library are in `torchrl_ext.planning.fitted`; `refit` makes others from a machine's own
 documents.
 """
 

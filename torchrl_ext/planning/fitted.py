@@ -1,4 +1,4 @@
-"""The coefficients that come with the library; `torchrl_ext.sync.fits` says what each one multiplies.
+"""The coefficients that come with the library; `torchrl_ext.planning.fits` says what each one multiplies.
 
 Fitted on two shared x86-64 cores with torch's CPU build to one run each of the commands named here, with ``--json``;
 the machine was busy with other work, which the spreads show. ``torchrl-ext plan --fit FILE...`` takes other runs.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from torchrl_ext.sync.fits import Coefficient, Fit
+from torchrl_ext.planning.fits import Coefficient, Fit
 
 __all__ = ["FITTED"]
 

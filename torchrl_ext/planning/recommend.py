@@ -1,7 +1,7 @@
 """`recommend`: which entry point, which transport, and what an update will cost, from facts about a deployment.
 
 The table of goals is the one of the external-engine guides of slime and vime; the costs are predictions of a model
-that is fitted to this library's own benchmarks (`torchrl_ext.sync.fits`).
+that is fitted to this library's own benchmarks (`torchrl_ext.planning.fits`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.sync.break_even import BreakEven, break_evens
-from torchrl_ext.sync.costs import Road, roads
-from torchrl_ext.sync.facts import Facts
-from torchrl_ext.sync.fits import Fit
-from torchrl_ext.sync.fitted import FITTED
+from torchrl_ext.planning.break_even import BreakEven, break_evens
+from torchrl_ext.planning.costs import Road, roads
+from torchrl_ext.planning.facts import Facts
+from torchrl_ext.planning.fits import Fit
+from torchrl_ext.planning.fitted import FITTED
 
 __all__ = ["DECISIONS", "Answer", "Recommendation", "recommend"]
 
@@ -160,7 +160,7 @@ def recommend(facts: Facts | None = None, *, fit: Fit = FITTED, **given: Any) ->
 
     Args:
         facts: about the deployment; or give its fields by name.
-        fit: coefficients of the cost model, see `torchrl_ext.sync.fits.refit`.
+        fit: coefficients of the cost model, see `torchrl_ext.planning.fits.refit`.
         given: fields of `Facts`.
 
     Raises:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchrl_ext.sync.facts import Facts
-from torchrl_ext.sync.fits import CODED, LINE_BYTES, Fit, lines_touched, place_bits
+from torchrl_ext.planning.facts import Facts
+from torchrl_ext.planning.fits import CODED, LINE_BYTES, Fit, lines_touched, place_bits
 
 __all__ = ["ENCODINGS", "CostModel", "Road", "Span", "roads"]
 
