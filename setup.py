@@ -56,8 +56,8 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["torchrl-ext = torchrl_ext.cli.main:main"],
-        "vllm.general_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm:register"],
-        "sglang.srt.plugins": ["torchrl_ext = torchrl_ext.plugins.sglang:register"],
-        "vllm.endpoint_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm_endpoint:UpdateFromDisk"],
+        "vllm.general_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm.register:register"],
+        "sglang.srt.plugins": ["torchrl_ext = torchrl_ext.plugins.sglang.register:register"],
+        "vllm.endpoint_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm.endpoint:UpdateFromDisk"],
     },
 )

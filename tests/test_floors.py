@@ -41,8 +41,8 @@ IN_ENGINES = {
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "peft", "datasets"}
 ENGINE_MODULES = [
     "torchrl_ext",
-    "torchrl_ext.plugins.vllm",
-    "torchrl_ext.plugins.sglang",
+    "torchrl_ext.plugins.vllm.register",
+    "torchrl_ext.plugins.sglang.register",
     "torchrl_ext.sync.receiver",
     "torchrl_ext.weights.checkpoint",
     "torchrl_ext.transports.memory",

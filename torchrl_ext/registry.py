@@ -156,7 +156,7 @@ switches = Registry("switch")
 switches.register("default", "torchrl_ext.sync.switching:Switch", "other weights for an engine of this process")
 
 scorers = Registry("scorer")
-scorers.register("vllm", "torchrl_ext.plugins.vllm_scorer:VLLMScorer", "log-probabilities of tokens by a vLLM object")
+scorers.register("vllm", "torchrl_ext.plugins.vllm.scorer:VLLMScorer", "log-probabilities of tokens by a vLLM object")
 
 launchers = Registry("engine to start")
 launchers.register("embedded", "torchrl_ext.launch.embedded:EmbeddedServer", "the embedded transformers engine")

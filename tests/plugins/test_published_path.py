@@ -9,7 +9,7 @@ import pytest
 from tests.transports.chains import checkpoint, folder, published
 from tests.transports.test_delta_foreign import renumber
 from torchrl_ext.errors import StoreError, WeightSyncError
-from torchrl_ext.plugins.published_path import locate, parameters
+from torchrl_ext.plugins.common.published_path import locate, parameters
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.overlay import make_overlay
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.sglang import SGLangServer
-from torchrl_ext.plugins.workers import joined
+from torchrl_ext.plugins.common.workers import joined
 
 LOOK = """
 import sys
@@ -21,7 +21,7 @@ from importlib.metadata import entry_points
 before = set(sys.modules)
 found.load()
 import torchrl_ext.sync.receiver, torchrl_ext.landing.placement, torchrl_ext.weights.checkpoint
-import torchrl_ext.transports.disk, torchrl_ext.transports.collective.transport, torchrl_ext.plugins.workers
+import torchrl_ext.transports.disk, torchrl_ext.transports.collective.transport, torchrl_ext.plugins.common.workers
 new = set(sys.modules) - before
 print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang"}}))
 print(torchrl_ext.__file__)
@@ -50,7 +50,7 @@ def test_failures_in_the_same_words_are_told_once():
 TOGETHER = """
 import os, sys, torch
 from torch import distributed
-from torchrl_ext.plugins.workers import agree, combine
+from torchrl_ext.plugins.common.workers import agree, combine
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.landing.patcher import Patcher, Piece
 from torchrl_ext.weights.position_digest import position_digest

@@ -10,7 +10,7 @@ import pytest
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.launch.overlay import make_overlay
 from torchrl_ext.launch.vllm import VLLMServer
-from torchrl_ext.plugins.vllm_caches import drop_cached
+from torchrl_ext.plugins.vllm.caches import drop_cached
 
 LOOK = """
 import sys

@@ -10,10 +10,10 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.errors import EngineError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.plugins.embedded.engine import Engine
-from torchrl_ext.plugins.embedded.protocol import GenerateRequest
 
 
 @pytest.fixture(scope="module")

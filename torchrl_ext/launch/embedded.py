@@ -14,7 +14,7 @@ __all__ = ["EmbeddedServer"]
 
 
 class EmbeddedServer(Launched):
-    """Starts ``python -m torchrl_ext.plugins.embedded`` and waits until it is healthy; a context manager.
+    """Starts ``python -m torchrl_ext.embedded`` and waits until it is healthy; a context manager.
 
     Args:
         model_dir: Hugging Face checkpoint directory.
@@ -60,7 +60,7 @@ class EmbeddedServer(Launched):
             "threads": threads,
         }
         server = ServerProcess(
-            [str(python or sys.executable), "-m", "torchrl_ext.plugins.embedded", *as_flags(arguments)],
+            [str(python or sys.executable), "-m", "torchrl_ext.embedded", *as_flags(arguments)],
             name="embedded",
             url=f"http://127.0.0.1:{port}",
             environ={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(environ or {})},

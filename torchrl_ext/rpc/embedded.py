@@ -17,7 +17,7 @@ __all__ = ["EmbeddedEngine"]
 
 
 class EmbeddedEngine(EngineClient):
-    """The engine of `torchrl_ext.plugins.embedded` in another process.
+    """The engine of `torchrl_ext.embedded` in another process.
 
     Args:
         url: its base address.

@@ -21,7 +21,7 @@ from torchrl_ext.weights.source import WeightSource, as_source
 __all__ = ["EmbeddedHost", "Host", "ModuleHost", "VLLMHost", "host_of"]
 
 _VLLM: Final = {("vllm.entrypoints.llm", "LLM"), ("vllm.v1.engine.async_llm", "AsyncLLM")}
-_EMBEDDED: Final = {("torchrl_ext.plugins.embedded.engine", "Engine")}
+_EMBEDDED: Final = {("torchrl_ext.embedded.engine", "Engine")}
 _POLL_S: Final = 0.05
 _COPYING_S: Final = 10.0
 
@@ -107,7 +107,7 @@ class ModuleHost(Host):
 
 
 class EmbeddedHost(Host):
-    """The embedded engine's object (`torchrl_ext.plugins.embedded.engine.Engine`)."""
+    """The embedded engine's object (`torchrl_ext.embedded.engine.Engine`)."""
 
     transport = "ipc"
 

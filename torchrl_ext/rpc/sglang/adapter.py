@@ -1,4 +1,4 @@
-"""LoRA adapters of an SGLang server, by messages to our plugin (`torchrl_ext.plugins.sglang_adapters`)."""
+"""LoRA adapters of an SGLang server, by messages to our plugin (`torchrl_ext.plugins.sglang.adapters`)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class SGLangChannel:
             raise
 
     def rest(self) -> Info:
-        """``{"paused", "asleep", "hollow"}`` (`torchrl_ext.plugins.sglang_worker`); nothing of it without a plugin that
+        """``{"paused", "asleep", "hollow"}`` (`torchrl_ext.plugins.sglang.worker`); nothing of it without a plugin that
         knows the question."""
         try:
             return self.tell({"rest": True})

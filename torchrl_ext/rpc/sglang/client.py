@@ -2,7 +2,7 @@
 
 The protocol, as far as routes and bodies go, is SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.19 to 0.5.23).
 Where the server has our plugin, messages of ours travel as the ``action`` of ``/weights_checker``
-(`torchrl_ext.plugins.sglang_worker` lists them); a server without it follows by full files, through its own loader:
+(`torchrl_ext.plugins.sglang.worker` lists them); a server without it follows by full files, through its own loader:
 
 ===================================  =========================================================================
 ``GET /server_info``                 what the server was started with; ``GET /model_info``: what it serves now

@@ -6,7 +6,7 @@
 ``POST /resume_memory_occupation``    ``{"tags": [...]}``; ends the server where one of them is awake
 ====================================  ====================================================================
 
-What sleeps is told by our plugin (`torchrl_ext.plugins.sglang_worker`); no route of SGLang's says it.
+What sleeps is told by our plugin (`torchrl_ext.plugins.sglang.worker`); no route of SGLang's says it.
 """
 
 from __future__ import annotations

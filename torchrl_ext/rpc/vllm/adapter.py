@@ -1,4 +1,4 @@
-"""LoRA adapters of a vLLM server, by the routes that our plugin adds (`torchrl_ext.plugins.vllm_adapters`)."""
+"""LoRA adapters of a vLLM server, by the routes that our plugin adds (`torchrl_ext.plugins.vllm.adapters`)."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
-from torchrl_ext.plugins.vllm_adapter_check import check_adapter
-from torchrl_ext.plugins.vllm_loader import VLLMLoader
-from torchrl_ext.plugins.workers import agree, joined
+from torchrl_ext.plugins.common.workers import agree, joined
+from torchrl_ext.plugins.vllm.adapter_check import check_adapter
+from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import ANSWERS, HOLLOW, OPEN_UPDATE, STILL_STAGING, Info, ParamMeta

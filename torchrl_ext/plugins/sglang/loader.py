@@ -12,7 +12,7 @@ from torchrl_ext.landing.loader import Staging
 from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading, reachable
-from torchrl_ext.plugins.refusals import (
+from torchrl_ext.plugins.common.refusals import (
     UNCHANGED,
     incomplete,
     missing,
@@ -23,8 +23,8 @@ from torchrl_ext.plugins.refusals import (
     unknown,
     unreadable,
 )
-from torchrl_ext.plugins.sglang_model import can_unpack, pack, packs, stand_ins, unpack
-from torchrl_ext.plugins.workers import combine
+from torchrl_ext.plugins.common.workers import combine
+from torchrl_ext.plugins.sglang.model import can_unpack, pack, packs, stand_ins, unpack
 from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta

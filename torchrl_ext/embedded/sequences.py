@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.plugins.embedded.protocol import GenerateRequest, Output, TokenLogprobs
-from torchrl_ext.plugins.embedded.sampling import pick
+from torchrl_ext.embedded.protocol import GenerateRequest, Output, TokenLogprobs
+from torchrl_ext.embedded.sampling import pick
 
 __all__ = ["Cohort", "Job", "Sequence"]
 

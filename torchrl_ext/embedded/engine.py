@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from torchrl_ext import registry
+from torchrl_ext.embedded.scheduler import PauseMode, Scheduler
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
 from torchrl_ext.landing.dormant import Dormant
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.plugins.embedded.scheduler import PauseMode, Scheduler
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import HOLLOW, Info, ParamMeta, dtype_from_name
 from torchrl_ext.weights.devices import usable_device

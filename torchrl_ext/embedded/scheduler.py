@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+from torchrl_ext.embedded.protocol import GenerateRequest
+from torchrl_ext.embedded.sequences import Cohort, Job, Sequence
 from torchrl_ext.errors import ConfigError, DeadlineError
-from torchrl_ext.plugins.embedded.protocol import GenerateRequest
-from torchrl_ext.plugins.embedded.sequences import Cohort, Job, Sequence
 
 __all__ = ["PauseMode", "Scheduler"]
 

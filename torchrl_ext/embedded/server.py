@@ -19,10 +19,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import torchrl_ext
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.embedded.protocol import GenerateRequest, answer, is_token
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
-from torchrl_ext.plugins.access import bears_key, refusal
-from torchrl_ext.plugins.embedded.engine import Engine
-from torchrl_ext.plugins.embedded.protocol import GenerateRequest, answer, is_token
+from torchrl_ext.sync.access import bears_key, refusal
 from torchrl_ext.sync.inspection import inspect
 
 __all__ = ["make_app"]

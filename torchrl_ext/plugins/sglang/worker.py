@@ -1,7 +1,7 @@
 """What our messages do inside one worker of an SGLang server.
 
 A message is one JSON object; SGLang hands it to every worker at the same point of its loop, in the thread that
-generates (`torchrl_ext.plugins.sglang`):
+generates (`torchrl_ext.plugins.sglang.register`):
 
 ====================================  ====================================================================
 ``{"hello": true}``                   is the plugin there? Answer: ``{"torchrl_ext": version, "workers": n}``
@@ -38,9 +38,9 @@ from torch import distributed, nn
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
-from torchrl_ext.plugins.published_path import locate, parameters
-from torchrl_ext.plugins.sglang_loader import SGLangLoader
-from torchrl_ext.plugins.workers import agree, joined
+from torchrl_ext.plugins.common.published_path import locate, parameters
+from torchrl_ext.plugins.common.workers import agree, joined
+from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.stores import open_store
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver

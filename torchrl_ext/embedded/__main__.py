@@ -1,4 +1,4 @@
-"""``python -m torchrl_ext.plugins.embedded --model DIR --port P``."""
+"""``python -m torchrl_ext.embedded --model DIR --port P``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal ends it."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchrl_ext.plugins.embedded", description="Host a causal LM that follows a trainer."
+        prog="python -m torchrl_ext.embedded", description="Host a causal LM that follows a trainer."
     )
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     import uvicorn
 
-    from torchrl_ext.plugins.embedded.engine import Engine
-    from torchrl_ext.plugins.embedded.server import make_app
+    from torchrl_ext.embedded.engine import Engine
+    from torchrl_ext.embedded.server import make_app
 
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -1,6 +1,6 @@
 """Entry point of group ``vllm.endpoint_plugins``: ``POST /update_weights_from_disk``, as slime's trainers call it.
 
-The routes of `torchrl_ext.plugins.vllm_adapters` come with it.
+The routes of `torchrl_ext.plugins.vllm.adapters` come with it.
 
 vLLM loads the plugin only where ``VLLM_PLUGINS`` names it (`torchrl_ext`, the name of our general plugin too). The
 server needs ``--weight-transfer-config '{"backend": "torchrl_ext"}'``: the route drives that backend, no other trainer
@@ -33,12 +33,12 @@ from fastapi.responses import JSONResponse
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError
-from torchrl_ext.plugins.access import bears_key
-from torchrl_ext.plugins.published_path import locate, parameters
-from torchrl_ext.plugins.vllm_adapters import AdapterRoutes
-from torchrl_ext.plugins.vllm_caches import drop_cached
+from torchrl_ext.plugins.common.published_path import locate, parameters
+from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
+from torchrl_ext.plugins.vllm.caches import drop_cached
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
+from torchrl_ext.sync.access import bears_key
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import STILL_STAGING, Info
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from torchrl_ext.plugins.found import attempt, grant_tiles, say
+from torchrl_ext.plugins.common.found import attempt, grant_tiles, say
 from torchrl_ext.types import BACKEND
 
 __all__ = ["register"]
@@ -36,7 +36,7 @@ def _register_backend() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:
-        WeightTransferEngineFactory.register_engine(BACKEND, "torchrl_ext.plugins.vllm_engine", "TorchRLExtEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "torchrl_ext.plugins.vllm.engine", "TorchRLExtEngine")
     except ValueError:
         return  # registered by an earlier call
 

@@ -28,8 +28,8 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch
 from torchrl_ext.codecs.units import units
-from torchrl_ext.plugins.vllm import register
-from torchrl_ext.plugins.vllm_loader import VLLMLoader
+from torchrl_ext.plugins.vllm.loader import VLLMLoader
+from torchrl_ext.plugins.vllm.register import register
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 

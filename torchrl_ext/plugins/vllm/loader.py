@@ -29,7 +29,7 @@ from torchrl_ext.landing.loader import Staging
 from torchrl_ext.landing.patcher import Piece, holds, read
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading
-from torchrl_ext.plugins.refusals import (
+from torchrl_ext.plugins.common.refusals import (
     incomplete,
     missing,
     rebalanced,
@@ -40,8 +40,8 @@ from torchrl_ext.plugins.refusals import (
     unknown,
     unreadable,
 )
-from torchrl_ext.plugins.vllm_patches import VLLMPatches
-from torchrl_ext.plugins.vllm_runtime import REPAIRS, also_packed, kernel_of, made_up, readings
+from torchrl_ext.plugins.vllm.patches import VLLMPatches
+from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, kernel_of, made_up, readings
 from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrl_ext.plugins.embedded.protocol import Sampling, TokenLogprobs
+from torchrl_ext.embedded.protocol import Sampling, TokenLogprobs
 
 __all__ = ["pick"]
 

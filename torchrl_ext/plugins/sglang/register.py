@@ -1,11 +1,11 @@
 """Entry point of group ``sglang.srt.plugins``: a stock SGLang follows our transports, and slime's ``"delta"``.
 
 SGLang (0.5.13 and later) calls `register` in each of its processes and then applies the hooks; schedulers, which hold
-the model, run them, and the process that looks names of adapters up (`torchrl_ext.plugins.sglang_adapters`):
+the model, run them, and the process that looks names of adapters up (`torchrl_ext.plugins.sglang.adapters`):
 
 * ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
   carries a free string: the ``action``. Ours begin with `torchrl_ext.types.CHANNEL`; a server without the plugin says
-  "Unsupported action" and goes on. What they do is in `torchrl_ext.plugins.sglang_worker`.
+  "Unsupported action" and goes on. What they do is in `torchrl_ext.plugins.sglang.worker`.
 * ``/update_weights_from_disk`` with ``load_format="delta"`` lands a version directory, or the newest one of a root.
 
 An exception that leaves a scheduler ends the server (0.5.23), so none leaves these hooks: a checkpoint that SGLang
@@ -23,8 +23,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_ext.plugins import sglang_adapters, sglang_cpu
-from torchrl_ext.plugins.found import attempt, grant_tiles, say
+from torchrl_ext.plugins.common.found import attempt, grant_tiles, say
+from torchrl_ext.plugins.sglang import adapters as sglang_adapters
+from torchrl_ext.plugins.sglang import cpu as sglang_cpu
 from torchrl_ext.types import CHANNEL
 
 __all__ = ["register"]
@@ -171,7 +172,7 @@ def _united(words: str) -> str:
     """What all workers have to say; "" where no worker has anything."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from torchrl_ext.plugins.workers import agree, joined
+    from torchrl_ext.plugins.common.workers import agree, joined
 
     said = agree(words, get_tp_group().cpu_group)
     return joined(said) if any(said) else ""
@@ -192,7 +193,7 @@ def _worker(runner: Any) -> Any:
     """The part of ours that keeps this runner's model up to date; there is one per model and process."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from torchrl_ext.plugins.sglang_worker import SGLangWorker
+    from torchrl_ext.plugins.sglang.worker import SGLangWorker
 
     model = runner.model
     if model not in _workers:
@@ -211,7 +212,7 @@ def _unfit(runner: Any) -> Any:
     from sglang.srt.distributed.parallel_state import get_pp_group
 
     from torchrl_ext.errors import ConfigError
-    from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
+    from torchrl_ext.plugins.common.refusals import UNCHANGED, rebalanced
 
     if get_pp_group().world_size > 1:
         return ConfigError(
