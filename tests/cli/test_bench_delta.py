@@ -7,8 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from torchrl_ext.cli import bench_delta, delta_first_use
-from torchrl_ext.cli.delta_data import real_chain, synthetic_pair
+from torchrl_ext.bench import delta as bench_delta
+from torchrl_ext.bench import first_use as delta_first_use
+from torchrl_ext.bench.delta_data import real_chain, synthetic_pair
 
 TINY = {"hidden": 64, "layers": 1, "vocabulary": 512}
 

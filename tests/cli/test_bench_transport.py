@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_ext.cli.bench import ratio, rounds, track_peak
+from torchrl_ext.bench.runner import ratio, rounds, track_peak
 from torchrl_ext.cli.main import main
 
 

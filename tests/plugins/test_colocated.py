@@ -13,7 +13,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
-from torchrl_ext.cli.bench import track_peak
+from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
 from torchrl_ext.launch.sglang import SGLangServer
 from torchrl_ext.launch.vllm import VLLMServer

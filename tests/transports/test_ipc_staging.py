@@ -12,7 +12,7 @@ from tests.processes import python, running_python
 from tests.transports import ipc_ends
 from tests.transports.contract import WAIT_S, any_bits, same_bits
 from tests.transports.ipc_ends import WORKER
-from torchrl_ext.cli.bench import track_peak
+from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.transports.ipc.staging import Lander, Packer, stage_layout
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import MappingSource, checked

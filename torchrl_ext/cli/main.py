@@ -27,7 +27,7 @@ COMMANDS = {
     "plan": ("torchrl_ext.cli.plan", "say which transport suits a deployment, and what an update costs"),
     "doctor": ("torchrl_ext.cli.doctor", "find what will go wrong in an update before it does"),
     "watch": ("torchrl_ext.cli.watch", "show versions, bytes, pauses, lag and state of roots and engines, live"),
-    "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),
+    "bench": ("torchrl_ext.bench.runner", "measure transports on this machine"),
 }
 INTERRUPTED = 130
 

@@ -1,4 +1,4 @@
-"""What landing costs in a vLLM model: run by `torchrl_ext.cli.bench_landing` with the interpreter that has vLLM.
+"""What landing costs in a vLLM model: run by `torchrl_ext.bench.landing` with the interpreter that has vLLM.
 
 Reads one JSON object from standard input and prints one line of JSON last. The model is vLLM's own Qwen3 class with
 random weights, in this process and without a server, so that nothing else is timed.

@@ -1,4 +1,4 @@
-"""What a switch of weights does to requests that stream: run by `torchrl_ext.cli.bench_switch` where vLLM is.
+"""What a switch of weights does to requests that stream: run by `torchrl_ext.bench.switch` where vLLM is.
 
 Reads one JSON object from standard input and prints one line of JSON last.
 """

@@ -1,6 +1,6 @@
 """``torchrl-ext bench gpu``: what stays on a GPU, beside plain copies of the same bytes.
 
-Shared memory between two processes (`torchrl_ext.cli.bench_ipc`) beside ``copy_`` of every tensor on the device; deltas
+Shared memory between two processes (`torchrl_ext.bench.ipc`) beside ``copy_`` of every tensor on the device; deltas
 that are listed on the device, from a baseline there and from one in pinned host memory, beside the whole model's way to
 the host and the host's own pass over it; and a staged delta that lands, beside a copy.
 """
@@ -18,9 +18,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from torchrl_ext.cli.bench import ratio, rounds
-from torchrl_ext.cli.bench_ipc import measure_ipc, settle
-from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes
+from torchrl_ext.bench.ipc import measure_ipc, settle
+from torchrl_ext.bench.runner import ratio, rounds
+from torchrl_ext.bench.shapes import SIZES, Shapes, shapes_bytes
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.errors import ConfigError

@@ -24,9 +24,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from torchrl_ext.cli.bench import ratio, rounds, track_peak
-from torchrl_ext.cli.delta_data import Pair, real_chain, synthetic_pair
-from torchrl_ext.cli.delta_first_use import measure_first_use, table
+from torchrl_ext.bench.delta_data import Pair, real_chain, synthetic_pair
+from torchrl_ext.bench.first_use import measure_first_use, table
+from torchrl_ext.bench.runner import ratio, rounds, track_peak
 from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece, make_codec
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
@@ -100,7 +100,7 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
         pair: bfloat16 tensors.
         threads: worker threads.
     """
-    from torchrl_ext.cli.delta_bounds import bounds
+    from torchrl_ext.bench.delta_bounds import bounds
 
     with ThreadPoolExecutor(threads) as pool:
         counted = list(pool.map(lambda row: bounds(row[1], row[2]), pair))

@@ -51,7 +51,7 @@ def measure_first_use(say: Callable[[str], None]) -> dict[str, Any]:
 
 def _both(cache: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as root:
-        module = [sys.executable, "-m", "torchrl_ext.cli.delta_first_use"]
+        module = [sys.executable, "-m", "torchrl_ext.bench.first_use"]
         trains, serves = (["env", f"NUMBA_CACHE_DIR={cache}/{end}", *module, end] for end in ("trainer", "engine"))
         with subprocess.Popen([*trains, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
             try:

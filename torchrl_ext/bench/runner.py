@@ -20,13 +20,13 @@ from rich.console import Console
 __all__ = ["SUBJECTS", "Ratio", "add_parser", "ratio", "resident_bytes", "rounds", "run", "track_peak"]
 
 SUBJECTS = {
-    "transport": ("torchrl_ext.cli.bench_transport", "full updates: collective and disk against the plainest way"),
-    "delta": ("torchrl_ext.cli.bench_delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
-    "landing": ("torchrl_ext.cli.bench_landing", "what a pause costs: a delta that lands in vLLM, and full files"),
-    "gpu": ("torchrl_ext.cli.bench_gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
-    "switch": ("torchrl_ext.cli.bench_switch", "what an in-process switch of vLLM's weights does to streams"),
-    "proof": ("torchrl_ext.cli.bench_proof", "reading back and rehearsing, beside the updates that they prove"),
-    "scheme": ("torchrl_ext.cli.bench_scheme", "an update of a collector's workers, beside TorchRL's own scheme"),
+    "transport": ("torchrl_ext.bench.transport", "full updates: collective and disk against the plainest way"),
+    "delta": ("torchrl_ext.bench.delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
+    "landing": ("torchrl_ext.bench.landing", "what a pause costs: a delta that lands in vLLM, and full files"),
+    "gpu": ("torchrl_ext.bench.gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
+    "switch": ("torchrl_ext.bench.switch", "what an in-process switch of vLLM's weights does to streams"),
+    "proof": ("torchrl_ext.bench.proof", "reading back and rehearsing, beside the updates that they prove"),
+    "scheme": ("torchrl_ext.bench.scheme", "an update of a collector's workers, beside TorchRL's own scheme"),
 }
 """Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from torchrl_ext.cli.bench_landing import SIZES, in_vllm, model_config
+from torchrl_ext.bench.landing import SIZES, in_vllm, model_config
 from torchrl_ext.launch.tiny import make_tiny_lm
 
 __all__ = ["add_arguments", "measure", "tables"]

@@ -1,7 +1,7 @@
 """``torchrl-ext bench transport``: full updates by every road, against the plainest way to move the same bytes.
 
 Two processes on this machine. The reference for a collective (gloo) is one broadcast of one flat tensor with all the
-bytes; for shared memory a copy of every tensor (`torchrl_ext.cli.bench_ipc`); for a publication it is
+bytes; for shared memory a copy of every tensor (`torchrl_ext.bench.ipc`); for a publication it is
 `safetensors.torch.save_file` and an fsync.
 """
 
@@ -26,9 +26,9 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchrl_ext.cli.bench import ratio, rounds, track_peak
-from torchrl_ext.cli.bench_ipc import measure_ipc
-from torchrl_ext.cli.bench_shapes import SIZES, Shapes, shapes_bytes, weights_of
+from torchrl_ext.bench.ipc import measure_ipc
+from torchrl_ext.bench.runner import ratio, rounds, track_peak
+from torchrl_ext.bench.shapes import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.errors import TransportError
 from torchrl_ext.transports.collective.buckets import BUCKET_BYTES
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport

@@ -23,7 +23,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from torchrl_ext.cli.bench import ratio, rounds
+from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError
 from torchrl_ext.registry import transports
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from torchrl_ext import registry
-from torchrl_ext.cli.bench_landing import SIZES, model_config
+from torchrl_ext.bench.landing import SIZES, model_config
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, identity
 from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.sync.inprocess import InProcessEngine
