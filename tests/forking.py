@@ -21,8 +21,8 @@ import types
 MODULES = (
     "tensordict",
     "torchrl.collectors.llm",
-    "torchrl_ext.cli.demo",
-    "torchrl_ext.cli.training",
+    "torchrl_ext.cli.demo.command",
+    "torchrl_ext.cli.demo.training",
     "torchrl_ext.codecs.pipeline",
     "torchrl_ext.embedded.engine",
     "torchrl_ext.embedded.server",

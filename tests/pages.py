@@ -206,7 +206,7 @@ def _collectors():
 def _chat():
     from transformers import AutoTokenizer
 
-    from torchrl_ext.cli.training import DigitsTask
+    from torchrl_ext.cli.demo.training import DigitsTask
 
     tokenizer = AutoTokenizer.from_pretrained("models/policy")
     return DigitsTask(tokenizer, 512, group=2).env()

@@ -15,7 +15,7 @@ from tests.models import tiny_checkpoint
 from tests.processes import ROOT
 from tests.rpc.servers import CONFIG, rehearsing, running
 from tests.rpc.test_discovery import scripted, told
-from torchrl_ext.cli.findings import Patient
+from torchrl_ext.cli.doctor.engines import Patient
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.http.session import HTTPSession
@@ -253,7 +253,7 @@ def test_an_engine_of_another_model_or_dtype_is_found(checkpoint, tmp_path, caps
 
 def test_a_full_disk_is_found_before_it_is_full(checkpoint, engine, tmp_path, capsys):
     """The root's filesystem is a small one where this machine lets us have it; else the model is said to be large."""
-    from torchrl_ext.cli.shared_findings import SharedChecks
+    from torchrl_ext.cli.doctor.shared import SharedChecks
 
     shared = SharedChecks(str(tmp_path), "disk", model_bytes=10**15)
     with shared.asking([]):

@@ -14,7 +14,7 @@ import torchrl_ext as tx
 from tests.models import tiny_model, tiny_tokenizer
 from tests.processes import ROOT
 from tests.rollout.inputs import TEMPLATE, leaves, prompts
-from torchrl_ext.cli.training import Trainer
+from torchrl_ext.cli.demo.training import Trainer
 
 pytestmark = pytest.mark.engine
 

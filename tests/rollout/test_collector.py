@@ -13,7 +13,7 @@ from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.processes import WAIT_S
-from torchrl_ext.cli.training import Trainer
+from torchrl_ext.cli.demo.training import Trainer
 from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.rpc.http.session import HTTPSession
 

@@ -19,13 +19,16 @@ from torchrl_ext.errors import WeightSyncError
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "demo": ("torchrl_ext.cli.demo", "train a tiny policy and keep an engine at its newest weights, with proof"),
+    "demo": (
+        "torchrl_ext.cli.demo.command",
+        "train a tiny policy and keep an engine at its newest weights, with proof",
+    ),
     "discover": ("torchrl_ext.cli.discover", "say which engines run at the given addresses"),
     "push": ("torchrl_ext.cli.push", "put a checkpoint into running engines"),
     "serve": ("torchrl_ext.cli.serve", "install and start an engine that can follow a trainer"),
     "chain": ("torchrl_ext.cli.chain", "list, check, thin out and unpack the versions under a root"),
     "plan": ("torchrl_ext.cli.plan", "say which transport suits a deployment, and what an update costs"),
-    "doctor": ("torchrl_ext.cli.doctor", "find what will go wrong in an update before it does"),
+    "doctor": ("torchrl_ext.cli.doctor.command", "find what will go wrong in an update before it does"),
     "watch": ("torchrl_ext.cli.watch", "show versions, bytes, pauses, lag and state of roots and engines, live"),
     "bench": ("torchrl_ext.bench.runner", "measure transports on this machine"),
 }

@@ -135,7 +135,7 @@ def _is_here(url: str) -> bool:
 
 
 def _own_address(found: list[EngineInfo]) -> str:
-    from torchrl_ext.cli.shared_findings import own_address
+    from torchrl_ext.cli.doctor.shared import own_address
 
     return own_address([info.url for info in found])
 

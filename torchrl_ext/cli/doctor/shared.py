@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchrl_ext.cli.findings import Examined
-from torchrl_ext.cli.notes import Finding
+from torchrl_ext.cli.doctor.engines import Examined
+from torchrl_ext.cli.doctor.findings import Finding
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.rpc.http.session import normalise_url
 from torchrl_ext.stores import Root, open_store

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torchrl_ext
-from torchrl_ext.cli.notes import Finding, Notes
+from torchrl_ext.cli.doctor.findings import Finding, Notes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http.session import Answer, HTTPSession, normalise_url

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchrl_ext.cli.demo.progress import Progress
 from torchrl_ext.cli.interrupts import Interrupts
-from torchrl_ext.cli.progress import Progress
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import EngineInfo, Info, SyncReport
 
@@ -140,7 +140,7 @@ def _train(
     from transformers.utils import logging as transformers_logging
 
     import torchrl_ext as tx
-    from torchrl_ext.cli.training import Trainer
+    from torchrl_ext.cli.demo.training import Trainer
     from torchrl_ext.registry import transports
 
     transformers_logging.disable_progress_bar()

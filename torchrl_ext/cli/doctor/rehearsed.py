@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchrl_ext import registry
-from torchrl_ext.cli.findings import Examined
-from torchrl_ext.cli.notes import Finding
+from torchrl_ext.cli.doctor.engines import Examined
+from torchrl_ext.cli.doctor.findings import Finding
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.types import PROOFS, Info
 

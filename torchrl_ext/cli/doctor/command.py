@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_ext.cli.findings import Examined, Patient, compare, examine
+from torchrl_ext.cli.doctor.engines import Examined, Patient, compare, examine
+from torchrl_ext.cli.doctor.findings import Finding
+from torchrl_ext.cli.doctor.rehearsed import rehearsed
+from torchrl_ext.cli.doctor.shared import SharedChecks, check_checkpoint
 from torchrl_ext.cli.keys import add_api_key
-from torchrl_ext.cli.notes import Finding
-from torchrl_ext.cli.rehearsed import rehearsed
-from torchrl_ext.cli.shared_findings import SharedChecks, check_checkpoint
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.rpc.http.session import HTTPSession
 from torchrl_ext.rpc.inspection import ask_workers
