@@ -11,10 +11,10 @@ import pytest
 
 from tests.processes import WAIT_S
 from torchrl_ext.errors import EngineError
+from torchrl_ext.launch.keeper import Keeper
 from torchrl_ext.launch.launchers import EngineLauncher
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.topology import EnginePlan
-from torchrl_ext.launch.watch import Keeper
 
 
 class Handler(BaseHTTPRequestHandler):

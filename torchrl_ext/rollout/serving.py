@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.launch.keeper import Keeper, Kept
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.launch.topology import ModelPlan, Topology
-from torchrl_ext.launch.watch import Keeper, Kept
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rollout.routing import Routing
 from torchrl_ext.rpc.discovery import connect, discover
