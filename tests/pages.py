@@ -185,14 +185,14 @@ def named(page, folder):
 
 def _workers():
     """An environment and a policy of TorchRL's common kind."""
-    from tests.sync.collecting import Walk, make_policy
+    from tests.collectors.collecting import Walk, make_policy
 
     return {"make_env": Walk, "actor": make_policy()}
 
 
 def _collectors():
     """The same as ``policy``, and a chat environment whose dialogs end."""
-    from tests.sync.collecting import train
+    from tests.collectors.collecting import train
 
     workers = _workers()
     return {
@@ -226,9 +226,9 @@ def _loop():
 def _on_ray():
     """What actors call is found by its name in a module; ``policy`` is the causal LM, ``actor`` TorchRL's kind."""
     from tests import models
-    from tests.rpc.test_rlvllm import ModuleEngine
-    from tests.sync import collecting
-    from tests.sync.test_ray_collector import make_env
+    from tests.collectors import collecting
+    from tests.collectors.test_ray_collector import make_env
+    from tests.sync.test_rlvllm import ModuleEngine
 
     return {
         "make_policy": functools.partial(models.tiny_model, 0),

@@ -15,28 +15,34 @@ from tests.processes import ROOT, python
 PACKAGE = ROOT / "torchrl_ext"
 FLOORS = [
     {"errors"},
-    {"types", "registry", "jit", "files"},
+    {"types", "registry", "files"},
     {"kernels"},
-    {"weights", "codecs", "stores"},
-    {"transports", "rpc", "launch"},
-    {"sync", "rollout"},
-    {"plugins", "configs", "cli"},
+    {"stores", "weights"},
+    {"codecs"},
+    {"landing"},
+    {"versions"},
+    {"launch", "rpc", "transports"},
+    {"proof"},
+    {"rollout", "sync"},
+    {"collectors"},
+    {"configs", "embedded", "planning", "plugins"},
+    {"bench", "cli"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 EXCEPTIONS = {
-    # lands decoded patches, whose classes live beside their encodings
-    ("torchrl_ext/landing/patcher.py", "codecs"),
+    # a reader of chains gives what a transport hands to a worker
+    ("torchrl_ext/versions/reader.py", "transports"),
 }
 HOMES = {
     "httpx": {"rpc", "launch"},
     "requests": {"rpc", "launch"},
-    "ray": {"rpc", "launch"},
+    "ray": {"rpc", "launch", "sync"},
     "vllm": {"plugins"},
     "sglang": {"plugins"},
 }
 IN_ENGINES = {
-    "types", "errors", "registry", "jit", "files", "kernels", "weights", "codecs", "stores", "transports", "sync",
-    "plugins",
+    "types", "errors", "registry", "files", "kernels", "weights", "codecs", "landing", "stores", "versions",
+    "transports", "proof", "sync", "plugins",
 }  # fmt: skip
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "peft", "datasets"}
 ENGINE_MODULES = [
@@ -51,10 +57,7 @@ ENGINE_MODULES = [
     "torchrl_ext.transports.delta",
     "torchrl_ext.transports.ipc.transport",
 ]
-NOT_IN_ENGINES = {
-    f"torchrl_ext/sync/{name}.py"
-    for name in ("sender", "scheme", "scheme_base", "roster", "updater", "dropin", "dropin_ends", "backends")
-}
+NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("ray", "sender")}
 
 
 def modules():
@@ -128,10 +131,7 @@ def test_what_engines_import_needs_nothing_of_the_trainers():
         (str(path.relative_to(ROOT)), name)
         for path in modules()
         for name in {dotted.split(".")[0] for dotted in imports(path, anywhere=False)} & TRAINER_ONLY
-        if home(path) in IN_ENGINES
-        and str(path.relative_to(ROOT)) not in NOT_IN_ENGINES
-        # the embedded engine is a transformers model behind HTTP: that is all it is for
-        and "plugins/embedded" not in str(path)
+        if home(path) in IN_ENGINES and str(path.relative_to(ROOT)) not in NOT_IN_ENGINES
     }
     assert not strays
 

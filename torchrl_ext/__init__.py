@@ -121,7 +121,7 @@ def __dir__() -> list[str]:
 
 def _tell_torchrl() -> None:
     if "torchrl.weight_update.weight_sync_schemes" in sys.modules:
-        importlib.import_module(f"{__name__}.sync.backends")
+        importlib.import_module(f"{__name__}.collectors.backends")
 
 
 _tell_torchrl()

@@ -12,7 +12,7 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.transports.chains import checkpoint, folder, published, step, weights
 from tests.transports.contract import same_bits
-from tests.transports.test_delta_foreign import renumber, settle, write_slime
+from tests.versions.test_slime_chains import renumber, settle, write_slime
 from torchrl_ext.cli.main import main
 
 

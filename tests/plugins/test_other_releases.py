@@ -19,7 +19,7 @@ for name, text in json.loads(files).items():
         pathlib.Path(folder, parent, "__init__.py").touch()
     path.write_text(text)
 sys.path.insert(0, folder)
-plugin = importlib.import_module(f"torchrl_ext.plugins.{plugin}")
+plugin = importlib.import_module(f"torchrl_ext.plugins.{plugin}.register")
 plugin.register()
 plugin.register()
 print("registered")

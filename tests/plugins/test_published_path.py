@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.transports.chains import checkpoint, folder, published
-from tests.transports.test_delta_foreign import renumber
+from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import StoreError, WeightSyncError
 from torchrl_ext.plugins.common.published_path import locate, parameters
 

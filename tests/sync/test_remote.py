@@ -1,4 +1,4 @@
-"""`RemoteSender` as an object of this process; `tests/rpc/test_ray.py` has it in an actor."""
+"""`RemoteSender` as an object of this process; `tests/sync/test_ray.py` has it in an actor."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
 from tests.transports.contract import WAIT_S
-from tests.transports.test_delta_foreign import renumber, settle, write_slime
+from tests.versions.test_slime_chains import renumber, settle, write_slime
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import open_store
 from torchrl_ext.versions.slime import chains as foreign

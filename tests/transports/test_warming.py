@@ -12,8 +12,8 @@ import torchrl_ext as tx
 from tests.processes import python
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.kernels.jit import LOOPS
+from torchrl_ext.transports import warming
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions import warming
 
 WAIT_S = 120.0
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.int64)
@@ -37,7 +37,7 @@ def test_no_update_compiles_after_connect(encoding, tmp_path):
 AFTER_CONNECT = """
 import sys, torch, torchrl_ext as tx
 from tests.transports.test_warming import DTYPES, compiled
-from torchrl_ext.versions.warming import cache_folder
+from torchrl_ext.transports.warming import cache_folder
 encoding, root = sys.argv[1:]
 sizes = {"small": 900, "large": (1 << 20) + 9}
 def model():
@@ -113,7 +113,7 @@ def test_only_an_engine_whose_cache_is_not_complete_asks_another_process(beside,
     if complete:
         (tmp_path / "stamp").touch()
     assert warming.warming(make_codec("ulp"), [ParamMeta("x", torch.bfloat16, (4,))], beside=beside).wait(WAIT_S)
-    other = [["-m", "torchrl_ext.versions.warming"]] if beside and not complete else []
+    other = [["-m", "torchrl_ext.transports.warming"]] if beside and not complete else []
     assert done == [*other, "here"]
 
 

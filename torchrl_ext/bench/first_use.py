@@ -34,7 +34,7 @@ _DEADLINE_S = 600.0
 
 def measure_first_use(say: Callable[[str], None]) -> dict[str, Any]:
     """Seconds of each step, with an empty cache and with a warm one; and where loops are kept on this machine."""
-    from torchrl_ext.versions.warming import cache_folder
+    from torchrl_ext.transports.warming import cache_folder
 
     found: dict[str, Any] = {"cache": cache_folder(), "steps": dict(STEPS)}
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as cache:
@@ -139,7 +139,7 @@ def _trainer(root: str) -> None:
 
 def _engine(info: Mapping[str, Any]) -> None:
     from torchrl_ext.sync.receiver import WeightReceiver
-    from torchrl_ext.versions.warming import warming
+    from torchrl_ext.transports.warming import warming
     from torchrl_ext.weights.source import MappingSource
 
     served = _model()

@@ -251,7 +251,7 @@ def _cold(folder: Path, start: Path, weights: dict[str, Tensor]) -> Path:
 
 def _in_vllm(model: Path, elements: list[int], repeats: int) -> dict[str, Any]:
     return in_vllm(
-        "vllm_bench", {"model": str(model), "elements": elements, "repeats": repeats, "port": free_port()}, plain=True
+        "vllm.bench", {"model": str(model), "elements": elements, "repeats": repeats, "port": free_port()}, plain=True
     )
 
 

@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
             "repeats": args.repeats,
             "way": args.way,
         }
-        found = in_vllm("vllm_switch_bench", asked)
+        found = in_vllm("vllm.switch_bench", asked)
     rounds = found["rounds"]
     gaps = {
         which: {at: statistics.median(turn[which][f"{at}_s"] for turn in rounds) for at in ("p50", "p95", "max")}

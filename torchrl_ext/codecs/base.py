@@ -188,15 +188,15 @@ class Codec(ABC):
 
 encodings = Registry("encoding")
 for _name, _path, _summary in (
-    ("ulp", "blocks:UlpCodec", "gaps and ulp steps, rANS; the fast one"),
-    ("context", "blocks:ContextCodec", "gaps and ulp steps in the context of the base's exponent, rANS; the tight one"),
+    ("ulp", "ulp:UlpCodec", "gaps and ulp steps, rANS; the fast one"),
+    ("context", "ulp:ContextCodec", "gaps and ulp steps in the context of the base's exponent, rANS; the tight one"),
     ("dense", "dense:DenseCodec", "the whole new tensor in byte planes"),
     ("auto", "auto:AutoCodec", "picks per tensor by measured density and link speed"),
-    ("indices", "sparse:IndicesCodec", "int32 positions and values (slime's first format)"),
-    ("deltas", "sparse:DeltasCodec", "position gaps of 16 or 32 bits and values (slime's first format)"),
-    ("deltas_zstd", "sparse:DeltasZstdCodec", "deltas, the whole file in zstd (slime's first format)"),
-    ("xor", "whole:XorCodec", "new ^ old in zstd (slime's current format)"),
-    ("overwrite", "whole:OverwriteCodec", "byte positions and bytes in zstd (slime's current format)"),
+    ("indices", "slime.sparse:IndicesCodec", "int32 positions and values (slime's first format)"),
+    ("deltas", "slime.sparse:DeltasCodec", "position gaps of 16 or 32 bits and values (slime's first format)"),
+    ("deltas_zstd", "slime.sparse:DeltasZstdCodec", "deltas, the whole file in zstd (slime's first format)"),
+    ("xor", "slime.whole:XorCodec", "new ^ old in zstd (slime's current format)"),
+    ("overwrite", "slime.whole:OverwriteCodec", "byte positions and bytes in zstd (slime's current format)"),
 ):
     encodings.register(_name, f"torchrl_ext.codecs.{_path}", _summary)
 

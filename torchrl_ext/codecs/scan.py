@@ -1,4 +1,4 @@
-"""One pass over old and new: what changed, as tokens (see `torchrl_ext.codecs.coder.tokens`) ready for the entropy coder."""
+"""One pass over old and new: what changed, as tokens for the entropy coder (`torchrl_ext.codecs.coder.tokens`)."""
 
 from __future__ import annotations
 

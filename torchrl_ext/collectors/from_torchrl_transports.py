@@ -1,4 +1,4 @@
-"""Transports of `torchrl_ext.collectors.from_torchrl`, in the shape of TorchRL's; those of our own are `torchrl_ext.transports`."""
+"""Transports in the shape of TorchRL's, for `torchrl_ext.collectors.from_torchrl`."""
 
 from __future__ import annotations
 

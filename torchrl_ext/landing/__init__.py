@@ -1,0 +1,1 @@
+"""How weights land: in a module, in an engine's own layout, whole or only what changed."""

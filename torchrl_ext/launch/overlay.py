@@ -10,9 +10,9 @@ import torchrl_ext
 __all__ = ["make_overlay", "on_path"]
 
 _PLUGINS = {
-    "vllm.general_plugins": "vllm:register",
-    "vllm.endpoint_plugins": "vllm_endpoint:UpdateFromDisk",
-    "sglang.srt.plugins": "sglang:register",
+    "vllm.general_plugins": "vllm.register:register",
+    "vllm.endpoint_plugins": "vllm.endpoint:UpdateFromDisk",
+    "sglang.srt.plugins": "sglang.register:register",
 }
 _PACKAGE = Path(torchrl_ext.__file__).resolve().parent
 

@@ -1,0 +1,1 @@
+"""What an update will cost, and which road to take."""

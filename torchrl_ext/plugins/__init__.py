@@ -1,1 +1,1 @@
-"""What runs inside an engine."""
+"""What runs inside engines of others."""

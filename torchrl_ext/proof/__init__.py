@@ -1,0 +1,1 @@
+"""What shows that an engine computes with what it was sent."""

@@ -21,12 +21,12 @@ from torchrl_ext.transports.carriers import Carrier, SharedFiles
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta_broadcast import Broadcast
 from torchrl_ext.transports.shared_root import VISIBLE_S
+from torchrl_ext.transports.warming import Warming, warming
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.host_copies import HostCopies
 from torchrl_ext.versions.open_route import Way
 from torchrl_ext.versions.reader import Follower
 from torchrl_ext.versions.slime.chains import ForeignVersions
-from torchrl_ext.versions.warming import Warming, warming
 from torchrl_ext.versions.writer import Publisher
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource

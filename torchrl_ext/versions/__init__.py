@@ -1,0 +1,1 @@
+"""Full checkpoints and chains of versions as files: written, read, followed."""

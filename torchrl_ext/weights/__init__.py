@@ -1,1 +1,1 @@
-"""Where tensors come from, and how they land."""
+"""Where tensors come from."""

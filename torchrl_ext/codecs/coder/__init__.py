@@ -1,0 +1,1 @@
+"""The entropy coder of our own encodings; whoever adds an encoding need not read it."""

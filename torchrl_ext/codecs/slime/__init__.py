@@ -1,0 +1,1 @@
+"""slime's encodings and files, byte for byte."""

@@ -1,0 +1,1 @@
+"""What the plugins of every engine share."""

@@ -1,0 +1,1 @@
+"""JSON over HTTP: sessions with a deadline over every call."""

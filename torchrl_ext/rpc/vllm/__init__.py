@@ -1,0 +1,1 @@
+"""vLLM servers, driven over HTTP."""

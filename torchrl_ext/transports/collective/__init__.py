@@ -1,0 +1,1 @@
+"""Broadcasts from the trainer to every worker, over NCCL or gloo."""

@@ -1,0 +1,1 @@
+"""Memory that a trainer and the engines of its machine share."""

@@ -42,8 +42,8 @@ class Offer:
     """All tensors of an update, as places in files.
 
     Attributes:
-        info: JSON-safe: ``files`` (handles, see `torchrl_ext.transports.ipc.host_memory`) and ``rows``, one for each tensor in
-            the order of the update: index of the file, offset in bytes.
+        info: JSON-safe: ``files`` (handles, see `torchrl_ext.transports.ipc.host_memory`) and ``rows``, one for each
+            tensor in the order of the update: index of the file, offset in bytes.
         addresses: where each tensor lies in this process.
     """
 

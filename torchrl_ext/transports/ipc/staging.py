@@ -1,7 +1,7 @@
 """How parameters go through a staging buffer of bounded size: a layout that both ends compute, packing, landing.
 
-Unlike a broadcast's pieces (`torchrl_ext.transports.collective.buckets`) every bucket is full: a tensor that does not fit into the
-rest of one goes on in the next, so that the number of hand-overs depends on the bytes alone.
+Unlike a broadcast's pieces (`torchrl_ext.transports.collective.buckets`) every bucket is full: a tensor that does not
+fit into the rest of one goes on in the next, so that the number of hand-overs depends on the bytes alone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Chains that slime wrote, in either of its formats."""

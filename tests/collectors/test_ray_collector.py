@@ -16,9 +16,9 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 import torchrl_ext as tx
+from tests.collectors.collecting import Walk, make_policy, same, train
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.rpc.ray_cluster import two_nodes
-from tests.sync.collecting import Walk, make_policy, same, train
 from torchrl_ext.launch.embedded import EmbeddedServer
 
 AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -13,9 +13,9 @@ from torch import nn
 
 import torchrl_ext as tx
 import torchrl_ext.collectors.from_torchrl as ours
+from tests.collectors.collecting import followers, make_policy, same, train
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
-from tests.sync.collecting import followers, make_policy, same, train
 from torchrl_ext.errors import (
     ConfigError,
     EngineUnreachableError,

@@ -14,8 +14,7 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.weight_update import WeightSyncScheme
 
 import torchrl_ext as tx
-from tests.processes import python
-from tests.sync.collecting import (
+from tests.collectors.collecting import (
     BETWEEN_PROCESSES,
     Mortal,
     Walk,
@@ -27,6 +26,7 @@ from tests.sync.collecting import (
     train,
     worker_weights,
 )
+from tests.processes import python
 from torchrl_ext.errors import (
     ConcurrentUpdateError,
     ConfigError,

@@ -3,8 +3,8 @@
 What an update needs depends on the encoding and on how wide elements are, and is found by doing it: small tensors go
 through the very classes that publish, read and land versions. A trainer does so while it connects. An engine generates
 meanwhile, and a compiler would hold the interpreter lock: there a process of its own compiles first, at low priority,
-and what it leaves in the cache (`torchrl_ext.kernels.jit`) is only loaded here. A stamp beside the cached code says that it is
-complete, for this processor and these sources.
+and what it leaves in the cache (`torchrl_ext.kernels.jit`) is only loaded here. A stamp beside the cached code says
+that it is complete, for this processor and these sources.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _compile_beside(codec: Codec, widths: list[int]) -> None:
             "time it starts. Next: set NUMBA_CACHE_DIR to a directory that it may write to"
         )
         return
-    command = [sys.executable, "-m", "torchrl_ext.versions.warming", json.dumps([codec.to_json(), widths])]
+    command = [sys.executable, "-m", "torchrl_ext.transports.warming", json.dumps([codec.to_json(), widths])]
     try:
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=_COMPILER_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -16,9 +16,9 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.trainers.trainers import UpdateWeights
 
 import torchrl_ext as tx
+from tests.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
-from tests.sync.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.registry import transports
 
