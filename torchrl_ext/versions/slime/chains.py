@@ -1,8 +1,8 @@
 """Chains that slime wrote, in either of its formats: no manifest of ours, and no digest of what a delta leaves alone.
 
 `torchrl_ext.codecs.slime.shards` and `torchrl_ext.codecs.slime.flush` have the formats. What can be checked is checked:
-current files carry a checksum of each new tensor; the first ones only one of their own bytes, and nothing names their base but
-the number before them.
+current files carry a checksum of each new tensor; the first ones only one of their own bytes, and nothing names their
+base but the number before them.
 """
 
 from __future__ import annotations

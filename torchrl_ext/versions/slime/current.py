@@ -1,4 +1,4 @@
-"""Deltas in slime's current files, ``model-00000-of-00002.safetensors`` and an index: `codecs.slime.shards` has both."""
+"""Deltas in slime's current files, ``model-00000-of-00002.safetensors`` and an index (`codecs.slime.shards`)."""
 
 from __future__ import annotations
 
