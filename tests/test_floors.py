@@ -15,7 +15,7 @@ from tests.processes import ROOT, python
 PACKAGE = ROOT / "torchrl_ext"
 FLOORS = [
     {"errors"},
-    {"types", "registry", "files"},
+    {"types", "registry", "files", "waiting"},
     {"kernels"},
     {"stores", "weights"},
     {"codecs"},
@@ -41,7 +41,7 @@ HOMES = {
     "sglang": {"plugins"},
 }
 IN_ENGINES = {
-    "types", "errors", "registry", "files", "kernels", "weights", "codecs", "landing", "stores", "versions",
+    "types", "errors", "registry", "files", "waiting", "kernels", "weights", "codecs", "landing", "stores", "versions",
     "transports", "proof", "sync", "plugins",
 }  # fmt: skip
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "peft", "datasets"}

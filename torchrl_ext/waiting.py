@@ -1,0 +1,87 @@
+"""Waiting for what has to be asked for again and again, or can neither be interrupted nor be given a deadline.
+
+Whoever waits in this package gives a deadline, and says in the error whom it waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+__all__ = ["in_thread", "pauses", "wait_until"]
+
+Found = TypeVar("Found")
+
+_SHORTEST_S, _LONGEST_S, _GROWTH = 0.02, 1.0, 1.5
+
+
+def pauses(
+    timeout_s: float,
+    stop: threading.Event | None = None,
+    *,
+    shortest_s: float = _SHORTEST_S,
+    longest_s: float = _LONGEST_S,
+) -> Iterator[float]:
+    """The turns of a loop that asks for something; each yields the seconds that are left until the deadline.
+
+    There is always a first turn, and a last one at the deadline. The pauses between turns grow by half.
+
+    Args:
+        timeout_s: the deadline, in seconds from now.
+        stop: ends the loop early, also in the middle of a pause, when it is set.
+        shortest_s: the first pause, in seconds.
+        longest_s: no pause is longer, in seconds.
+    """
+    stop = threading.Event() if stop is None else stop
+    until, pause_s = time.monotonic() + timeout_s, shortest_s
+    while True:
+        left_s = until - time.monotonic()
+        yield max(0.0, left_s)
+        left_s = until - time.monotonic()
+        if left_s <= 0 or stop.wait(min(pause_s, left_s)):
+            return
+        pause_s = min(longest_s, _GROWTH * pause_s)
+
+
+def wait_until(
+    ask: Callable[[], Found],
+    timeout_s: float,
+    late: Callable[[], Exception],
+    *,
+    stop: threading.Event | None = None,
+    shortest_s: float = _SHORTEST_S,
+    longest_s: float = _LONGEST_S,
+) -> Found:
+    """Call ``ask`` until it returns something true, and return that.
+
+    Args:
+        ask: what it raises ends the wait, and is raised.
+        timeout_s, stop, shortest_s, longest_s: as for `pauses`.
+        late: makes the error to raise where nothing true came by the deadline, or ``stop`` was set before.
+    """
+    for _ in pauses(timeout_s, stop, shortest_s=shortest_s, longest_s=longest_s):
+        found = ask()
+        if found:
+            return found
+    raise late()
+
+
+def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
+    """Run ``call``, which may never return, in a thread that nobody has to wait for, not even the end of the process.
+
+    Returns:
+        What it returns or raises; ``result(timeout)`` of it is a wait with a deadline.
+    """
+    job: Future[Found] = Future()
+
+    def work() -> None:
+        try:
+            job.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
+            job.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return job
