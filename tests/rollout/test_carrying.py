@@ -2,9 +2,8 @@
 
 import pytest
 
-from torchrl_ext.rollout.carrying import Carried
-from torchrl_ext.rollout.continuing import ChatContinuation, TextContinuation
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
+from torchrl_ext.rollout.completions import ChatContinuation, TextContinuation
+from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest, VersionSpan
 
 
 def part(*tokens, reason="abort", version="1"):

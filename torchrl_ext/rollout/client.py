@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
-from torchrl_ext.rollout.carrying import Carried
 from torchrl_ext.rollout.endpoints import Endpoints
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
+from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest, VersionSpan
 from torchrl_ext.rollout.loops import BackgroundLoop, each
 from torchrl_ext.rollout.waits import Waits
 from torchrl_ext.rpc.discovery import discover

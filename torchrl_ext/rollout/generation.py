@@ -1,4 +1,10 @@
-"""What is asked of an engine, and what comes back: words that every dialect shares."""
+"""What is asked of an engine, and what comes back; and how what an engine aborted is asked for again.
+
+An engine that is paused with mode ``abort`` ends its requests with the tokens it has. The rest is asked for with those
+tokens as part of the prompt, from whichever engine is free. Carried along are tokens, log-probabilities, weight
+versions, the budget (``max_tokens``, ``min_tokens``), and the stop strings that the last tokens may have begun.
+Frequency and presence penalties start anew: engines count them over the tokens of one request.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["UNKNOWN_VERSION", "Generation", "GenerationRequest", "VersionSpan", "version_number"]
+__all__ = ["UNKNOWN_VERSION", "Carried", "Generation", "GenerationRequest", "VersionSpan", "version_number"]
 
 UNKNOWN_VERSION = -1
 """The number of a weight version that an engine does not tell, or whose label is no number."""
+
+_TOKENS_PER_CHARACTER = 4  # UTF-8 in single bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +98,98 @@ def version_number(label: str) -> int:
 def spans(rows: Sequence[Mapping[str, Any]] | None) -> tuple[VersionSpan, ...]:
     """``weight_versions`` of an answer; vLLM and SGLang write them alike: ``[{"version", "start", "end"}, ...]``."""
     return tuple(VersionSpan(version=str(row["version"]), start=row["start"], end=row["end"]) for row in rows or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """What one prompt's generation has come to.
+
+    Attributes:
+        request: what was asked for at first; one continuation.
+        made: everything so far, as one generation.
+        parts: engines' answers in it.
+        joined: number of tokens before the last answer.
+    """
+
+    request: GenerationRequest
+    made: Generation = field(default_factory=lambda: Generation(token_ids=(), finish_reason="abort"))
+    parts: int = 0
+    joined: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to ask for."""
+        return self.made.finish_reason != "abort"
+
+    def remaining(self) -> GenerationRequest:
+        """What to ask for next."""
+        count = len(self.made.token_ids)
+        more = dict(self.request.more)
+        if "min_tokens" in more:
+            more["min_tokens"] = max(0, more["min_tokens"] - count)
+        seed = self.request.seed
+        return replace(
+            self.request,
+            token_ids=(*self.request.token_ids, *self.made.token_ids),
+            max_tokens=self.request.max_tokens - count,
+            seed=None if seed is None else seed + count,  # else the new engine would repeat the draws of the first
+            more=more,
+        )
+
+    def extended(self, answer: Generation) -> Carried:
+        """With an engine's answer to `remaining`; a budget that is used up ends it with ``"length"``."""
+        count = len(self.made.token_ids)
+        spans = list(self.made.weight_versions)
+        for span in answer.weight_versions:
+            moved = replace(span, start=span.start + count, end=span.end + count)
+            if moved.end == moved.start:
+                continue
+            if spans and spans[-1].version == moved.version and spans[-1].end == moved.start:
+                moved = replace(moved, start=spans.pop().start)
+            spans.append(moved)
+        token_ids = (*self.made.token_ids, *answer.token_ids)
+        spent = answer.finish_reason == "abort" and len(token_ids) >= self.request.max_tokens
+        made = Generation(
+            token_ids=token_ids,
+            logprobs=(*self.made.logprobs, *answer.logprobs),
+            finish_reason="length" if spent else answer.finish_reason,
+            weight_versions=tuple(spans),
+        )
+        return replace(self, made=made, parts=self.parts + 1, joined=count)
+
+    @property
+    def may_straddle(self) -> bool:
+        """Whether a stop string may have begun before the last answer and ended in it, where no engine sees it."""
+        return 0 < self.joined < len(self.made.token_ids) and bool(self.stops)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings asked for."""
+        found = self.request.more.get("stop") or ()
+        return (found,) if isinstance(found, str) else tuple(found)
+
+    def seams(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Where a straddling stop string could end: the number of tokens kept, and the tokens to look at for it."""
+        reach = _TOKENS_PER_CHARACTER * max(map(len, self.stops))
+        first = max(0, self.joined - reach)
+        last = min(len(self.made.token_ids), self.joined + reach)
+        least = self.request.more.get("min_tokens", 0)
+        ends = range(self.joined + 1, last + 1)
+        return [(end, self.made.token_ids[first:end]) for end in ends if end >= least]
+
+    def stopped(self, seams: Sequence[tuple[int, tuple[int, ...]]], texts: Sequence[str]) -> Carried:
+        """Cut after the first of ``seams`` whose text has a stop string."""
+        for (end, _), text in zip(seams, texts, strict=True):
+            if any(stop in text for stop in self.stops):
+                return replace(self, made=_cut(self.made, end))
+        return self
+
+
+def _cut(made: Generation, end: int) -> Generation:
+    spans = (VersionSpan(version=s.version, start=s.start, end=min(s.end, end)) for s in made.weight_versions)
+    return Generation(
+        token_ids=made.token_ids[:end],
+        logprobs=made.logprobs[:end],
+        finish_reason="stop",
+        weight_versions=tuple(span for span in spans if span.start < span.end),
+    )

@@ -17,8 +17,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.lag import Pacer
-from torchrl_ext.rollout.prompts import PromptReader
-from torchrl_ext.rollout.records import RecordWriter
+from torchrl_ext.rollout.records import PromptReader, RecordWriter
 from torchrl_ext.rollout.sampling import sampling_settings
 
 __all__ = ["RemoteLLMPolicy"]

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import engines
-from torchrl_ext.rollout.carrying import Carried
-from torchrl_ext.rollout.continuing import ChatContinuation, TextContinuation
+from torchrl_ext.rollout.completions import ChatContinuation, TextContinuation
 from torchrl_ext.rollout.control_calls import ControlCalls
 from torchrl_ext.rollout.controls import Call, check_kind, fan_out, refuse_routers
 from torchrl_ext.rollout.dialects import dialects
-from torchrl_ext.rollout.generation import Generation, GenerationRequest
+from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
 from torchrl_ext.rollout.loops import BackgroundLoop, each
 from torchrl_ext.rollout.routed import Routed
 from torchrl_ext.rpc.discovery import connect

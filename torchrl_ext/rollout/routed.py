@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 from torchrl_ext.errors import EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rollout.carrying import Carried
-from torchrl_ext.rollout.continuing import Continuation
+from torchrl_ext.rollout.completions import Continuation
 from torchrl_ext.rollout.dialects import dialects
-from torchrl_ext.rollout.generation import Generation
+from torchrl_ext.rollout.generation import Carried, Generation
 from torchrl_ext.rollout.waits import Waits, may_pass
 from torchrl_ext.rpc.http.async_session import AsyncSession
 
