@@ -22,7 +22,7 @@ from torchrl_ext.rpc.http.session import HTTPSession
 from torchrl_ext.stores import open_store
 from torchrl_ext.types import API_KEY_VARIABLE
 
-SOURCES = ("doctor", "findings", "shared_findings")
+DOCTOR = ROOT / "torchrl_ext" / "cli" / "doctor"
 BARE = CONFIG | {"weight_transfer_config": None}
 GONE = (404, {"detail": "Not Found"})
 
@@ -310,7 +310,7 @@ def test_the_page_about_external_engines_names_the_checks_that_there_are():
     checks, _, lines = page.partition("## Deployment checklist")
     table = [line.split("|")[1] for line in checks.splitlines() if line.startswith("| `")]
     named = {name for cell in table for name in re.findall("`([^`]+)`", cell)}
-    source = "".join((ROOT / "torchrl_ext" / "cli" / f"{name}.py").read_text() for name in SOURCES)
+    source = "".join(path.read_text() for path in DOCTOR.glob("*.py"))
     made = set(re.findall(r'(?:notes\.\w+|self\._note)\(\s*"([a-z ]+)"', source)) | set(
         re.findall(r'check="([a-z ]+)"', source)
     )
