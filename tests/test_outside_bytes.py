@@ -22,7 +22,7 @@ from torchrl_ext.codecs.slime.container import decompress, parse_safetensors
 from torchrl_ext.codecs.slime.flush import build_flush, parse_flush
 from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, full_index, parse_shard
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.stores.deltas import DeltaManifest
+from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.types import ParamMeta, adapter_version, dtype_from_name
 from torchrl_ext.versions.delta_files import Heading, container_of, containers
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -299,7 +299,7 @@ def test_files_of_others(name, chance):
         files = {"m.safetensors": build_shard({"b.weight": payload}, {"b.weight": checksum("xxh3-128", new)})}
         codecs = (make_codec("xor").to_json(),)
         rows = {"b.weight": {"changed": 1, "file": "m.safetensors", "checksum": "xxh3-128"}}
-    from torchrl_ext.stores.deltas import DeltaParam
+    from torchrl_ext.stores.delta_manifest import DeltaParam
 
     params = tuple(DeltaParam(meta=meta, digest="", **rows.get(key, {})) for key, meta in METAS.items())
     manifest = DeltaManifest(

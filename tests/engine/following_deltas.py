@@ -139,7 +139,7 @@ class FollowsByDelta:
             before = sender.update_weights(good).version
             said = served.tokens()
             name = "model.layers.1.mlp.down_proj.weight"
-            copies = sender._transport._publisher._baseline  # a trainer whose copy is not what the engines hold
+            copies = sender._transport._writer._baseline  # a trainer whose copy is not what the engines hold
             copies.tensor(name).view(-1)[7:9].add_(1.0)
             copies._digests[name] = position_digest(copies.tensor(name))
             other = nudged(good, 0.01, 13)

@@ -1,4 +1,4 @@
-"""Chains of versions: the way that costs least, what may go, and a thousand versions on disk."""
+"""Chains of versions: the route that costs least, what may go, and a thousand versions on disk."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.transports.contract import WAIT_S, same_bits
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.deltas import DeltaManifest
+from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.stores.manifest import Manifest
 from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import version_name
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.reader import Follower
+from torchrl_ext.versions.reader import ChainReader
 
 VERSIONS, EVERY = 1000, 40
 
@@ -207,34 +207,34 @@ def _thousand(root):
     return root, kept
 
 
-def follower_on(root):
+def reader_on(root):
     store = Counting(root)
     chain = Chain(store)
-    follower = Follower(chain, lambda number, manifest: PublishedVersion(store, number, manifest))
-    follower.retain(lambda name: True)
-    return store, follower
+    reader = ChainReader(chain, lambda number, manifest: PublishedVersion(store, number, manifest))
+    reader.retain(lambda name: True)
+    return store, reader
 
 
 class TestAThousandVersions:
     def test_any_of_them_can_be_joined_within_the_bytes_of_one_keyframe_and_its_deltas(self, thousand):
         root, kept = thousand
         for version, expected in kept.items():
-            store, follower = follower_on(root)
-            way = follower.open(version)
-            needed = follower.chain.route(version).nbytes
-            received = dict(follower.tensors(way, {}))
+            store, reader = reader_on(root)
+            route = reader.open(version)
+            needed = reader.chain.route(version).nbytes
+            received = dict(reader.tensors(route, {}))
             assert store.nbytes <= 1.2 * needed
             assert all(same_bits(received[name], tensor) for name, tensor in expected.items())
 
     def test_one_that_follows_reads_only_deltas_however_far_it_is_behind(self, thousand):
         root, kept = thousand
-        store, follower = follower_on(root)
+        store, reader = reader_on(root)
         versions = sorted(kept)
-        dict(follower.tensors(follower.open(versions[0]), {}))
+        dict(reader.tensors(reader.open(versions[0]), {}))
         for version in versions[1:]:
-            before, held = store.nbytes, follower.held
-            needed = follower.chain.route(version, held).nbytes
-            received = dict(follower.tensors(follower.open(version), {}))
+            before, held = store.nbytes, reader.held
+            needed = reader.chain.route(version, held).nbytes
+            received = dict(reader.tensors(reader.open(version), {}))
             assert store.nbytes - before <= 1.2 * needed
             assert all(same_bits(received[name], tensor) for name, tensor in kept[version].items())
 

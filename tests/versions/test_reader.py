@@ -15,68 +15,70 @@ from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.open_route import Way
-from torchrl_ext.versions.reader import Follower
+from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.reader import ChainReader
 
 
 @pytest.fixture(params=["ulp", "context"])
 def chain(request, tmp_path):
-    """A follower that holds version 1 of 4 with host copies of everything, and what each version is."""
+    """A reader that holds version 1 of 4 with host copies of everything, and what each version is."""
     _, _, history = published(tmp_path / "root", 4, encoding=request.param, keyframe_every=0)
     store = LocalStore(tmp_path / "root")
-    follower = Follower(Chain(store), lambda number, full: PublishedVersion(store, number, full))
-    follower.retain(lambda name: True)
-    assert same(dict(follower.tensors(follower.open(1), {})), history[1])
-    return follower, history
+    reader = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
+    reader.retain(lambda name: True)
+    assert same(dict(reader.tensors(reader.open(1), {})), history[1])
+    return reader, history
 
 
 def test_host_copies_follow_when_the_next_version_is_looked_for(chain):
-    follower, history = chain
-    follower.advance(follower.changes(2))
-    assert same(follower.mirror, history[1])
-    later = follower.changes(3)
-    assert same(follower.mirror, history[2])
-    assert later.held == follower.held
-    follower.advance(later)
-    assert same(dict(follower.tensors(follower.open(4), {})), history[4])
-    assert same(follower.mirror, history[4])
+    reader, history = chain
+    reader.advance(reader.changes(2))
+    assert same(reader.mirror, history[1])
+    later = reader.changes(3)
+    assert same(reader.mirror, history[2])
+    assert later.held == reader.held
+    reader.advance(later)
+    assert same(dict(reader.tensors(reader.open(4), {})), history[4])
+    assert same(reader.mirror, history[4])
 
 
 def test_changes_on_another_version_are_refused_and_the_next_one_is_read_in_full(chain):
-    follower, history = chain
-    second = follower.changes(2)
-    follower.advance(second)
+    reader, history = chain
+    second = reader.changes(2)
+    reader.advance(second)
     with pytest.raises(IntegrityError, match="version 1 is not the one held"):
-        follower.advance(second)
-    assert follower.changes(3) is None
-    assert same(dict(follower.tensors(follower.open(3), {})), history[3])
+        reader.advance(second)
+    assert reader.changes(3) is None
+    assert same(dict(reader.tensors(reader.open(3), {})), history[3])
 
 
 @pytest.mark.parametrize("error", [IntegrityError("a payload went bad"), MemoryError()], ids=["damage", "no memory"])
 def test_copies_that_stopped_half_way_are_not_built_on(chain, error):
-    follower, history = chain
-    second = follower.changes(2)
+    reader, history = chain
+    second = reader.changes(2)
 
     def breaking(wanted):
         yield next(iter(second.patches(wanted)))
         raise error
 
-    follower.advance(replace(second, patches=breaking))
+    reader.advance(replace(second, patches=breaking))
     if isinstance(error, MemoryError):
         with pytest.raises(MemoryError):
-            follower.changes(3)
-    assert follower.changes(3) is None
-    assert follower.held is None
-    assert same(dict(follower.tensors(follower.open(3), {})), history[3])
-    assert same(follower.mirror, history[3])
-    assert follower.changes(4) is not None
+            reader.changes(3)
+    assert reader.changes(3) is None
+    assert reader.held is None
+    assert same(dict(reader.tensors(reader.open(3), {})), history[3])
+    assert same(reader.mirror, history[3])
+    assert reader.changes(4) is not None
 
 
 def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, monkeypatch):
-    follower, history = chain
-    decoded, patch = [], Way.patch
-    monkeypatch.setattr(Way, "patch", lambda way, meta, base: decoded.append(meta.name) or patch(way, meta, base))
-    second = follower.changes(2)
+    reader, history = chain
+    decoded, patch = [], OpenRoute.patch
+    monkeypatch.setattr(
+        OpenRoute, "patch", lambda route, meta, base: decoded.append(meta.name) or patch(route, meta, base)
+    )
+    second = reader.changes(2)
     changed = [name for name in history[1] if not torch.equal(history[1][name], history[2][name])]
     written, other = changed[:1], changed[1:]
     patcher = Patcher(identity({name: history[1][name].clone() for name in written}))
@@ -87,16 +89,16 @@ def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, m
 
 
 def test_tensors_are_decoded_beside_each_other_and_come_in_order(chain, monkeypatch):
-    follower, history = chain
-    both, patch = threading.Barrier(2, timeout=60), Way.patch
+    reader, history = chain
+    both, patch = threading.Barrier(2, timeout=60), OpenRoute.patch
 
-    def meeting(way, meta, base):
+    def meeting(route, meta, base):
         both.wait()  # breaks, and with it the test, where one is decoded after the other
-        return patch(way, meta, base)
+        return patch(route, meta, base)
 
-    monkeypatch.setattr(Way, "patch", meeting)
+    monkeypatch.setattr(OpenRoute, "patch", meeting)
     monkeypatch.setattr("torchrl_ext.versions.reader.spare_threads", lambda: 2)
-    second = follower.changes(2)
+    second = reader.changes(2)
     changed = [meta.name for meta in second.params if not torch.equal(history[1][meta.name], history[2][meta.name])]
     pair = changed[:2]
     assert [one.meta.name for one in second.patches(pair.__contains__)] == pair

@@ -32,7 +32,7 @@ from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, shard_name
 from torchrl_ext.codecs.units import Layout, units
-from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
+from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.delta_files import Heading, Packed
 from torchrl_ext.weights.position_digest import position_digest

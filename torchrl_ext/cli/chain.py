@@ -18,8 +18,8 @@ from torchrl_ext.stores import LocalStore, Root, open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.open_route import Way
-from torchrl_ext.versions.reader import Follower
+from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.slime.chains import ForeignVersions
 from torchrl_ext.weights.source import WeightSource
 
@@ -79,8 +79,8 @@ class Reader:
         self.store, self.base = store, base and os.path.abspath(base)
         self.chain = Chain(store, foreign=ForeignVersions(store, self.base, settles=True))
 
-    def follower(self, keep: bool = False) -> Follower:
-        found = Follower(self.chain, lambda number, full: PublishedVersion(self.store, number, full), self.base)
+    def follower(self, keep: bool = False) -> ChainReader:
+        found = ChainReader(self.chain, lambda number, full: PublishedVersion(self.store, number, full), self.base)
         found.retain(lambda name: keep)
         return found
 
@@ -97,7 +97,7 @@ class Reader:
             pass
         return True
 
-    def way(self, version: int, follower: Follower) -> Way:
+    def route(self, version: int, follower: ChainReader) -> OpenRoute:
         try:
             if self.base is None and self.chain.origin(version) is not None:
                 raise ConfigError(
@@ -112,7 +112,7 @@ class Reader:
 
     def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
         follower = self.follower()
-        return follower.tensors(self.way(version, follower), {})
+        return follower.tensors(self.route(version, follower), {})
 
     def summary(self, number: int) -> Info:
         full, delta = self.chain.version(number)
@@ -185,10 +185,10 @@ def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     follower, rows = reader.follower(keep=True), []
     for number in reader.numbers():
         try:
-            way = reader.way(number, follower)
+            route = reader.route(number, follower)
             full = reader.chain.version(number)[0]
             checksums = {row.meta.name: row.checksum for row in full.params if row.checksum} if full else {}
-            for name, tensor in follower.tensors(way, {}):
+            for name, tensor in follower.tensors(route, {}):
                 if name in checksums and tensor_digest(tensor) != checksums[name]:
                     raise IntegrityError(
                         f"tensor {name!r} by the delta is not that of the keyframe of version {number}"
@@ -242,13 +242,13 @@ def _materialize(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[s
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already", expected="a new or empty directory", state="nothing was written")
     follower = reader.follower()
-    way = reader.way(args.version, follower)
-    with way:
-        source = _Unpacked(reader, way, follower)
+    route = reader.route(args.version, follower)
+    with route:
+        source = _Unpacked(reader, route, follower)
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.exists():
             out.rmdir()
-        with LocalStore(out.parent).draft(out.name, needed_bytes=sum(m.nbytes for m in way.params)) as draft:
+        with LocalStore(out.parent).draft(out.name, needed_bytes=sum(m.nbytes for m in route.params)) as draft:
             manifest = FullWriter(args.shard_bytes).write(
                 draft, source, args.version, reader.chain.run_id(args.version)
             )
@@ -284,22 +284,22 @@ def _diff(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
 
 
 class _Unpacked(WeightSource):
-    """The end of a way, with the files that make it a model."""
+    """The end of a route, with the files that make it a model."""
 
-    def __init__(self, reader: Reader, way: Way, follower: Follower) -> None:
-        self._reader, self._way, self._follower = reader, way, follower
+    def __init__(self, reader: Reader, route: OpenRoute, follower: ChainReader) -> None:
+        self._reader, self._route, self._follower = reader, route, follower
 
     def params(self) -> tuple[ParamMeta, ...]:
-        if self._way.published is not None:
-            return self._way.published.params()
-        own = {meta.name for meta in self._way.params}
-        base = self._way.base
+        if self._route.published is not None:
+            return self._route.published.params()
+        own = {meta.name for meta in self._route.params}
+        base = self._route.base
         return tuple(meta for meta in base.params() if meta.name in own) if base is not None else ()
 
     def files(self) -> Mapping[str, bytes]:
-        published = self._way.published
+        published = self._route.published
         if published is None:
-            return {} if self._way.base is None else self._way.base.files()
+            return {} if self._route.base is None else self._route.base.files()
         names = [
             name
             for name in published.manifest.files
@@ -308,7 +308,7 @@ class _Unpacked(WeightSource):
         return {name: self._reader.store.get(f"{version_name(published.number)}/{name}") for name in names}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._follower.tensors(self._way, {})
+        return self._follower.tensors(self._route, {})
 
 
 def _option(text: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ import xxhash
 
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.deltas import DeltaManifest, read_manifest
+from torchrl_ext.stores.delta_manifest import DeltaManifest, read_manifest
 from torchrl_ext.stores.leases import Leases
 from torchrl_ext.stores.manifest import LARGEST, MANIFEST, Manifest
 from torchrl_ext.stores.routes import Foreign, Found, Held, Route

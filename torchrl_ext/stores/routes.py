@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchrl_ext.stores.deltas import DeltaManifest
+from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.stores.manifest import Manifest
 from torchrl_ext.types import ParamMeta
 

@@ -18,7 +18,7 @@ import re
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.deltas import read_manifest
+from torchrl_ext.stores.delta_manifest import read_manifest
 from torchrl_ext.stores.manifest import LARGEST, MANIFEST, Manifest
 
 __all__ = ["LATEST", "Versions", "version_name", "version_number"]

@@ -24,10 +24,10 @@ from torchrl_ext.transports.shared_root import VISIBLE_S
 from torchrl_ext.transports.warming import Warming, warming
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.host_copies import HostCopies
-from torchrl_ext.versions.open_route import Way
-from torchrl_ext.versions.reader import Follower
+from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.slime.chains import ForeignVersions
-from torchrl_ext.versions.writer import Publisher
+from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource
 
@@ -59,7 +59,7 @@ class DeltaTransport(Transport):
             engine takes it from its own environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never from the trainer.
         baseline_device: where the trainer keeps the tensors of the newest version, which deltas are taken against: None
             for host memory, pinned where the weights are on a GPU; or ``"cuda"``, which takes the model's size on the
-            GPU once more, and spares the way of the whole model to the GPU for every version.
+            GPU once more, and spares a copy of the whole model to the GPU for every version.
         local_dir: directory on each engine's host, for the copies that it keeps of parameters which cannot be patched
             in place (quantised, packed), and readers alone of all; None keeps them in memory.
         master_address, master_port, rank, world_size, device: of the group of carrier ``"collective"``, as in
@@ -121,7 +121,7 @@ class DeltaTransport(Transport):
         self._store = self._carrier.store
         self._base = None if base is None else os.path.abspath(base)
         self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base, settles=True))
-        self._publisher = Publisher(
+        self._writer = ChainWriter(
             self._store,
             self._chain,
             self._carrier.run_id,
@@ -132,9 +132,9 @@ class DeltaTransport(Transport):
             keep_files=keep_files,
             baseline_device=None if baseline_device is None else usable_device(baseline_device),
         )
-        self._follower = Follower(self._chain, self._carrier.open_full, self._base, HostCopies(local_dir))
+        self._reader = ChainReader(self._chain, self._carrier.open_full, self._base, HostCopies(local_dir))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
-        self._opened: Way | None = None
+        self._opened: OpenRoute | None = None
         self._connected = self._alone = self._needs_base = False
         self._aborted = threading.Event()
         self._warming: Warming | None = None
@@ -159,7 +159,7 @@ class DeltaTransport(Transport):
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         if not self._carrier.keeps_base:  # who comes in may be new, and hold nothing
-            self._publisher.restart()
+            self._writer.restart()
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         self._warming = warming(self._codec, params, beside=False)
         self._carrier.init_group()
@@ -173,7 +173,7 @@ class DeltaTransport(Transport):
         whole = self._codec.needs == "all" and self._codec.to_json().get("whole_base", True)
         info = {"transport": self.name, "base": self._base, "needs_base": whole, "local_dir": self._local_dir}
         if not self._carrier.keeps_base:
-            self._publisher.restart()
+            self._writer.restart()
         self._warming = warming(self._codec, params, beside=False)
         opening = self._carrier.open(workers)
 
@@ -188,7 +188,7 @@ class DeltaTransport(Transport):
         began = time.perf_counter()
         self._carrier.begin()
         self._store.own()
-        manifest = self._publisher.publish(source, version)
+        manifest = self._writer.publish(source, version)
         self._carrier.written(version)
         self._connected = True
         params = source.params()
@@ -202,7 +202,7 @@ class DeltaTransport(Transport):
         self._carrier.push(self._chain.versions.latest())
 
     def acknowledge(self, version: int) -> None:
-        self._publisher.acknowledge()
+        self._writer.acknowledge()
 
     def latest_version(self) -> int:
         return self._chain.versions.newest()
@@ -212,38 +212,38 @@ class DeltaTransport(Transport):
     def join(self, info: Info) -> None:
         self._carrier.join(info, self.timeout_s, self._aborted)
         self._needs_base = info["needs_base"]
-        self._follower.retain(lambda name: self._needs_base)
+        self._reader.retain(lambda name: self._needs_base)
         if "codec" in info:
             params = [ParamMeta.from_json(row) for row in info.get("params", ())]
             self._warming = warming(info["codec"], params, beside=True)
         self._connected = True
 
     def retain(self, names: Callable[[str], bool]) -> None:
-        self._follower.retain(lambda name: self._needs_base or names(name))
+        self._reader.retain(lambda name: self._needs_base or names(name))
 
     def changes(self, version: int, held: Callable[[], Mapping[str, str]]) -> Changes | None:
         self._await_version(version)
         self._warm()
-        if self._follower.held is None:
-            self._follower.adopt(version, held)
-        return self._follower.changes(version)
+        if self._reader.held is None:
+            self._reader.adopt(version, held)
+        return self._reader.changes(version)
 
     def landed(self, changes: Changes) -> None:
-        self._follower.advance(changes)
+        self._reader.advance(changes)
         self._carrier.read()
 
     def prefetch(self, version: int) -> None:
         self._await_version(version)
-        way = self._open(version)
-        self._follower.check(way)
-        self._pin(way)
+        route = self._open(version)
+        self._reader.check(route)
+        self._pin(route)
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        way, self._opened = self._opened, None
-        if way is None or way.reached[1] != info["version"]:
+        route, self._opened = self._opened, None
+        if route is None or route.reached[1] != info["version"]:
             self._await_version(info["version"])
-            way = self._open(info["version"])
-        yield from self._follower.tensors(way, into)
+            route = self._open(info["version"])
+        yield from self._reader.tensors(route, into)
         self._carrier.read()
 
     # both ends
@@ -273,20 +273,20 @@ class DeltaTransport(Transport):
         self._aborted.clear()
         if not self._alone:  # what is returned is whole, so the copy to which changes are applied is kept here
             self._alone = True
-            self._follower.retain(lambda name: True)
+            self._reader.retain(lambda name: True)
         until = deadline(timeout_s)
         while True:
             left_s = max(0.0, until - time.monotonic())
             version = self._carrier.newer(self._unseen, left_s, self._aborted)
             if version is None:
                 return None
-            with suppress(FileNotFoundError):  # collected since: a newer one is on its way
+            with suppress(FileNotFoundError):  # collected since: a newer one is coming
                 self._chain.forget()
                 self._chain.versions.offered(version)
-                way = self._follower.open(version)
-                self._pin(way)
+                route = self._reader.open(version)
+                self._pin(route)
                 self._connected = True
-                return self._info(version, way.params)
+                return self._info(version, route.params)
             if self._aborted.wait(_PAUSE_S) or time.monotonic() >= until:
                 return None
 
@@ -299,10 +299,10 @@ class DeltaTransport(Transport):
 
     def _unseen(self) -> int:
         """The newest version, 0 where there is none or it is the one that was received last."""
-        newest, held = self._chain.latest(), self._follower.held
+        newest, held = self._chain.latest(), self._reader.held
         if newest != self.received_version:
             return newest
-        with suppress(FileNotFoundError):  # removed meanwhile: another one is on its way
+        with suppress(FileNotFoundError):  # removed meanwhile: another one is coming
             if held is not None and self._chain.replaced(newest, held[0]):
                 return newest
         return 0
@@ -310,17 +310,17 @@ class DeltaTransport(Transport):
     def _info(self, version: int, params: tuple[ParamMeta, ...]) -> Info:
         return {"transport": self.name, "version": version, "params": [meta.to_json() for meta in params]}
 
-    def _open(self, version: int) -> Way:
+    def _open(self, version: int) -> OpenRoute:
         try:
-            return self._follower.open(version)
+            return self._reader.open(version)
         except FileNotFoundError as error:
             raise self._lost(version) from error
 
-    def _pin(self, way: Way | None) -> None:
-        """Hold one way open, so that collection cannot take it away before it is read."""
+    def _pin(self, route: OpenRoute | None) -> None:
+        """Hold one route open, so that collection cannot take it away before it is read."""
         if self._opened is not None:
             self._opened.close()
-        self._opened = way
+        self._opened = route
 
     def _await_version(self, version: int) -> None:
         """A shared filesystem may show a new version a moment late."""

@@ -36,8 +36,8 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.process import ProcessRoot
 from torchrl_ext.transports.delta_broadcast import KeptTensors, KeptVersion
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.reader import Follower
-from torchrl_ext.versions.writer import Publisher
+from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource
 
 __all__ = ["Warming", "cache_folder", "main", "rehearse", "warming", "widths_of"]
@@ -154,28 +154,28 @@ def _tensors(width: int, **sizes: int) -> dict[str, Tensor]:
 def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
     root = ProcessRoot()
     chain = Chain(root)
-    publisher = Publisher(
+    writer = ChainWriter(
         root, chain, "rehearsal", codec=codec, full=KeptTensors(), keyframe_every=0, base=None, keep_files=True
     )
     whole = codec.needs == "all" and codec.to_json().get("whole_base", True)
-    follower = Follower(chain, lambda number, manifest: KeptVersion(root, number, manifest))
-    follower.retain(lambda name: bool(whole))
-    publisher.publish(MappingSource(tensors), 1)
-    with follower.open(1) as way:
-        served = dict(follower.tensors(way, {}))
+    reader = ChainReader(chain, lambda number, manifest: KeptVersion(root, number, manifest))
+    reader.retain(lambda name: bool(whole))
+    writer.publish(MappingSource(tensors), 1)
+    with reader.open(1) as way:
+        served = dict(reader.tensors(way, {}))
     loader = TensorsLoader(served)
     loader.position_digests()
     for version, apart in enumerate(_APART, 2):
         for tensor in tensors.values():
             tensor.view(BITS[tensor.element_size()])[::apart] += 1
-        publisher.publish(MappingSource(tensors), version)
-        publisher.acknowledge()
-        changes = follower.changes(version)
+        writer.publish(MappingSource(tensors), version)
+        writer.acknowledge()
+        changes = reader.changes(version)
         if changes is None:
             return
         loader.stage(changes)
         loader.commit()
-        follower.advance(changes)
+        reader.advance(changes)
 
 
 # the cache

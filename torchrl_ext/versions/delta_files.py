@@ -14,7 +14,7 @@ from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.registry import Registry
-from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
+from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.types import Info
 
 __all__ = [

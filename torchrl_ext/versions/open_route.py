@@ -1,4 +1,4 @@
-"""A way through a chain, with everything on it open: nothing that is collected later is missed."""
+"""A route through a chain, with everything on it open: nothing that is collected later is missed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.deltas import DeltaManifest
+from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.routes import Held, Route
 from torchrl_ext.types import ParamMeta
@@ -19,7 +19,7 @@ from torchrl_ext.versions.delta_files import Decode, container_of
 from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["FullVersion", "OpenFull", "Way", "open_way", "patched", "same_params", "verified", "wrong_base"]
+__all__ = ["FullVersion", "OpenFull", "OpenRoute", "open_route", "patched", "same_params", "verified", "wrong_base"]
 
 _ATTEMPTS = 20
 
@@ -40,7 +40,7 @@ class FullVersion(Protocol):
 OpenFull = Callable[[int, Manifest], FullVersion]
 
 
-class Way:
+class OpenRoute:
     """What a reader has to read, read as far as that keeps it safe from collection.
 
     Attributes:
@@ -51,7 +51,7 @@ class Way:
         reached: where it leads.
         params: every parameter there.
         published: the keyframe, its files open.
-        base: what stands in for a keyframe where the way begins at version 0; with the digests it has to have.
+        base: what stands in for a keyframe where the route begins at version 0; with the digests it has to have.
         manifests: of the deltas, each with its folder for messages.
         steps: the deltas' decoders by name; their files were fetched.
     """
@@ -72,7 +72,7 @@ class Way:
         self.digests = {row.meta.name: row.digest for row in rows if row.digest}
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor where the way begins: of the keyframe, or of the base.
+        """Every tensor where the route begins: of the keyframe, or of the base.
 
         Raises:
             IntegrityError: a damaged tensor, or another base; names the tensor.
@@ -90,12 +90,12 @@ class Way:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
 
     def where(self, name: str) -> str:
-        """The files on the way that change a tensor, for messages."""
+        """The files on the route that change a tensor, for messages."""
         rows = [(where, row) for where, manifest in self.manifests for row in manifest.params if row.meta.name == name]
         return ", ".join(f"{where}/{row.file}" for where, row in rows if row.changed) or "the keyframe"
 
     def changes(self, name: str) -> bool:
-        """Whether a tensor changes on the way; nothing is decoded for that."""
+        """Whether a tensor changes on the route; nothing is decoded for that."""
         return any(name in step for step in self._steps)
 
     def patch(self, meta: ParamMeta, base: Tensor | None) -> Patch | None:
@@ -116,7 +116,7 @@ class Way:
         if self.published is not None:
             self.published.close()
 
-    def __enter__(self) -> Way:
+    def __enter__(self) -> OpenRoute:
         return self
 
     def __exit__(
@@ -125,10 +125,10 @@ class Way:
         self.close()
 
 
-def open_way(
+def open_route(
     chain: Chain, open_full: OpenFull, target: int, held: Held | None, base: WeightSource | None = None
-) -> Way:
-    """Open the shortest way to ``target``; another one when a version on it is collected meanwhile.
+) -> OpenRoute:
+    """Open the shortest route to ``target``; another one when a version on it is collected meanwhile.
 
     Args:
         chain: the versions.
@@ -139,7 +139,7 @@ def open_way(
 
     Raises:
         FileNotFoundError: ``target`` is not there (any more).
-        IntegrityError: no way leads there, or something on it is damaged; names the file.
+        IntegrityError: no route leads there, or something on it is damaged; names the file.
     """
     for last in range(_ATTEMPTS - 1, -1, -1):
         try:
@@ -161,12 +161,12 @@ def open_way(
 
 def _opened(
     chain: Chain, open_full: OpenFull, route: Route, target: int, held: Held | None, base: WeightSource | None
-) -> Way:
+) -> OpenRoute:
     published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
     try:
         manifests = tuple((f"{chain.store.url}/{folder}", manifest) for folder, manifest in route.deltas)
         steps = tuple(_step(chain, folder, manifest) for folder, manifest in route.deltas)
-        return Way(
+        return OpenRoute(
             held if published is None else None,
             (chain.run_id(target), target),
             chain.params(target),
@@ -234,19 +234,19 @@ def patched(tensor: Tensor, patch: Patch) -> Tensor:
     return tensor
 
 
-def verified(way: Way, name: str, tensor: Tensor) -> None:
+def verified(route: OpenRoute, name: str, tensor: Tensor) -> None:
     """Hold a tensor against its digest.
 
     Raises:
         IntegrityError: it is another one; names it and the files that made it.
     """
-    expected = way.digests.get(name)
+    expected = route.digests.get(name)
     if expected is None:
         return
     found = position_digest(tensor).hex()
     if found != expected:
         raise IntegrityError(
-            f"tensor {name!r} does not come out as version {way.reached[1]} has it, by {way.where(name)}",
+            f"tensor {name!r} does not come out as version {route.reached[1]} has it, by {route.where(name)}",
             expected=f"digest {expected}, found {found}",
             state="nothing of it was used",
             hint="a delta was applied to another base; let the trainer publish a keyframe",

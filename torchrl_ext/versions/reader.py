@@ -17,15 +17,15 @@ from torchrl_ext.stores.routes import Held
 from torchrl_ext.transports.base import Changes
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.host_copies import HostCopies
-from torchrl_ext.versions.open_route import OpenFull, Way, open_way, patched, same_params, verified, wrong_base
+from torchrl_ext.versions.open_route import OpenFull, OpenRoute, open_route, patched, same_params, verified, wrong_base
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-__all__ = ["Follower"]
+__all__ = ["ChainReader"]
 
 log = logging.getLogger("torchrl_ext")
 
 
-class Follower:
+class ChainReader:
     """One worker's place in a chain.
 
     Args:
@@ -94,19 +94,19 @@ class Follower:
                 self.mirror = {name: self._copies.copy(tensor) for name, tensor in source if name in mirrored}
                 self.held, self._params = (origin.base_run_id, 0), params
 
-    def open(self, target: int) -> Way:
-        """The way that `tensors` would take to ``target``, open for reading.
+    def open(self, target: int) -> OpenRoute:
+        """The route that `tensors` would take to ``target``, open for reading.
 
         Raises:
             FileNotFoundError: ``target`` is not there (any more).
-            IntegrityError: no way leads there, or something on it is damaged; names the file.
+            IntegrityError: no route leads there, or something on it is damaged; names the file.
         """
         self._catch_up()
         follows = self.held is not None and bool(self._params) and all(m.name in self.mirror for m in self._params)
         if follows and self._leads(target):
-            return open_way(self.chain, self._open_full, target, self.held)
+            return open_route(self.chain, self._open_full, target, self.held)
         base = None if self._base is None else CheckpointSource(self._base)
-        return open_way(self.chain, self._open_full, target, None, base)
+        return open_route(self.chain, self._open_full, target, None, base)
 
     def _leads(self, target: int) -> bool:
         """False, and nothing is held, where what is held was replaced under its number and only the base leads on.
@@ -130,66 +130,66 @@ class Follower:
         self._catch_up()
         if self.held is None or not self._leads(target):
             return None
-        way = open_way(self.chain, self._open_full, target, self.held)
-        if way.published is not None:
-            way.close()
+        route = open_route(self.chain, self._open_full, target, self.held)
+        if route.published is not None:
+            route.close()
             return None
-        for where, manifest in way.manifests:
+        for where, manifest in route.manifests:
             same_params(self._params, manifest, where)
 
         def patches(wanted: Callable[[str], bool]) -> Iterator[Patch]:
-            metas = (meta for meta in way.params if way.changes(meta.name) and wanted(meta.name))
-            decodes = (partial(way.patch, meta, self.mirror.get(meta.name)) for meta in metas)
+            metas = (meta for meta in route.params if route.changes(meta.name) and wanted(meta.name))
+            decodes = (partial(route.patch, meta, self.mirror.get(meta.name)) for meta in metas)
             yield from (patch for patch in decode_tensors(decodes, threads=spare_threads()) if patch is not None)
 
         def at_the_end(meta: ParamMeta) -> tuple[str, Tensor]:
             tensor = self.mirror[meta.name].clone()
-            patch = way.patch(meta, tensor)
+            patch = route.patch(meta, tensor)
             return meta.name, tensor if patch is None else patched(tensor, patch)
 
         def whole(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
             wanted = frozenset(names)
-            made = (partial(at_the_end, meta) for meta in way.params if meta.name in wanted)
+            made = (partial(at_the_end, meta) for meta in route.params if meta.name in wanted)
             yield from decode_tensors(made, threads=spare_threads())
 
         return Changes(
             held=self.held,
-            reached=way.reached,
-            params=way.params,
+            reached=route.reached,
+            params=route.params,
             patches=patches,
-            digests=way.digests,
+            digests=route.digests,
             whole=whole,
         )
 
-    def check(self, way: Way) -> None:
-        """Read everything on a way that begins at a keyframe or the base, and keep none of it.
+    def check(self, route: OpenRoute) -> None:
+        """Read everything on a route that begins at a keyframe or the base, and keep none of it.
 
         Raises:
             IntegrityError: something is damaged; names tensor and file.
         """
-        if way.published is None and way.base is None:  # it begins at the host copies, and is checked as it is read
+        if route.published is None and route.base is None:  # it begins at the host copies, and is checked as it is read
             return
-        for _ in self._from_start(way, {}):
+        for _ in self._from_start(route, {}):
             pass
 
-    def tensors(self, way: Way, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor at the end of a way that `open` opened, each verified before it is yielded; closes the way.
+    def tensors(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor at the end of a route that `open` opened, each verified before it is yielded; closes the route.
 
         Args:
-            way: how to get there.
+            route: how to get there.
             into: tensors that may be filled directly.
         """
-        with way:
-            if way.published is None and way.base is None:
-                yield from self._from_mirror(way)
+        with route:
+            if route.published is None and route.base is None:
+                yield from self._from_mirror(route)
                 return
             self.held, mirror = None, {}
-            for name, tensor in self._from_start(way, into):
+            for name, tensor in self._from_start(route, into):
                 if self._retained(name):
                     mirror[name] = self._copies.copy(tensor)
                 yield name, tensor
             self.mirror = mirror
-            self.held, self._params = way.reached, way.params
+            self.held, self._params = route.reached, route.params
 
     def advance(self, changes: Changes) -> None:
         """The worker holds what ``changes`` lead to; mirrored tensors follow before the next version is read.
@@ -225,38 +225,38 @@ class Follower:
             return
         self.held = changes.reached
 
-    def _from_start(self, way: Way, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        first = way.params if way.published is None else way.published.params()
-        for where, manifest in way.manifests:
+    def _from_start(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        first = route.params if route.published is None else route.published.params()
+        for where, manifest in route.manifests:
             same_params(first, manifest, where)
         seen = set()
-        for name, tensor in way.first(into):
-            patch = way.patch(ParamMeta.of(name, tensor), tensor)
+        for name, tensor in route.first(into):
+            patch = route.patch(ParamMeta.of(name, tensor), tensor)
             if patch is not None:
                 tensor = patched(tensor, patch)
-            verified(way, name, tensor)
+            verified(route, name, tensor)
             seen.add(name)
             yield name, tensor
-        lost = next((meta.name for meta in way.params if meta.name not in seen), None)
+        lost = next((meta.name for meta in route.params if meta.name not in seen), None)
         if lost is not None:
-            raise ManifestError(f"the base checkpoint has no tensor {lost!r}, which version {way.reached[1]} has")
+            raise ManifestError(f"the base checkpoint has no tensor {lost!r}, which version {route.reached[1]} has")
 
-    def _from_mirror(self, way: Way) -> Iterator[tuple[str, Tensor]]:
+    def _from_mirror(self, route: OpenRoute) -> Iterator[tuple[str, Tensor]]:
         """The mirror takes the patches when everything was verified, so that a damaged version leaves it as it was."""
-        if way.held != self.held:
-            raise IntegrityError(f"the way begins at {way.held}", expected=str(self.held))
-        for where, manifest in way.manifests:
+        if route.held != self.held:
+            raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
+        for where, manifest in route.manifests:
             same_params(self._params, manifest, where)
         landing: list[Patch] = []
-        for meta in way.params:
+        for meta in route.params:
             tensor = self.mirror[meta.name].clone()
-            patch = way.patch(meta, tensor)
+            patch = route.patch(meta, tensor)
             if patch is not None:
                 tensor = patched(tensor, patch)
-                verified(way, meta.name, tensor)
+                verified(route, meta.name, tensor)
                 landing.append(patch)
             yield meta.name, tensor
         self.held = None
         for patch in landing:
             apply_patch(patch, self.mirror[patch.meta.name])
-        self.held = way.reached
+        self.held = route.reached

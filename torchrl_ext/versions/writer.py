@@ -14,7 +14,7 @@ from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Root, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.chain import BESIDE, Chain
-from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
+from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.baseline import Baseline
@@ -23,7 +23,7 @@ from torchrl_ext.versions.delta_files import Heading, containers
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Publisher"]
+__all__ = ["ChainWriter"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -31,7 +31,7 @@ _CONTAINERS = {**dict.fromkeys(("indices", "deltas", "deltas_zstd"), "flushes"),
 _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
 
 
-class Publisher:
+class ChainWriter:
     """Publishes one trainer's versions.
 
     Args:

@@ -22,7 +22,7 @@ from torchrl_ext.codecs.slime.flush import flush_name, parse_flush
 from torchrl_ext.codecs.slime.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, checksum, full_index, parse_shard
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores import Manifest, Placed, Root, Versions, version_name
-from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
+from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.routes import Found
 from torchrl_ext.types import ParamMeta

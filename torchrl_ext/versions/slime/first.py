@@ -14,7 +14,7 @@ from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.flush import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
 from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.deltas import DeltaManifest, DeltaParam
+from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, checked_files
 from torchrl_ext.weights.position_digest import PositionDigest
