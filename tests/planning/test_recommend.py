@@ -1,4 +1,4 @@
-"""The planner: the guides' table of goals row by row, costs that behave as costs must, and coefficients from runs."""
+"""The planner: the guides' table of goals row by row, and costs that behave as costs must."""
 
 import dataclasses
 import json
@@ -12,9 +12,7 @@ from tests.processes import ROOT
 from torchrl_ext.cli.main import main
 from torchrl_ext.configs.update import WeightUpdateConfig
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.planning.costs import ENCODINGS
-from torchrl_ext.planning.fits import lines_touched, place_bits, refit
-from torchrl_ext.planning.fitted import FITTED
+from torchrl_ext.planning.costs import ENCODINGS, MEASURED
 from torchrl_ext.planning.recommend import DECISIONS
 from torchrl_ext.transports.delta import DeltaTransport
 
@@ -22,9 +20,9 @@ SMALL = {"parameters": 500_000_000, "interval_s": 60.0}
 LARGE = {"parameters": 300_000_000_000, "workers_per_engine": 8, "interval_s": 60.0}
 
 
-def road(plan, transport, encoding=None, carrier=None):
+def route(plan, transport, encoding=None, carrier=None):
     (found,) = [
-        one for one in plan.roads if (one.transport, one.encoding, one.carrier) == (transport, encoding, carrier)
+        one for one in plan.routes if (one.transport, one.encoding, one.carrier) == (transport, encoding, carrier)
     ]
     return found
 
@@ -98,7 +96,7 @@ def test_what_the_facts_rule_out_is_listed_with_the_reason():
     plan = tx.recommend(**SMALL, group=False, shared_path="/shared")
     assert "cannot form a process group" in plan.rejected["collective"]
     assert "share no device" in plan.rejected["ipc"]
-    assert set(plan.rejected) == {one.label for one in plan.roads} - {plan.chosen.label}
+    assert set(plan.rejected) == {one.label for one in plan.routes} - {plan.chosen.label}
     over_store = tx.recommend(**SMALL, group=False, shared_path="s3://bucket/updates")
     assert over_store.chosen.transport == "delta" and "checkpoint directories" in over_store.rejected["disk"]
     shared = tx.recommend(**SMALL, colocated=True)
@@ -107,7 +105,7 @@ def test_what_the_facts_rule_out_is_listed_with_the_reason():
     assert "over regions" in far.rejected["collective"]
 
 
-def test_without_any_road_the_error_names_every_obstacle():
+def test_without_any_route_the_error_names_every_obstacle():
     with pytest.raises(ConfigError, match=r"collective: .*process group.*disk: .*no path"):
         tx.recommend(**SMALL, group=False)
 
@@ -115,23 +113,23 @@ def test_without_any_road_the_error_names_every_obstacle():
 def test_every_encoding_of_ours_that_the_planner_names_exists():
     assert set(ENCODINGS) <= set(DeltaTransport.encodings())
     plan = tx.recommend(**SMALL)
-    assert {one.encoding for one in plan.roads} - {None} == set(ENCODINGS)
+    assert {one.encoding for one in plan.routes} - {None} == {"auto", *ENCODINGS}
 
 
 def test_sizes_of_plain_encodings_follow_from_their_formats():
     plan = tx.recommend(parameters=10**9, density=0.01)
     changed = 10**7
-    assert road(plan, "delta", "indices", "disk").bytes == 6 * changed
-    assert road(plan, "delta", "deltas", "disk").bytes == 4 * changed
-    assert road(plan, "disk").bytes == road(plan, "collective").bytes == 2 * 10**9
-    assert road(plan, "delta", "context", "disk").bytes < road(plan, "delta", "ulp", "disk").bytes < 2 * changed
+    assert route(plan, "delta", "indices", "disk").bytes == 6 * changed
+    assert route(plan, "delta", "deltas", "disk").bytes == 4 * changed
+    assert route(plan, "disk").bytes == route(plan, "collective").bytes == 2 * 10**9
+    assert route(plan, "delta", "context", "disk").bytes < route(plan, "delta", "ulp", "disk").bytes < 2 * changed
     dense = tx.recommend(parameters=10**9, density=1.0)
-    assert road(dense, "delta", "indices", "disk").bytes == 2 * 10**9
+    assert route(dense, "delta", "indices", "disk").bytes == 2 * 10**9
 
 
 def test_more_of_anything_that_costs_never_costs_less():
     def costs(**facts):
-        return [one.seconds for one in tx.recommend(**(LARGE | {"shared_path": "/s", "engines": 8} | facts)).roads]
+        return [one.seconds for one in tx.recommend(**(LARGE | {"shared_path": "/s", "engines": 8} | facts)).routes]
 
     for less, more in [
         ({"parameters": 10**9}, {"parameters": 10**12}),
@@ -148,7 +146,7 @@ def test_more_of_anything_that_costs_never_costs_less():
 def test_a_pause_by_delta_is_in_proportion_to_what_changed_and_not_to_the_model():
     def pause(density, parameters):
         plan = tx.recommend(parameters=parameters, density=density, device="cpu", shared_path="/s")
-        return road(plan, "delta", "auto", "disk").pause_s - FITTED["control"].value - FITTED["commit_once"].value
+        return route(plan, "delta", "auto", "disk").pause_s - MEASURED["control"].value
 
     assert pause(1e-4, 10**9) == pytest.approx(pause(1e-5, 10**10), rel=0.01)
     assert pause(1e-4, 10**10) == pytest.approx(10 * pause(1e-5, 10**10), rel=0.01)
@@ -159,7 +157,7 @@ def test_up_to_a_trillion_parameters_and_thousands_of_engines():
         parameters=10**12, engines=8192, workers_per_engine=16, regions=4, group=False, shared_path="s3://b/u"
     )
     assert plan.chosen.transport == "delta" and plan.chosen.carrier == "disk"
-    for one in plan.roads:
+    for one in plan.routes:
         assert 0 < one.low_s <= one.seconds <= one.high_s < math.inf and 0 < one.pause_s <= one.seconds
     json.dumps(plan.to_json(), allow_nan=False)
 
@@ -172,7 +170,7 @@ def test_a_fast_fabric_and_a_dense_update_speak_for_full():
     assert slow.chosen.transport == "delta" and slow.chosen.carrier == "collective"
 
 
-def test_at_a_break_even_both_roads_take_equally_long():
+def test_at_a_break_even_both_routes_take_equally_long():
     plan = tx.recommend(parameters=8 * 10**9, shared_path="/s")
     found = [one for one in plan.break_evens if one.value is not None]
     assert {one.quantity for one in found} >= {"disk_bytes_s", "network_bytes_s"}
@@ -181,7 +179,7 @@ def test_at_a_break_even_both_roads_take_equally_long():
         seconds = {}
         for factor in (0.5, 1.0, 2.0):
             at = tx.recommend(dataclasses.replace(plan.facts, **{one.quantity: one.value * factor}))
-            seconds[factor] = {r.label: r.seconds for r in at.roads}
+            seconds[factor] = {r.label: r.seconds for r in at.routes}
         assert seconds[1.0][one.below] == pytest.approx(seconds[1.0][one.above], rel=1e-3)
         assert seconds[0.5][one.below] < seconds[0.5][one.above]
         assert seconds[2.0][one.below] > seconds[2.0][one.above]
@@ -211,122 +209,51 @@ def test_facts_that_cannot_be_are_refused(facts):
         tx.recommend(**facts)
 
 
-# coefficients
-
-TRUTH = {
-    "bits": {"ulp": (1.1, 1.5), "context": (0.8, 1.0), "xor": (2.0, 6.0), "overwrite": (1.0, 27.0)},
-    "encode": {"ulp": (3e-10, 8e-9), "context": (6e-10, 1.5e-8), "xor": (5e-10, 2e-8), "overwrite": (6e-10, 1e-8)},
-}
+# what was measured
 
 
-def delta_document():
-    rows = []
-    for density in (0.001, 0.01, 0.1, 0.5):
-        elements = 10**8
-        changed, size = round(density * elements), 2 * elements
-        bits = {name: a * place_bits(density) + b for name, (a, b) in TRUTH["bits"].items()}
-        seconds = {name: [size * a + changed * b] * 3 for name, (a, b) in TRUTH["encode"].items()}
-        rows.append(
-            {
-                "data": f"{density:.1%} scattered",
-                "density": density,
-                "changed": changed,
-                "dense_bytes": size,
-                "bits_per_changed": bits,
-                "seconds": seconds | {"copy": [size * 1e-10] * 3},
-            }
-        )
-    return {"threads": 4, "sets": rows}
+def test_each_measured_number_says_by_which_command():
+    for name, one in MEASURED.items():
+        assert one.value > 0 and one.unit in ("s", "bytes/s") and one.command.startswith("torchrl-ext bench"), name
 
 
-def landing_document():
-    total, rows = 4 * 10**8, []
-    for density in (0.001, 0.01, 0.1):
-        lines = lines_touched(total, density, 2)
-        rows.append(
-            {
-                "density": density,
-                "changed": round(density * total),
-                "commit_s": 0.01 + 5e-9 * lines,
-                "stage_s": 0.02 + 1e-8 * lines + 1e-9 * density * total,
-            }
-        )
-    return {"commit": {"parameters": total, "reload_s": 0.8, "load_in_memory_s": 0.16, "rows": rows}}
-
-
-def transport_document(slower=1.0):
-    taken = [slower * 1.0, slower * 2.0, slower * 4.0]
-    return {
-        "model": {"bytes": 10**9, "tensors": 300, "seconds": {"buckets": taken}},
-        "small": {"bytes": 10**6, "tensors": 1000, "seconds": {"buckets": [slower * (0.002 + 0.05)] * 3}},
-        "disk": {"bytes": 10**9, "seconds": {"publish": taken}},
-    }
-
-
-def test_coefficients_are_found_again_in_documents_that_they_made():
-    fit = refit(FITTED, [delta_document(), landing_document(), transport_document()])
-    assert set(fit) == set(FITTED)
-    for name in TRUTH["bits"]:
-        for part, value in zip(("place", "step"), TRUTH["bits"][name], strict=True):
-            assert fit[f"{name}_bits_{part}"].value == pytest.approx(value, rel=1e-6)
-        for part, value in zip(("byte", "change"), TRUTH["encode"][name], strict=True):
-            assert fit[f"{name}_encode_{part}"].value == pytest.approx(value, rel=1e-6)
-    assert fit["commit_line"].value == pytest.approx(5e-9, rel=1e-6)
-    assert fit["stage_change"].value == pytest.approx(1e-9, rel=1e-6)
-    assert fit["reload"].value == pytest.approx(1e-9) and fit["load"].value == pytest.approx(2e-10)
-    assert fit["collective"].value == pytest.approx(2e-9) and fit["collective"].spread == pytest.approx(2.0)
-    assert fit["collective_tensor"].value == pytest.approx(5e-5, rel=1e-3) and fit["threads"].value == 4
-
-
-def test_each_coefficient_says_what_it_was_fitted_to():
-    for name, one in FITTED.items():
-        assert one.value >= 0 and one.spread >= 1 and one.unit and one.command.startswith("torchrl-ext bench"), name
-
-
-def test_the_page_shows_the_coefficients_that_come_with_the_library():
+def test_the_page_shows_what_was_measured():
     page = (ROOT / "docs" / "choosing_a_transport.md").read_text()
-    for name, one in FITTED.items():
-        assert f"| `{name}` | {one.value:.3g} {one.unit} | x {one.spread:.2f} | `{one.command}` |" in page
+    for name, one in MEASURED.items():
+        assert f"| `{name}` | {one.value:.3g} {one.unit} | `{one.command}` |" in page
+    for name, one in ENCODINGS.items():
+        assert f"| `{name}` | {one.place:g} | {one.step:g} | {one.effort:g} |" in page
 
 
-def test_a_slower_machine_gives_slower_predictions():
-    facts = {"parameters": 10**9, "device": "cpu", "network_bytes_s": 1e12}
-    plans = [tx.recommend(**facts, fit=refit(FITTED, [transport_document(slower)])) for slower in (1.0, 10.0)]
-    assert road(plans[1], "collective").seconds > 5 * road(plans[0], "collective").seconds
-    assert plans[1].chosen.transport == "delta"  # which a slow collective makes worth it
-
-
-@pytest.mark.parametrize(
-    "document", [{}, {"a": 1}, {"commit": {}}, {"sets": [], "threads": 2}, {"sets": 1, "threads": 2}]
-)
-def test_a_document_of_something_else_is_refused(document):
-    with pytest.raises(ConfigError):
-        refit(FITTED, [document])
+def test_cores_that_code_more_slowly_make_deltas_slower_and_nothing_else():
+    plans = [tx.recommend(parameters=10**9, shared_path="/s", code_bytes_s=speed) for speed in (2e9, 2e8)]
+    for fast, slow in zip(plans[0].routes, plans[1].routes, strict=True):
+        assert (slow.seconds > fast.seconds) == (fast.encoding is not None)
 
 
 # the command
 
 
-def test_the_command_prints_one_document_with_every_road(capsys):
+def test_the_command_prints_one_document_with_every_route(capsys):
     assert main(["plan", "--parameters", "30B", "--no-group", "--shared-path", "/shared", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["facts"]["parameters"] == 30_000_000_000 and told["facts"]["group"] is False
-    assert {row["transport"] for row in told["roads"]} == {"ipc", "collective", "disk", "delta"}
-    assert all(row["rejected"] or row["label"] == told["predicted"]["label"] for row in told["roads"])
-    assert told["fit"]["ulp_encode_byte"]["command"] == "torchrl-ext bench delta" and told["break_evens"]
+    assert {row["transport"] for row in told["routes"]} == {"ipc", "collective", "disk", "delta"}
+    assert all(row["rejected"] or row["label"] == told["predicted"]["label"] for row in told["routes"])
+    assert told["measured"]["copy"]["command"] == "torchrl-ext bench delta" and told["break_evens"]
 
 
-def test_the_command_takes_sizes_from_a_checkpoint_and_fits_from_files(tmp_path, capsys):
+def test_the_command_takes_sizes_from_a_checkpoint(tmp_path, capsys):
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(10, 10), "b": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    (tmp_path / "run.json").write_text(json.dumps(transport_document()))
-    assert main(["plan", "--model", str(tmp_path), "--fit", str(tmp_path / "run.json"), "--json"]) == 0
+    assert main(["plan", "--model", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["facts"]["parameters"] == 104 and told["facts"]["tensors"] == 2
-    assert told["fit"]["collective"]["value"] == pytest.approx(2e-9)
-    (tmp_path / "run.json").write_text("no json")
-    assert main(["plan", "--fit", str(tmp_path / "run.json"), "--json"]) == 1
+
+
+def test_facts_that_cannot_be_are_one_document_of_an_error(capsys):
+    assert main(["plan", "--density", "2", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["type"] == "ConfigError"
 
 

@@ -7,18 +7,15 @@ import json
 import types
 import typing
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.break_even import BreakEven
+from torchrl_ext.planning.costs import UNCERTAINTY
 from torchrl_ext.planning.facts import Facts
-from torchrl_ext.planning.fits import Fit, refit
-from torchrl_ext.planning.fitted import FITTED
 from torchrl_ext.planning.recommend import Recommendation, recommend
 
 __all__ = ["add_parser", "run"]
@@ -32,7 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "plan",
         help="say which transport suits a deployment, and what an update costs",
         description="Recommend an entry point and a transport from facts about a deployment, with predicted seconds, "
-        "bytes and pause of every road. Numbers may end in k, M, G (or B) and T.",
+        "bytes and pause of every route. Numbers may end in k, M, G (or B) and T.",
     )
     kinds = typing.get_type_hints(Facts)
     for one in fields(Facts):
@@ -45,7 +42,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             shown = {int: "N", float: "X"}.get(kind, "TEXT")
             parser.add_argument(flag, type=read, default=one.default, metavar=shown, help=f"{text} ({one.default})")
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory to take parameters and dtype from")
-    parser.add_argument("--fit", nargs="+", metavar="FILE", default=[], help="documents of `torchrl-ext bench --json`")
     return parser
 
 
@@ -53,16 +49,16 @@ def run(args: argparse.Namespace) -> int:
     """Recommend; a page, or with ``--json`` one document.
 
     Raises:
-        ConfigError: facts that cannot be, under which nothing works, or a file that is no document of a benchmark.
+        ConfigError: facts that cannot be, or under which nothing works.
     """
     given = {one.name: getattr(args, one.name) for one in fields(Facts)}
     if args.model:
         given |= _measured(args.model)
-    found = recommend(Facts(**given), fit=_fit(args.fit))
+    found = recommend(Facts(**given))
     if args.json:
-        print(json.dumps(found.to_json() | {"refitted_from": args.fit}))
+        print(json.dumps(found.to_json()))
     else:
-        _show(found, args.fit)
+        _show(found)
     return 0
 
 
@@ -91,25 +87,10 @@ def _measured(directory: str) -> dict[str, Any]:
     return {"parameters": elements, "tensors": len(params), "bytes_per_parameter": size / elements}
 
 
-def _fit(paths: list[str]) -> Fit:
-    documents = []
-    for path in paths:
-        try:
-            document = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error}", expected="a JSON document of `bench --json`"
-            ) from error
-        if not isinstance(document, dict):
-            raise ConfigError(f"{path} holds a {type(document).__name__}", expected="a JSON object of `bench --json`")
-        documents.append(document)
-    return refit(FITTED, documents)
-
-
 # what is shown
 
 
-def _show(found: Recommendation, refitted: list[str]) -> None:
+def _show(found: Recommendation) -> None:
     console = Console()
 
     def say(text: str) -> None:
@@ -122,43 +103,42 @@ def _show(found: Recommendation, refitted: list[str]) -> None:
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in found.options.items()
     ]
     say(f"  {' '.join(flags)}")
-    console.print(_roads_table(found))
+    console.print(_routes_table(found))
     say("[bold]rejected[/]")
     for label, why in _rejections(found).items():
         say(f"  {label}: {why}")
-    say("[bold]where two roads take equally long[/]")
+    say("[bold]where two routes take equally long[/]")
     for one in found.break_evens:
         say(f"  {_even(one)}")
-    source = f"refitted from {', '.join(refitted)}" if refitted else "fitted to this library's own benchmarks"
-    say(f"The model is {source}; a range is what the rounds of those differed by.")
+    say(f"What this library's own benchmarks measured may be off by x {UNCERTAINTY:g}: hence the ranges.")
     for note in found.notes:
         say(f"  - {note}")
 
 
-def _roads_table(found: Recommendation) -> Table:
+def _routes_table(found: Recommendation) -> Table:
     facts = found.facts
     title = f"{_count(facts.parameters).strip()} parameters, {facts.density:.2%} changed, {facts.engines:,} engine(s)"
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("road", "bytes", "seconds", "range", "pause"):
-        table.add_column(heading, justify="left" if heading == "road" else "right", no_wrap=True)
-    for road in found.roads:
-        if road.obstacle is None:
-            cells = [road.label, f"{_count(road.bytes)}B", _seconds(road.seconds)]
-            cells += [f"{_seconds(road.low_s)} to {_seconds(road.high_s)}", _seconds(road.pause_s)]
-            table.add_row(*cells, style="bold green" if road is found.chosen else "")
+    for heading in ("route", "bytes", "seconds", "range", "pause"):
+        table.add_column(heading, justify="left" if heading == "route" else "right", no_wrap=True)
+    for route in found.routes:
+        if route.obstacle is None:
+            cells = [route.label, f"{_count(route.bytes)}B", _seconds(route.seconds)]
+            cells += [f"{_seconds(route.low_s)} to {_seconds(route.high_s)}", _seconds(route.pause_s)]
+            table.add_row(*cells, style="bold green" if route is found.chosen else "")
     return table
 
 
 def _rejections(found: Recommendation) -> dict[str, str]:
     """One line per transport and carrier, about the best of its encodings."""
     lines: dict[str, str] = {}
-    for road in sorted(found.roads, key=lambda road: road.seconds):
-        group = f"{road.transport} over {road.carrier}" if road.carrier else road.transport
-        if road is not found.chosen and (road.transport, road.carrier) != (
+    for route in sorted(found.routes, key=lambda route: route.seconds):
+        group = f"{route.transport} over {route.carrier}" if route.carrier else route.transport
+        if route is not found.chosen and (route.transport, route.carrier) != (
             found.chosen.transport,
             found.chosen.carrier,
         ):
-            lines.setdefault(group, found.rejected[road.label])
+            lines.setdefault(group, found.rejected[route.label])
     return lines
 
 

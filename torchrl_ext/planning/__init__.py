@@ -1,1 +1,1 @@
-"""What an update will cost, and which road to take."""
+"""What an update will cost, and which route it should take."""

@@ -1,4 +1,4 @@
-"""Where two roads take equally long, by bandwidth and by density."""
+"""Where two routes take equally long, by bandwidth and by density."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torchrl_ext.planning.costs import CostModel, Road
+from torchrl_ext.planning.costs import Route, collective, delta, disk
 from torchrl_ext.planning.facts import Facts
-from torchrl_ext.planning.fits import Fit
 
 __all__ = ["BreakEven", "break_evens"]
-
-_MOST = 1e13  # bytes a second
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakEven:
-    """Where two roads take equally long.
+    """Where two routes take equally long.
 
     Attributes:
-        below: label of the road that is faster below ``value``.
+        below: label of the route that is faster below ``value``.
         above: label of the one that is faster above it.
         quantity: the fact that is varied.
         value: in the fact's own unit; None where ``always`` is faster whatever its value.
-        always: label of that road; None where there is a ``value``.
+        always: label of that route; None where there is a ``value``.
     """
 
     below: str
@@ -34,59 +31,32 @@ class BreakEven:
     always: str | None = None
 
 
-def break_evens(facts: Facts, fit: Fit) -> list[BreakEven]:
-    """Of deltas against full updates over the same carrier, by bandwidth and by density; and of two encodings.
+def break_evens(facts: Facts) -> list[BreakEven]:
+    """Compare deltas with full updates over the same carrier, by bandwidth and by density; and two encodings.
 
     A delta is found in time proportional to the model, so on a link that is fast enough a full update is sooner there.
     """
     found = []
-    for full, carrier, quantity in (("disk", "disk", "disk_bytes_s"), ("collective", "collective", "network_bytes_s")):
-        for encoding in ("auto", "xor", "indices"):
-            found.append(
-                _even(
-                    facts,
-                    quantity,
-                    lambda at, e=encoding, c=carrier: CostModel(at, fit).delta(e, c),
-                    lambda at, f=full: getattr(CostModel(at, fit), f)(),
-                    (1e5, _MOST),
-                )
-            )
-        found.append(
-            _even(
-                facts,
-                quantity,
-                lambda at, c=carrier: CostModel(at, fit).delta("context", c),
-                lambda at, c=carrier: CostModel(at, fit).delta("ulp", c),
-                (1e5, _MOST),
-            )
-        )
-        found.append(
-            _even(
-                facts,
-                "density",
-                lambda at, c=carrier: CostModel(at, fit).delta("auto", c),
-                lambda at, f=full: getattr(CostModel(at, fit), f)(),
-                (1e-6, 1.0),
-            )
-        )
+    for full, carrier, speed in ((disk, "disk", "disk_bytes_s"), (collective, "collective", "network_bytes_s")):
+
+        def by(encoding: str, carrier: str = carrier) -> Callable[[Facts], Route]:
+            return lambda at: delta(at, encoding, carrier)
+
+        found += [_even(facts, speed, by(encoding), full) for encoding in ("auto", "xor", "indices")]
+        found.append(_even(facts, speed, by("context"), by("ulp")))
+        found.append(_even(facts, "density", by("auto"), full))
     return found
 
 
-def _even(
-    facts: Facts,
-    quantity: str,
-    low: Callable[[Facts], Road],
-    high: Callable[[Facts], Road],
-    between: tuple[float, float],
-) -> BreakEven:
-    """Bisection on a logarithmic scale; one road is faster at the lower end, or everywhere."""
+def _even(facts: Facts, quantity: str, low: Callable[[Facts], Route], high: Callable[[Facts], Route]) -> BreakEven:
+    """Bisection on a logarithmic scale; one route is faster at the lower end, or everywhere."""
 
     def behind(value: float) -> float:
         at = replace(facts, **{quantity: value})
         return low(at).seconds - high(at).seconds
 
     names = {"below": low(facts).label, "above": high(facts).label, "quantity": quantity}
-    first, last = between
+    first, last = (1e-6, 1.0) if quantity == "density" else (1e5, 1e13)
     if behind(first) >= 0:
         return BreakEven(**names, value=None, always=names["above"])
     if behind(last) <= 0:

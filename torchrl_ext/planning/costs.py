@@ -1,18 +1,86 @@
-"""What an update costs by each road: seconds, bytes and the engines' pause, from facts and fitted coefficients."""
+"""What an update costs by each route: every phase is an amount divided by a speed.
+
+Speeds of links, stores and devices are facts about the deployment. What facts cannot tell stands in `MEASURED` and
+`ENCODINGS`, as ``torchrl-ext bench`` printed it on two shared x86-64 cores with torch's CPU build.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torchrl_ext.planning.facts import Facts
-from torchrl_ext.planning.fits import CODED, LINE_BYTES, Fit, lines_touched, place_bits
 
-__all__ = ["ENCODINGS", "CostModel", "Road", "Span", "roads"]
+__all__ = ["ENCODINGS", "MEASURED", "UNCERTAINTY", "Encoding", "Measured", "Route", "Span", "routes"]
 
-ENCODINGS = ("auto", *CODED, "indices", "deltas")
 KEYFRAME_EVERY = 25  # the delta transport's default
+LINE_BYTES = 64  # memory is read and written in lines of this size
+CHANGE_BYTES = 25  # coding one changed element takes as long as comparing this many bytes, whatever the encoding
+
+UNCERTAINTY = 2.0
+"""A phase that was measured, and not given as a fact, takes from a half to twice as long as predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One number that a benchmark gave.
+
+    Attributes:
+        value: in ``unit``.
+        unit: of the value, for example ``"bytes/s"``.
+        command: the command that measures it.
+    """
+
+    value: float
+    unit: str
+    command: str
+
+
+MEASURED: Mapping[str, Measured] = MappingProxyType(
+    {
+        "control": Measured(value=0.026, unit="s", command="torchrl-ext bench landing --engine vllm"),
+        "tensor": Measured(value=1.2e-4, unit="s", command="torchrl-ext bench transport"),
+        "broadcast": Measured(value=1.4e9, unit="bytes/s", command="torchrl-ext bench transport"),
+        "publish": Measured(value=3.8e8, unit="bytes/s", command="torchrl-ext bench transport"),
+        "copy": Measured(value=5e9, unit="bytes/s", command="torchrl-ext bench delta"),
+        "load": Measured(value=8.4e9, unit="bytes/s", command="torchrl-ext bench landing"),
+        "reload": Measured(value=1.3e9, unit="bytes/s", command="torchrl-ext bench landing"),
+        "stage": Measured(value=4.5e9, unit="bytes/s", command="torchrl-ext bench landing"),
+        "commit": Measured(value=1.4e10, unit="bytes/s", command="torchrl-ext bench landing"),
+    }
+)
+"""``control``: the calls around a pause. ``tensor``: one more tensor in a broadcast. ``broadcast``: gloo between two
+processes. ``publish``: checksummed and written. ``copy``: into a staging buffer. ``load``: from memory into parameters.
+``reload``: from files into parameters. ``stage`` and ``commit``: a delta's memory lines, decoded and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """Size and effort of one encoding of deltas.
+
+    Attributes:
+        place: bits per changed element, as a multiple of the least that its place can take (`place_bits`).
+        step: further bits per changed element.
+        effort: time to find and code changes, as a multiple of the quickest encoding's.
+    """
+
+    place: float
+    step: float
+    effort: float
+
+
+ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
+    {
+        "ulp": Encoding(place=1.05, step=1.7, effort=1.0),
+        "context": Encoding(place=0.77, step=1.05, effort=1.75),
+        "xor": Encoding(place=2.03, step=6.1, effort=1.5),
+        "overwrite": Encoding(place=0.94, step=27.7, effort=1.7),
+        "indices": Encoding(place=0.0, step=48.0, effort=1.7),  # 32 bit for a place, 16 for a value
+        "deltas": Encoding(place=0.0, step=32.0, effort=1.7),  # 16 bit for the gap to the last place, 16 for a value
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +91,7 @@ class Span:
         name: ``encode``, ``publish``, ``keyframe``, ``cross`` (between regions), ``fetch``, ``send``, ``stage``, or
             ``pause``.
         seconds: predicted.
-        spread: the factor by which the rounds of the benchmark behind it differed; 1 where only facts went in.
+        spread: the factor by which it may be shorter or longer; 1 where only facts went in.
     """
 
     name: str
@@ -32,8 +100,8 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Road:
-    """One way for an update to travel.
+class Route:
+    """One route that an update can take.
 
     Attributes:
         transport: name of the transport.
@@ -58,7 +126,7 @@ class Road:
 
     @property
     def seconds(self) -> float:
-        """From the call to the engines' new weights in service."""
+        """Seconds from the call to the engines' new weights in service."""
         return sum(span.seconds for span in self.spans)
 
     @property
@@ -68,192 +136,170 @@ class Road:
 
     @property
     def low_s(self) -> float:
-        """`seconds` when every phase is as fast as in the fastest round of its benchmark."""
+        """`seconds` when every phase is as short as it may be."""
         return sum(span.seconds / span.spread for span in self.spans)
 
     @property
     def high_s(self) -> float:
-        """`seconds` when every phase is as slow as in the slowest one."""
+        """`seconds` when every phase is as long as it may be."""
         return sum(span.seconds * span.spread for span in self.spans)
 
 
-def roads(facts: Facts, fit: Fit) -> list[Road]:
-    """Every road, those that the facts rule out included, in the order of their simplicity."""
-    model = CostModel(facts, fit)
-    found = [model.ipc(), model.collective(), model.disk()]
-    for carrier in ("disk", "collective"):
-        found += [model.delta(encoding, carrier) for encoding in ENCODINGS]
-    return found
+def routes(facts: Facts) -> list[Route]:
+    """Return every route, those that the facts rule out included, in the order of their simplicity."""
+    deltas = [
+        delta(facts, encoding, carrier) for carrier in ("disk", "collective") for encoding in ("auto", *ENCODINGS)
+    ]
+    return [ipc(facts), collective(facts), disk(facts), *deltas]
 
 
-class CostModel:
-    """Costs under one set of facts."""
-
-    def __init__(self, facts: Facts, fit: Fit) -> None:
-        self.facts, self.fit = facts, fit
-        self.size = facts.parameters * facts.bytes_per_parameter
-        self.changed = max(1.0, facts.density * facts.parameters)
-
-    # roads
-
-    def ipc(self) -> Road:
-        """Copied into a staging buffer, and from there into the parameters; both on the device that is shared."""
-        copy = self._at("copy", self.size) if self._on_host else self._on_device(self.size)
-        pause = [copy, self._loaded(), self._at("control")]
-        return Road(transport="ipc", bytes=round(self.size), spans=(_sum("pause", pause),), obstacle=self._no_ipc())
-
-    def collective(self) -> Road:
-        """Broadcast while engines are paused."""
-        pause = [*self._broadcast(self.size), self._loaded(), self._at("control")]
-        pause.append(self._at("collective_tensor", self.facts.tensor_count))
-        return Road(
-            transport="collective", bytes=round(self.size), spans=(_sum("pause", pause),), obstacle=self._no_group()
-        )
-
-    def disk(self) -> Road:
-        """Written, read by every engine while it generates, and loaded from its page cache."""
-        spans = (*self._to_host("publish"), self._published("publish", self.size), *self._spread_out(self.size))
-        share = self.size / self.facts.workers_per_engine
-        pause = _sum("pause", [self._at("reload", share), self._at("control")])
-        return Road(transport="disk", bytes=round(self.size), spans=(*spans, pause), obstacle=self._no_files(full=True))
-
-    def delta(self, encoding: str, carrier: str) -> Road:
-        """Coded, published or broadcast and staged while engines generate; then what changed is written in place."""
-        if encoding == "auto":  # what it does, per tensor: take the one that lands soonest
-            best = min((self.delta(one, carrier) for one in ("ulp", "context")), key=lambda road: road.seconds)
-            return replace(best, encoding="auto")
-        size, coding = self._coded(encoding)
-        spans = [coding]
-        if carrier == "disk":
-            spans += [self._published("publish", size), self._keyframes(), *self._spread_out(size)]
-        else:
-            spans.append(_sum("send", self._broadcast(size)))
-        spans += [self._staged(), self._committed()]
-        return Road(
-            transport="delta",
-            encoding=encoding,
-            carrier=carrier,
-            bytes=round(size),
-            spans=tuple(spans),
-            obstacle=self._no_delta(carrier),
-        )
-
-    # phases
-
-    def _at(self, name: str, count: float = 1.0, phase: str = "pause") -> Span:
-        coefficient = self.fit[name]
-        return Span(name=phase, seconds=coefficient.value * count, spread=coefficient.spread)
-
-    def _coded(self, encoding: str) -> tuple[float, Span]:
-        """Bytes of a delta and the time to find and code it. Where they would exceed the model's, it is sent whole."""
-        width = 8 * self.facts.bytes_per_parameter
-        if encoding in CODED:
-            bits = self.fit[f"{encoding}_bits_place"].value * place_bits(self.facts.density)
-            bits += self.fit[f"{encoding}_bits_step"].value
-            speed = encoding
-        else:  # 32 bit for a place; or 16 for the gap to the last one, unless some gap needs 32
-            gaps = encoding == "deltas" and self.facts.density > 2e-4
-            bits, speed = (16 if gaps else 32) + width, "overwrite"
-        cores = self.fit["threads"].value / max(1, self.facts.cores)
-        parts = [
-            *self._to_host("encode"),
-            self._at(f"{speed}_encode_byte", self.size * cores),
-            self._at(f"{speed}_encode_change", self.changed * cores),
-        ]
-        return min(self.size, bits * self.changed / 8), _sum("encode", parts)
-
-    def _published(self, phase: str, size: float) -> Span:
-        """Checksummed and written by one host."""
-        wire = Span(name=phase, seconds=size / self.facts.disk_bytes_s)
-        own = self._at("publish", size, phase)
-        return max(wire, own, key=lambda span: span.seconds) if self._on_host else wire
-
-    def _keyframes(self) -> Span:
-        """A full version beside every 25th delta, spread over all of them."""
-        return replace(self._published("keyframe", self.size / KEYFRAME_EVERY), name="keyframe")
-
-    def _spread_out(self, size: float) -> list[Span]:
-        """Once into every other region, then to every engine of a region from its store."""
-        facts = self.facts
-        spans = [Span(name="cross", seconds=size / facts.wan_bytes_s)] if facts.regions > 1 else []
-        readers = math.ceil(facts.engines / facts.regions)
-        fetch_s = max(size * readers / facts.disk_bytes_s, size / facts.network_bytes_s)
-        return [*spans, Span(name="fetch", seconds=fetch_s)]
-
-    def _broadcast(self, size: float) -> list[Span]:
-        """NCCL forwards piece by piece, so that the number of receivers hardly counts; gloo sends down a tree."""
-        facts = self.facts
-        if not self._on_host:
-            return [Span(name="pause", seconds=size / facts.network_bytes_s)]
-        levels = max(1, math.ceil(math.log2(1 + facts.engines * facts.workers_per_engine)))
-        wire = Span(name="pause", seconds=size * levels / facts.network_bytes_s)
-        return [max(wire, self._at("collective", size * levels), key=lambda span: span.seconds)]
-
-    @property
-    def _on_host(self) -> bool:
-        return self.facts.device == "cpu"
-
-    def _on_device(self, size: float) -> Span:
-        """Read and written once in the memory of the accelerators of one engine."""
-        return Span(name="pause", seconds=2 * size / self.facts.workers_per_engine / self.facts.device_bytes_s)
-
-    def _to_host(self, phase: str) -> list[Span]:
-        """The trainer's weights copied to where they can be compared or written."""
-        return [] if self._on_host else [Span(name=phase, seconds=self.size / self.facts.host_link_bytes_s)]
-
-    def _loaded(self) -> Span:
-        """Copied into the parameters, of which each worker holds its share."""
-        if self._on_host:
-            return self._at("load", self.size / self.facts.workers_per_engine)
-        return self._on_device(self.size)
-
-    def _staged(self) -> Span:
-        share = 1 / self.facts.workers_per_engine
-        parts = [self._at("stage_once"), self._at("stage_line", share * self._lines())]
-        return _sum("stage", [*parts, self._at("stage_change", share * self.changed)])
-
-    def _committed(self) -> Span:
-        lines, control = self._lines() / self.facts.workers_per_engine, self._at("control")
-        if not self._on_host:
-            return _sum("pause", [self._on_device(LINE_BYTES * self._lines()), control])
-        return _sum("pause", [self._at("commit_once"), self._at("commit_line", lines), control])
-
-    def _lines(self) -> float:
-        return lines_touched(self.facts.parameters, self.facts.density, self.facts.bytes_per_parameter)
-
-    # obstacles
-
-    def _no_ipc(self) -> str | None:
-        return None if self.facts.colocated else "trainer and engines share no device"
-
-    def _no_group(self) -> str | None:
-        facts = self.facts
-        if facts.colocated:
-            return "two processes on one device cannot be ranks of one group"
-        if not facts.group:
-            return "trainer and engines cannot form a process group"
-        if not facts.same_stack:
-            return "a group needs compatible devices and libraries at both ends"
-        if facts.regions > 1:
-            return "a group does not reach over regions"
-        return None
-
-    def _no_files(self, full: bool) -> str | None:
-        path = self.facts.shared_path
-        if path is None:
-            return "there is no path that trainer and engines both see"
-        if full and "://" in path.removeprefix("file://"):
-            return "full versions are checkpoint directories, and an object store has none"
-        return None
-
-    def _no_delta(self, carrier: str) -> str | None:
-        if self.facts.colocated:
-            return "colocated engines take weights by memory handles, and a delta would not make those smaller"
-        return self._no_files(full=False) if carrier == "disk" else self._no_group()
+def place_bits(density: float) -> float:
+    """Bits per changed element that its place takes at least: a Bernoulli process's entropy, H(p) / p."""
+    if density >= 1:
+        return 0.0
+    return -(math.log2(density) + (1 - density) / density * math.log2(1 - density))
 
 
-def _sum(name: str, parts: Sequence[Span]) -> Span:
-    """One phase of several terms."""
-    seconds = sum(part.seconds for part in parts)
-    spread = sum(part.seconds * part.spread for part in parts) / seconds if seconds else 1.0
-    return Span(name=name, seconds=seconds, spread=spread)
+def touched_bytes(facts: Facts) -> float:
+    """Bytes of all memory lines in which something changes, when changes are scattered."""
+    per_line = LINE_BYTES / facts.bytes_per_parameter
+    return _size(facts) * (1 - (1 - facts.density) ** per_line)
+
+
+def ipc(facts: Facts) -> Route:
+    """Copied into a staging buffer, and from there into the parameters; both on the device that is shared."""
+    size = _size(facts)
+    copied_s = size / (_speed("copy") if _on_host(facts) else facts.device_bytes_s)
+    return Route(
+        transport="ipc",
+        bytes=round(size),
+        spans=(_measured("pause", copied_s + _loaded(facts) + _speed("control")),),
+        obstacle=None if facts.colocated else "trainer and engines share no device",
+    )
+
+
+def collective(facts: Facts) -> Route:
+    """Broadcast while engines are paused."""
+    size = _size(facts)
+    beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
+    return Route(
+        transport="collective",
+        bytes=round(size),
+        spans=(_measured("pause", _broadcast(facts, size) + beside_s),),
+        obstacle=_no_group(facts),
+    )
+
+
+def disk(facts: Facts) -> Route:
+    """Written, read by every engine while it generates, and loaded from its page cache."""
+    size = _size(facts)
+    reload_s = size / facts.workers_per_engine / _speed("reload")
+    spans = [Span(name="publish", seconds=_to_host(facts) + _published(facts, size)), *_fetched(facts, size)]
+    return Route(
+        transport="disk",
+        bytes=round(size),
+        spans=(*spans, _measured("pause", reload_s + _speed("control"))),
+        obstacle=_no_files(facts, full=True),
+    )
+
+
+def delta(facts: Facts, encoding: str, carrier: str) -> Route:
+    """Coded, published or broadcast and staged while engines generate; then what changed is written in place."""
+    if encoding == "auto":  # what it does, per tensor: take the one that lands soonest
+        best = min((delta(facts, one, carrier) for one in ("ulp", "context")), key=lambda route: route.seconds)
+        return replace(best, encoding="auto")
+    coded, full = ENCODINGS[encoding], _size(facts)
+    changed = max(1.0, facts.density * facts.parameters)
+    bits = coded.place * place_bits(facts.density) + coded.step
+    size = min(full, bits * changed / 8)  # beyond it the weights are sent as they are
+    coding_s = coded.effort * (full + CHANGE_BYTES * changed) / (facts.code_bytes_s * facts.cores)
+    spans = [_measured("encode", _to_host(facts) + coding_s)]
+    if carrier == "disk":
+        keyframe = Span(name="keyframe", seconds=_published(facts, full / KEYFRAME_EVERY))
+        spans += [Span(name="publish", seconds=_published(facts, size)), keyframe, *_fetched(facts, size)]
+        obstacle = _no_files(facts, full=False)
+    else:
+        spans.append(Span(name="send", seconds=_broadcast(facts, size)))
+        obstacle = _no_group(facts)
+    if facts.colocated:
+        obstacle = "colocated engines take weights by memory handles, and a delta would not make those smaller"
+    share = touched_bytes(facts) / facts.workers_per_engine
+    commit_s = share / (_speed("commit") if _on_host(facts) else facts.device_bytes_s)
+    spans += [_measured("stage", share / _speed("stage")), _measured("pause", commit_s + _speed("control"))]
+    return Route(
+        transport="delta", encoding=encoding, carrier=carrier, bytes=round(size), spans=tuple(spans), obstacle=obstacle
+    )
+
+
+# phases, in seconds
+
+
+def _published(facts: Facts, size: float) -> float:
+    """Written by one host, and on a CPU's host as fast as that was measured at most."""
+    return size / min(facts.disk_bytes_s, _speed("publish") if _on_host(facts) else math.inf)
+
+
+def _fetched(facts: Facts, size: float) -> list[Span]:
+    """Once into every other region, then to every engine of a region from its store."""
+    cross = [Span(name="cross", seconds=size / facts.wan_bytes_s)] if facts.regions > 1 else []
+    readers = math.ceil(facts.engines / facts.regions)
+    fetch_s = max(size * readers / facts.disk_bytes_s, size / facts.network_bytes_s)
+    return [*cross, Span(name="fetch", seconds=fetch_s)]
+
+
+def _broadcast(facts: Facts, size: float) -> float:
+    """NCCL forwards piece by piece, so that the number of receivers hardly counts; gloo sends down a tree."""
+    if not _on_host(facts):
+        return size / facts.network_bytes_s
+    levels = max(1, math.ceil(math.log2(1 + facts.engines * facts.workers_per_engine)))
+    return size * levels / min(facts.network_bytes_s, _speed("broadcast"))
+
+
+def _to_host(facts: Facts) -> float:
+    """The trainer's weights copied to where they can be compared or written."""
+    return 0.0 if _on_host(facts) else _size(facts) / facts.host_link_bytes_s
+
+
+def _loaded(facts: Facts) -> float:
+    """Copied into the parameters, of which each worker of a CPU engine holds its share."""
+    size = _size(facts)
+    return size / facts.workers_per_engine / _speed("load") if _on_host(facts) else size / facts.device_bytes_s
+
+
+def _measured(name: str, seconds: float) -> Span:
+    return Span(name=name, seconds=seconds, spread=UNCERTAINTY)
+
+
+def _speed(name: str) -> float:
+    return MEASURED[name].value
+
+
+def _size(facts: Facts) -> float:
+    return facts.parameters * facts.bytes_per_parameter
+
+
+def _on_host(facts: Facts) -> bool:
+    return facts.device == "cpu"
+
+
+# obstacles
+
+
+def _no_group(facts: Facts) -> str | None:
+    if facts.colocated:
+        return "two processes on one device cannot be ranks of one group"
+    if not facts.group:
+        return "trainer and engines cannot form a process group"
+    if not facts.same_stack:
+        return "a group needs compatible devices and libraries at both ends"
+    if facts.regions > 1:
+        return "a group does not reach over regions"
+    return None
+
+
+def _no_files(facts: Facts, *, full: bool) -> str | None:
+    if facts.shared_path is None:
+        return "there is no path that trainer and engines both see"
+    if full and "://" in facts.shared_path.removeprefix("file://"):
+        return "full versions are checkpoint directories, and an object store has none"
+    return None

@@ -43,6 +43,7 @@ class Facts:
         wan_bytes_s: between the trainer and one other region, in bytes a second.
         device_bytes_s: of an accelerator's own memory, in bytes a second; with device ``"cuda"``.
         host_link_bytes_s: between an accelerator and its host, in bytes a second; with device ``"cuda"``.
+        code_bytes_s: in which one core compares and codes a model, in bytes a second (``torchrl-ext bench delta``).
         cores: of the host that finds and codes changes.
         interval_s: seconds from one update to the next.
         device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
@@ -71,6 +72,7 @@ class Facts:
     wan_bytes_s: float = _fact(125e6, "bytes a second between the trainer and another region")
     device_bytes_s: float = _fact(2e12, "bytes a second of an accelerator's own memory")
     host_link_bytes_s: float = _fact(25e9, "bytes a second between an accelerator and its host")
+    code_bytes_s: float = _fact(1.4e9, "bytes a second of the model that one core compares and codes")
     cores: int = _fact(16, "cores of the host that finds and codes changes")
     interval_s: float = _fact(60.0, "seconds from one update to the next")
     device: str = _fact("cuda", "cuda (NCCL) or cpu (gloo)")

@@ -1,22 +1,19 @@
 """`recommend`: which entry point, which transport, and what an update will cost, from facts about a deployment.
 
-The table of goals is the one of the external-engine guides of slime and vime; the costs are predictions of a model
-that is fitted to this library's own benchmarks (`torchrl_ext.planning.fits`).
+The table of goals is the one of the external-engine guides of slime and vime; `torchrl_ext.planning.costs` predicts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.break_even import BreakEven, break_evens
-from torchrl_ext.planning.costs import Road, roads
+from torchrl_ext.planning.costs import ENCODINGS, MEASURED, Route, routes
 from torchrl_ext.planning.facts import Facts
-from torchrl_ext.planning.fits import Fit
-from torchrl_ext.planning.fitted import FITTED
 
 __all__ = ["DECISIONS", "Answer", "Recommendation", "recommend"]
 
@@ -75,7 +72,7 @@ DECISIONS: Mapping[str, Answer] = MappingProxyType(
 )
 """Goal by a short name, in the order of the guides."""
 
-_WAYS = {
+_ROWS = {
     ("collective", None): "group",
     ("disk", None): "path",
     ("delta", "disk"): "heavy",
@@ -90,26 +87,24 @@ class Recommendation:
     Attributes:
         facts: what it was made from.
         answers: rows of `DECISIONS` that apply, by their short names.
-        chosen: the road to take.
+        chosen: the route to take.
         reason: why this one.
         options: settings of `WeightUpdateConfig`, by their names.
-        rejected: every other road's label and why not.
-        roads: all roads with their predicted costs.
+        rejected: every other route's label and why not.
+        routes: all routes with their predicted costs.
         break_evens: where deltas and full updates take equally long.
         notes: what the figures leave out.
-        fit: coefficients behind the figures.
     """
 
     facts: Facts
     answers: Mapping[str, Answer]
-    chosen: Road
+    chosen: Route
     reason: str
     options: Mapping[str, Any]
     rejected: Mapping[str, str]
-    roads: tuple[Road, ...]
+    routes: tuple[Route, ...]
     break_evens: tuple[BreakEven, ...]
     notes: tuple[str, ...]
-    fit: Fit = field(repr=False)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -131,36 +126,36 @@ class Recommendation:
             "carrier": self.chosen.carrier,
             "reason": self.reason,
             "options": dict(self.options),
-            "predicted": _road_json(self.chosen),
+            "predicted": _route_json(self.chosen),
             "rejected": dict(self.rejected),
-            "roads": [_road_json(road) | {"rejected": self.rejected.get(road.label)} for road in self.roads],
+            "routes": [_route_json(route) | {"rejected": self.rejected.get(route.label)} for route in self.routes],
             "break_evens": [vars(one) for one in self.break_evens],
             "notes": list(self.notes),
-            "fit": {name: vars(one) for name, one in self.fit.items()},
+            "measured": {name: vars(one) for name, one in MEASURED.items()},
+            "encodings": {name: vars(one) for name, one in ENCODINGS.items()},
         }
 
 
-def _road_json(road: Road) -> dict[str, Any]:
+def _route_json(route: Route) -> dict[str, Any]:
     return {
-        "label": road.label,
-        "transport": road.transport,
-        "encoding": road.encoding,
-        "carrier": road.carrier,
-        "bytes": road.bytes,
-        "seconds": road.seconds,
-        "seconds_low": road.low_s,
-        "seconds_high": road.high_s,
-        "pause_s": road.pause_s,
-        "spans": [vars(span) for span in road.spans],
+        "label": route.label,
+        "transport": route.transport,
+        "encoding": route.encoding,
+        "carrier": route.carrier,
+        "bytes": route.bytes,
+        "seconds": route.seconds,
+        "seconds_low": route.low_s,
+        "seconds_high": route.high_s,
+        "pause_s": route.pause_s,
+        "spans": [vars(span) for span in route.spans],
     }
 
 
-def recommend(facts: Facts | None = None, *, fit: Fit = FITTED, **given: Any) -> Recommendation:
-    """Which way weights should go.
+def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
+    """Say which route weights should take.
 
     Args:
         facts: about the deployment; or give its fields by name.
-        fit: coefficients of the cost model, see `torchrl_ext.planning.fits.refit`.
         given: fields of `Facts`.
 
     Raises:
@@ -173,7 +168,7 @@ def recommend(facts: Facts | None = None, *, fit: Fit = FITTED, **given: Any) ->
         if unknown:
             raise ConfigError(f"there is no fact {unknown[0]!r}", expected=", ".join(Facts.__dataclass_fields__))
         facts = Facts(**given)
-    every = roads(facts, fit)
+    every = routes(facts)
     chosen, reason = _choose(facts, every)
     return Recommendation(
         facts=facts,
@@ -181,52 +176,50 @@ def recommend(facts: Facts | None = None, *, fit: Fit = FITTED, **given: Any) ->
         chosen=chosen,
         reason=reason,
         options=_options(facts, chosen),
-        rejected={road.label: _why_not(road, chosen) for road in every if road is not chosen},
-        roads=tuple(every),
-        break_evens=tuple(break_evens(facts, fit)),
+        rejected={route.label: _why_not(route, chosen) for route in every if route is not chosen},
+        routes=tuple(every),
+        break_evens=tuple(break_evens(facts)),
         notes=_notes(facts, chosen),
-        fit=fit,
     )
 
 
-def _choose(facts: Facts, every: list[Road]) -> tuple[Road, str]:
-    open_roads = [road for road in every if road.obstacle is None]
+def _choose(facts: Facts, every: list[Route]) -> tuple[Route, str]:
+    possible = [route for route in every if route.obstacle is None]
     if facts.validate_delta:
-        open_roads = [road for road in open_roads if road.carrier == "collective" and road.encoding == "indices"]
+        possible = [route for route in possible if route.carrier == "collective" and route.encoding == "indices"]
     else:
-        open_roads = [road for road in open_roads if road.encoding in (None, "auto")]
-    if not open_roads:
-        obstacles = {road.transport: road.obstacle for road in every if road.obstacle is not None}
+        possible = [route for route in possible if route.encoding in (None, "auto")]
+    if not possible:
+        obstacles = {route.transport: route.obstacle for route in every if route.obstacle is not None}
         raise ConfigError(
             "weights cannot reach these engines: "
             + "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items()),
             expected="a process group, a shared path or bucket, or a device that both share",
         )
     if facts.validate_delta:
-        return open_roads[
-            0
-        ], "the plainest encoding over a group, which needs no shared path, is the easiest to look at"
+        why = "the plainest encoding over a group, which needs no shared path, is the easiest to look at"
+        return possible[0], why
     if facts.colocated:
-        return open_roads[0], "trainer and engines share their devices: weights go from memory to memory"
-    full = [road for road in open_roads if road.encoding is None]
-    light = [road for road in full if road.seconds <= HEAVY * facts.interval_s]
+        return possible[0], "trainer and engines share their devices: weights go from memory to memory"
+    full = [route for route in possible if route.encoding is None]
+    light = [route for route in full if route.seconds <= HEAVY * facts.interval_s]
     if light:
         return light[0], (
-            f"the simplest road that the facts allow; it takes less than {HEAVY:.0%} of the time between two updates"
+            f"the simplest route that the facts allow; it takes less than {HEAVY:.0%} of the time between two updates"
         )
-    best = min(open_roads, key=lambda road: road.seconds)
+    best = min(possible, key=lambda route: route.seconds)
     if best in full:
-        return best, "no road takes less time, a delta included"
+        return best, "no route takes less time, a delta included"
     if not full:
-        return best, "full updates have no road here"
+        return best, "full updates have no route here"
     return best, (
-        f"full updates are too heavy: {min(road.seconds for road in full):,.3g} s of the {facts.interval_s:g} s "
+        f"full updates are too heavy: {min(route.seconds for route in full):,.3g} s of the {facts.interval_s:g} s "
         "between two updates"
     )
 
 
-def _answers(facts: Facts, chosen: Road) -> dict[str, Answer]:
-    names = {_WAYS.get((chosen.transport, chosen.carrier))}
+def _answers(facts: Facts, chosen: Route) -> dict[str, Answer]:
+    names = {_ROWS.get((chosen.transport, chosen.carrier))}
     names |= {"topology"} if _owned(facts) else {"external"}
     names |= {"frozen"} if facts.frozen_models else set()
     names |= set() if facts.same_stack else {"stack"}
@@ -237,7 +230,7 @@ def _owned(facts: Facts) -> bool:
     return facts.owned if facts.owned is not None else facts.topology
 
 
-def _options(facts: Facts, chosen: Road) -> dict[str, Any]:
+def _options(facts: Facts, chosen: Route) -> dict[str, Any]:
     disk = "disk" in (chosen.transport, chosen.carrier)
     options: dict[str, Any] = {
         "update_weight_mode": "delta" if chosen.transport == "delta" else "full",
@@ -252,18 +245,18 @@ def _options(facts: Facts, chosen: Road) -> dict[str, Any]:
     return options
 
 
-def _why_not(road: Road, chosen: Road) -> str:
-    if road.obstacle is not None:
-        return road.obstacle
-    if (road.transport, road.carrier, road.spans) == (chosen.transport, chosen.carrier, chosen.spans):
+def _why_not(route: Route, chosen: Route) -> str:
+    if route.obstacle is not None:
+        return route.obstacle
+    if (route.transport, route.carrier, route.spans) == (chosen.transport, chosen.carrier, chosen.spans):
         return f"what {chosen.encoding!r} comes to here"
-    if road.seconds > chosen.seconds:
-        return f"possible, and slower: {road.seconds:,.3g} s for {chosen.seconds:,.3g} s"
-    return f"possible, and not needed: {road.seconds:,.3g} s for {chosen.seconds:,.3g} s by a simpler road"
+    if route.seconds > chosen.seconds:
+        return f"possible, and slower: {route.seconds:,.3g} s for {chosen.seconds:,.3g} s"
+    return f"possible, and not needed: {route.seconds:,.3g} s for {chosen.seconds:,.3g} s by a simpler route"
 
 
-def _notes(facts: Facts, chosen: Road) -> tuple[str, ...]:
-    notes = ["figures come from a model fitted to torchrl-ext bench on two CPU cores; `plan --fit` takes your own runs"]
+def _notes(facts: Facts, chosen: Route) -> tuple[str, ...]:
+    notes = ["what the facts do not tell was measured by torchrl-ext bench on two shared CPU cores"]
     if facts.device == "cuda":
         notes.append(
             "no GPU was measured: NCCL and copies on a device are taken at the speeds that the facts give, and reading "
