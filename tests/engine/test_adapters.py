@@ -181,8 +181,8 @@ _DIES = f"""
 import os, signal, sys
 import torchrl_ext as tx
 from tests.adapters import lora_policy
-from torchrl_ext.rpc.sglang.adapter import SGLangAdapter
-from torchrl_ext.rpc.vllm.adapter import VLLMAdapter
+from torchrl_ext.rpc.engines.sglang_adapter import SGLangAdapter
+from torchrl_ext.rpc.engines.vllm_adapter import VLLMAdapter
 root, url, step = sys.argv[1:]
 for kind in (SGLangAdapter, VLLMAdapter):
     setattr(kind, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))

@@ -7,10 +7,10 @@ import pytest
 from tests.rpc.adapter_servers import actions, serving_adapters
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.rpc.embedded import EmbeddedEngine
+from torchrl_ext.rpc.engines.embedded import EmbeddedEngine
+from torchrl_ext.rpc.engines.sglang import SGLangEngine
+from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.sglang.client import SGLangEngine
-from torchrl_ext.rpc.vllm.client import VLLMEngine
 from torchrl_ext.types import ADAPTERS_ROUTE
 
 HANDOFF = {"version": 3, "path": "/root/a/weight_v000003"}

@@ -9,8 +9,8 @@ import torchrl_ext as tx
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.client import NullEngine
-from torchrl_ext.rpc.sglang.client import SGLangEngine
-from torchrl_ext.rpc.vllm.client import VLLMEngine
+from torchrl_ext.rpc.engines.sglang import SGLangEngine
+from torchrl_ext.rpc.engines.vllm import VLLMEngine
 
 PROMPTS = ((17, 3, 42), (5, 17))
 VALUES = {17: -1.5, 3: -7.25, 42: -0.125, 5: -3.0}

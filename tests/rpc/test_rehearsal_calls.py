@@ -4,8 +4,8 @@ import pytest
 
 from tests.rpc.servers import rehearsing, running
 from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.vllm.client import VLLMEngine
 
 INIT = "POST /init_weight_transfer_engine"
 

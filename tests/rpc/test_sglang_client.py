@@ -7,7 +7,7 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.rpc.sglang.client import SGLangEngine
+from torchrl_ext.rpc.engines.sglang import SGLangEngine
 from torchrl_ext.types import CHANNEL
 
 GONE = (404, {"detail": "Not Found"})

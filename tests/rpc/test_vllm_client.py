@@ -8,7 +8,7 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.servers import CONFIG, GOOD, Resting, failed, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.vllm.client import VLLMEngine
+from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.types import OPEN_UPDATE, STILL_STAGING
 
 GONE = (404, {"detail": "Not Found"})

@@ -29,8 +29,8 @@ from torchrl_ext.launch.overlay import make_overlay
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.launch.vllm import VLLMServer
+from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.http.session import HTTPSession
-from torchrl_ext.rpc.vllm.client import VLLMEngine
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta import DeltaTransport
 from torchrl_ext.transports.disk import DiskTransport

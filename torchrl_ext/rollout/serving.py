@@ -227,7 +227,7 @@ class OwnedEngines(Serving):
         """Sleep at level 1, which keeps weights in host memory.
 
         A topology gives engines on GPUs ``sleep_mode: true`` among their ``overrides``: without it vLLM only pauses,
-        and SGLang refuses. An update wakes them (see `torchrl_ext.rpc.vllm.sleep`).
+        and SGLang refuses. An update wakes them (see `torchrl_ext.rpc.engines.sleep`).
         """
         self._everywhere("sleep", level=1)
 

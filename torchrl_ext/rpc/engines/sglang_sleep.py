@@ -15,8 +15,8 @@ from collections.abc import Collection
 from typing import Any, final
 
 from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.rpc.sglang.channel import PLUGIN, SGLangChannel
-from torchrl_ext.rpc.vllm.sleep import Rest, named_tags
+from torchrl_ext.rpc.engines.sglang_channel import PLUGIN, SGLangChannel
+from torchrl_ext.rpc.engines.sleep import Rest, named_tags
 
 __all__ = ["SGLangSlumber"]
 

@@ -17,8 +17,8 @@ from torchrl_ext.errors import (
     WeightSyncError,
 )
 from torchrl_ext.rpc.client import EngineClient, Stopwatch
+from torchrl_ext.rpc.engines.sleep import Rest
 from torchrl_ext.rpc.http.direct import DirectSession
-from torchrl_ext.rpc.vllm.sleep import Rest
 from torchrl_ext.types import EngineRow, Info, least
 
 __all__ = ["HTTPEngine", "restated"]

@@ -6,8 +6,8 @@ import json
 from typing import ClassVar, final
 
 from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.rpc.adapters import AdapterClient
-from torchrl_ext.rpc.http_engine import restated
+from torchrl_ext.rpc.engines.adapters import AdapterClient
+from torchrl_ext.rpc.engines.base import restated
 from torchrl_ext.types import CHANNEL, Info
 
 __all__ = ["SGLangAdapter"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.rpc.adapters import AdapterClient
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.http_engine import restated
-from torchrl_ext.rpc.vllm.worker_words import unwrapped
+from torchrl_ext.rpc.engines.adapters import AdapterClient
+from torchrl_ext.rpc.engines.base import restated
+from torchrl_ext.rpc.engines.worker_words import unwrapped
 from torchrl_ext.types import ADAPTERS_ROUTE, Info
 
 __all__ = ["VLLMAdapter"]

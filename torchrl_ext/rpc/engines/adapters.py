@@ -15,8 +15,8 @@ from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.rpc.http_engine import HTTPEngine
-from torchrl_ext.rpc.vllm.sleep import Rest
+from torchrl_ext.rpc.engines.base import HTTPEngine
+from torchrl_ext.rpc.engines.sleep import Rest
 from torchrl_ext.types import EngineInfo, Info, adapter_label
 
 __all__ = ["AdapterClient"]

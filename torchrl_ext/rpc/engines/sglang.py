@@ -18,7 +18,7 @@ Where the server has our plugin, messages of ours travel as the ``action`` of ``
 ===================================  =========================================================================
 
 The order is pause, flush, transfer, resume: after the flush nothing of the old weights is cached, and while the server
-is paused nothing new is. `torchrl_ext.rpc.sglang.sleep` has the routes of sleep. ``load_format`` and
+is paused nothing new is. `torchrl_ext.rpc.engines.sglang_sleep` has the routes of sleep. ``load_format`` and
 ``weight_version`` are sent with every load, since SGLang keeps the last.
 """
 
@@ -33,13 +33,13 @@ from typing import Any, ClassVar
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import _nothing
-from torchrl_ext.rpc.http_engine import HTTPEngine, restated
-from torchrl_ext.rpc.logprobs import logprobs_of_sglang
+from torchrl_ext.rpc.engines.base import HTTPEngine, restated
+from torchrl_ext.rpc.engines.logprobs import logprobs_of_sglang
+from torchrl_ext.rpc.engines.sglang_adapter import SGLangAdapter
+from torchrl_ext.rpc.engines.sglang_channel import LONGEST_S, PLUGIN, SHORTEST_S, SGLangChannel
+from torchrl_ext.rpc.engines.sglang_sleep import SGLangSlumber
+from torchrl_ext.rpc.engines.sleep import Rest, check_sleep, check_wake
 from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
-from torchrl_ext.rpc.sglang.adapter import SGLangAdapter
-from torchrl_ext.rpc.sglang.channel import LONGEST_S, PLUGIN, SHORTEST_S, SGLangChannel
-from torchrl_ext.rpc.sglang.sleep import SGLangSlumber
-from torchrl_ext.rpc.vllm.sleep import Rest, check_sleep, check_wake
 from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["SGLangEngine"]

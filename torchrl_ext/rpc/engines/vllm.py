@@ -18,7 +18,7 @@ in the bodies is ours:
                                           those that a KV connector keeps elsewhere
 ``POST /reset_encoder_cache``             of models that see: embeddings of images come from the old weights too
 ``POST /resume``
-``POST /sleep``, ``/wake_up``             see `torchrl_ext.rpc.vllm.sleep`
+``POST /sleep``, ``/wake_up``             see `torchrl_ext.rpc.engines.sleep`
 ``POST /inference/v1/generate``           with ``prompt_logprobs``: what the weights in service say of given tokens
 ========================================  ====================================================================
 
@@ -36,13 +36,13 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.rpc.client import _nothing
-from torchrl_ext.rpc.http_engine import HTTPEngine, restated
+from torchrl_ext.rpc.engines.base import HTTPEngine, restated
+from torchrl_ext.rpc.engines.logprobs import logprobs_of_vllm
+from torchrl_ext.rpc.engines.sleep import Rest, Slumber
+from torchrl_ext.rpc.engines.vllm_adapter import VLLMAdapter
+from torchrl_ext.rpc.engines.worker_words import unwrapped
 from torchrl_ext.rpc.inspection import answers_in
-from torchrl_ext.rpc.logprobs import logprobs_of_vllm
 from torchrl_ext.rpc.server_info import parse_server_info, sees
-from torchrl_ext.rpc.vllm.adapter import VLLMAdapter
-from torchrl_ext.rpc.vllm.sleep import Rest, Slumber
-from torchrl_ext.rpc.vllm.worker_words import unwrapped
 from torchrl_ext.types import ANSWERS, BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, Info
 
 __all__ = ["VLLMEngine"]

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.engines.logprobs import logprobs_of_embedded
+from torchrl_ext.rpc.engines.sleep import Rest
+from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.http.direct import DirectSession
-from torchrl_ext.rpc.logprobs import logprobs_of_embedded
-from torchrl_ext.rpc.vllm.client import VLLMEngine
-from torchrl_ext.rpc.vllm.sleep import Rest
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["EmbeddedEngine"]

@@ -1,1 +1,0 @@
-"""SGLang servers, driven over HTTP."""

@@ -1,1 +1,0 @@
-"""vLLM servers, driven over HTTP."""
