@@ -21,8 +21,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
-from torchrl_ext.sync.ray import EngineActor, RayEngine, Served
-from torchrl_ext.sync.remote import RemoteReceiver, RemoteSender
+from torchrl_ext.sync.ray import EngineActor, RayEngine, Served, as_remote
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120
@@ -53,6 +52,51 @@ def step(model):
 
 def where(_=None):
     return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+class Trainer:
+    """A sender in an actor, made there with its model."""
+
+    as_remote = classmethod(as_remote)
+
+    def __init__(self, transport, engine=None, **settings):
+        self.model = make_net()
+        self.sender = tx.WeightSender(tx.make_transport(transport, **settings), engine)
+        self.sender.register_model(self.model)
+
+    def init_all_workers_group(self, metadata):
+        self.sender.init_all_workers_group(metadata)
+
+    def step(self):
+        return step(self.model)
+
+    def update_weights(self):
+        return self.sender.update_weights()
+
+    def shutdown(self):
+        self.sender.shutdown()
+
+
+class Follower:
+    """A receiver in an actor, without a control layer."""
+
+    as_remote = classmethod(as_remote)
+
+    def __init__(self, transport, **settings):
+        self.model = make_net_of_zeros()
+        self.receiver = tx.WeightReceiver(self.model, tx.make_transport(transport, **settings))
+
+    def init_all_workers_group(self, metadata):
+        self.receiver.init_all_workers_group(metadata)
+
+    def poll_and_apply(self, timeout):
+        return self.receiver.poll_and_apply(timeout)
+
+    def held(self):
+        return weights_of(self.model), self.receiver.version
+
+    def shutdown(self):
+        self.receiver.close()
 
 
 def same(left, right):
@@ -169,11 +213,11 @@ def test_an_engine_that_cannot_be_made_says_why(actors):
 
 
 def test_an_actor_needs_no_options(cluster):
-    receiver = RemoteReceiver.as_remote().remote("ipc", make_net)
+    handle = EngineActor.as_remote().remote(make_net)
     try:
-        assert ray.get(receiver.version.remote(), timeout=WAIT_S) == 0
+        assert ray.get(handle.apply.remote(where), timeout=WAIT_S)
     finally:
-        ray.kill(receiver)
+        ray.kill(handle)
 
 
 def test_an_actor_is_found_by_its_name(cluster):
@@ -194,25 +238,25 @@ def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors, settings, trans
     if transport == "ipc":
         place = {"channel": f"ray-{os.getpid()}"}
     other = {**place, "rank": 1} if transport == "collective" else place
-    sender = actors(RemoteSender, transport, make_model=make_net, on="trainer", **place)
-    receiver = actors(RemoteReceiver, transport, make_net_of_zeros, **other)
+    sender = actors(Trainer, transport, on="trainer", **place)
+    receiver = actors(Follower, transport, **other)
     metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in make_net().state_dict().items()}
     ray.get([end.init_all_workers_group.remote(metadata) for end in (sender, receiver)], timeout=WAIT_S)
     for version in (1, 2):
-        sent = ray.get(sender.apply.remote(step), timeout=WAIT_S)
+        sent = ray.get(sender.step.remote(), timeout=WAIT_S)
         landed = receiver.poll_and_apply.remote(WAIT_S)
         assert ray.get(sender.update_weights.remote(), timeout=WAIT_S).version == version
         assert ray.get(landed, timeout=WAIT_S)
-        assert same(ray.get(receiver.apply.remote(weights_of), timeout=WAIT_S), sent)
-        assert ray.get(receiver.version.remote(), timeout=WAIT_S) == version
+        held, landed_version = ray.get(receiver.held.remote(), timeout=WAIT_S)
+        assert same(held, sent) and landed_version == version
     ray.get([end.shutdown.remote() for end in (sender, receiver)], timeout=WAIT_S)
 
 
 def test_a_sender_in_an_actor_drives_engines_in_actors(actors, settings):
     handle = actors(EngineActor, make_net)
-    sender = actors(RemoteSender, "delta", RayEngine(handle), make_model=make_net, on="trainer", **settings("delta"))
+    sender = actors(Trainer, "delta", RayEngine(handle), on="trainer", **settings("delta"))
     for version in (1, 2):
-        sent = ray.get(sender.apply.remote(step), timeout=WAIT_S)
+        sent = ray.get(sender.step.remote(), timeout=WAIT_S)
         report = ray.get(sender.update_weights.remote(), timeout=WAIT_S)
         assert (report.version, report.verified) == (version, True)
         assert same(ray.get(handle.apply.remote(weights_of), timeout=WAIT_S), sent)

@@ -13,7 +13,8 @@ and the schemes work in ``weight_sync_schemes`` of a collector too, whose worker
 from __future__ import annotations
 
 import socket
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -24,14 +25,11 @@ from torchrl_ext.collectors.from_torchrl_ends import (
     VLLMDoubleBufferWeightSender,
     VLLMWeightReceiver,
     VLLMWeightSender,
+    sglang_client,
 )
-from torchrl_ext.collectors.from_torchrl_transports import (
-    SGLangCollectiveTransport,
-    VLLMDoubleBufferTransport,
-    check_flush,
-    collective,
-)
-from torchrl_ext.collectors.scheme_base import TransportSchemeBase
+from torchrl_ext.collectors.scheme import TransportSchemeBase
+from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
+from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.source import as_source
@@ -53,6 +51,8 @@ __all__ = [
 ]
 
 Strategy = Literal["tensordict", "state_dict"]
+PauseMode = Literal["abort", "retract", "in_place"]
+Device = torch.device | str | int
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -72,7 +72,25 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 get_sglang_model_metadata = get_model_metadata
 
 
-class VLLMWeightSyncScheme(TransportSchemeBase):
+class _GroupScheme(TransportSchemeBase):
+    """A scheme over `VLLMCollectiveTransport`, for engines or for the workers of a collector."""
+
+    def __init__(
+        self, address: str | None, port: int | None, strategy: Strategy, device: Device, world_size: int
+    ) -> None:
+        super().__init__(strategy=strategy, host=address or "127.0.0.1")
+        self.master_address, self.master_port = address or "localhost", port or _free_port()
+        self.strategy_name, self.device, self.world_size = strategy, device, world_size
+
+    def create_transport(self, **settings: Any) -> VLLMCollectiveTransport:
+        return _collective(self.master_address, self.master_port, 0, self.world_size, self.device, **settings)
+
+    def worker_transport(self) -> VLLMCollectiveTransport:
+        return _collective(self.master_address, 0, 0, None, self.device)
+
+
+@final
+class VLLMWeightSyncScheme(_GroupScheme):
     """`torchrl.weight_update.llm.VLLMWeightSyncScheme` over `VLLMCollectiveTransport`.
 
     Args:
@@ -91,23 +109,10 @@ class VLLMWeightSyncScheme(TransportSchemeBase):
         gpus_per_replica: int = 1,
         num_replicas: int = 1,
         strategy: Strategy = "tensordict",
-        device: torch.device | str | int = 0,
+        device: Device = 0,
     ) -> None:
-        super().__init__(strategy=strategy, host=master_address or "127.0.0.1")
-        self.master_address, self.master_port = master_address or "localhost", master_port or _free_port()
+        super().__init__(master_address, master_port, strategy, device, 1 + num_replicas * gpus_per_replica)
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
-        self.strategy_name, self.device = strategy, device
-
-    @property
-    def world_size(self) -> int:
-        """The trainer and the workers of every engine."""
-        return 1 + self.num_replicas * self.gpus_per_replica
-
-    def create_transport(self, **settings: Any) -> VLLMCollectiveTransport:
-        return collective(self.master_address, self.master_port, 0, self.world_size, self.device, **settings)
-
-    def worker_transport(self) -> VLLMCollectiveTransport:
-        return collective(self.master_address, 0, 0, None, self.device)
 
     def create_sender(self) -> VLLMWeightSender:
         """The trainer's end."""
@@ -122,6 +127,7 @@ class VLLMWeightSyncScheme(TransportSchemeBase):
         return VLLMWeightReceiver(self, vllm_engine)
 
 
+@final
 class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
     """`torchrl.weight_update.llm.VLLMDoubleBufferSyncScheme` over `DiskTransport`.
 
@@ -161,7 +167,8 @@ class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
-class SGLangWeightSyncScheme(TransportSchemeBase):
+@final
+class SGLangWeightSyncScheme(_GroupScheme):
     """`torchrl.weight_update.llm.SGLangWeightSyncScheme` over `VLLMCollectiveTransport` and our SGLang client.
 
     Args:
@@ -186,27 +193,14 @@ class SGLangWeightSyncScheme(TransportSchemeBase):
         master_port: int | None = None,
         num_gpus: int = 1,
         strategy: Strategy = "tensordict",
-        device: torch.device | str | int = 0,
+        device: Device = 0,
         flush_cache_on_update: bool | None = None,
-        pause_mode: Literal["abort", "retract", "in_place"] | None = None,
+        pause_mode: PauseMode | None = None,
     ) -> None:
-        check_flush(flush_cache_on_update, pause_mode)
-        super().__init__(strategy=strategy, host=master_address or "127.0.0.1")
+        _check_flush(flush_cache_on_update, pause_mode)
+        super().__init__(master_address, master_port, strategy, device, 1 + num_gpus)
         self.server_url, self.num_gpus = server_url.rstrip("/"), num_gpus
-        self.master_address, self.master_port = master_address or "localhost", master_port or _free_port()
-        self.strategy_name, self.device = strategy, device
         self.flush_cache_on_update, self.pause_mode = flush_cache_on_update, pause_mode
-
-    @property
-    def world_size(self) -> int:
-        """The trainer and the server's workers."""
-        return 1 + self.num_gpus
-
-    def create_transport(self, **settings: Any) -> VLLMCollectiveTransport:
-        return collective(self.master_address, self.master_port, 0, self.world_size, self.device, **settings)
-
-    def worker_transport(self) -> VLLMCollectiveTransport:
-        return collective(self.master_address, 0, 0, None, self.device)
 
     def create_sender(self) -> SGLangWeightSender:
         """The trainer's end."""
@@ -214,6 +208,178 @@ class SGLangWeightSyncScheme(TransportSchemeBase):
 
     def create_receiver(self, *_: Any, **__: Any) -> None:
         """None, as in TorchRL: the server has its receivers."""
+
+
+@final
+class VLLMDoubleBufferTransport:
+    """`torchrl.weight_update.llm.VLLMDoubleBufferTransport` over `DiskTransport`: a version appears whole, or not.
+
+    Args:
+        remote_addr: directory that the trainer writes to.
+        local_addr: where readers see it; None for the same path.
+        num_threads: accepted for its name; files are written by one thread that keeps a disk busy.
+    """
+
+    def __init__(self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1) -> None:
+        self.remote_addr, self.local_addr = remote_addr, remote_addr if local_addr is None else local_addr
+        self.num_threads = num_threads
+        self._writer: DiskTransport | None = None
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Publish ``weights`` as the next version.
+
+        Args:
+            model_id: name of the model, a label only.
+            weights: TensorDict, mapping of tensors or module.
+
+        Raises:
+            StoreError: no space, no permission, or another trainer writes there.
+        """
+        if self._writer is None:
+            self._writer = DiskTransport(self.remote_addr, seen_at=self.local_addr)
+        self._writer.send_weights(model_id, weights)
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> Any | None:
+        """The newest version, also when it was read before, as TorchRL's does.
+
+        Args:
+            timeout: seconds to wait for the first version; None does not wait.
+            weights, model, strategy: as for `torchrl_ext.transports.base.Transport.receive_weights`.
+
+        Returns:
+            TensorDict with flat keys; None where nothing was published.
+
+        Raises:
+            ManifestError, IntegrityError: what was published does not fit, or is damaged.
+        """
+        reader = DiskTransport(self.local_addr)
+        try:
+            return reader.receive_weights(timeout or 0.0, weights=weights, model=model, strategy=strategy)
+        finally:
+            reader.shutdown()
+
+    def check_connection(self) -> bool:
+        """True: a directory needs no connection."""
+        return True
+
+    def shutdown(self) -> None:
+        """Let other trainers have the directory. May be called twice."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.shutdown()
+
+
+@final
+class SGLangCollectiveTransport:
+    """`torchrl.weight_update.llm.SGLangCollectiveTransport` over `VLLMCollectiveTransport` and our SGLang client.
+
+    Args:
+        server_url: of the SGLang server, which has our plugin.
+        master_address: where its workers reach the trainer.
+        master_port: of the trainer's store.
+        rank: 0; the server has its own ends.
+        world_size: the trainer and the server's workers.
+        device: where tensors travel from; without CUDA the CPU.
+        timeout: deadline of every wait, in seconds.
+        flush_cache_on_update: accepted for its name; the cache is dropped with every update, and the engine stays
+            paused where it cannot be.
+        pause_mode: None for ``"retract"``.
+
+    Raises:
+        ConfigError: ``flush_cache_on_update`` with a pause mode that leaves requests in the cache.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        device: Device | None = None,
+        timeout: float = 300.0,
+        flush_cache_on_update: bool | None = None,
+        pause_mode: PauseMode | None = None,
+    ) -> None:
+        _check_flush(flush_cache_on_update, pause_mode)
+        self.server_url = server_url.rstrip("/")
+        self.master_address, self.master_port = master_address, master_port
+        self.rank, self.world_size = rank, world_size
+        self.device, self.timeout, self.pause_mode = device, timeout, pause_mode
+        self.flush_cache_on_update = flush_cache_on_update
+        self._sender: WeightSender | None = None
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
+        """Form the group with the server's workers.
+
+        Args:
+            model_metadata: ``{name: (dtype, shape)}``.
+
+        Raises:
+            TransportError: this is not rank 0.
+            DeadlineError: names the ranks that did not come.
+            EngineError: the server does not join.
+        """
+        if self.rank != 0:
+            raise TransportError(
+                f"init_all_workers_group was called on rank {self.rank}",
+                expected="rank 0, the trainer; SGLang's workers join by themselves",
+            )
+        self.shutdown()
+        transport = _collective(
+            self.master_address, self.master_port, 0, self.world_size, self.device, timeout_s=self.timeout
+        )
+        self._sender = WeightSender(transport, sglang_client(self.server_url, self.pause_mode))
+        self._sender.init_all_workers_group(model_metadata)
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send weights, and return when the server serves them.
+
+        Args:
+            model_id: name of the model, a label only.
+            weights: mapping of tensors, TensorDict or module.
+
+        Raises:
+            NotConnectedError: before `init_all_workers_group`.
+            UpdateError: the server does not serve them.
+        """
+        del model_id
+        if self._sender is None:
+            raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
+        self._sender.update_weights(weights)
+
+    def check_connection(self) -> bool:
+        """Whether the group is formed."""
+        return self._sender is not None and self._sender.check_connection()
+
+    def shutdown(self) -> None:
+        """Leave the server, which goes on with what it has. May be called twice."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.shutdown()
+
+
+def _check_flush(flush_cache_on_update: bool | None, pause_mode: PauseMode | None) -> None:
+    """Refuse what TorchRL refuses.
+
+    Raises:
+        ConfigError: a flush is asked for beside a pause mode that leaves requests in the cache.
+    """
+    if flush_cache_on_update and pause_mode not in (None, "abort"):
+        raise ConfigError(
+            f"flush_cache_on_update=True requires pause_mode='abort', and it is {pause_mode!r}",
+            hint="leave flush_cache_on_update out: the cache is dropped with every update",
+        )
+
+
+def _collective(
+    address: str, port: int, rank: int, size: int | None, device: Device | None, **settings: Any
+) -> VLLMCollectiveTransport:
+    """The collective, whose device is the CPU where there is no CUDA."""
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    return VLLMCollectiveTransport(address, port, rank, size, place if torch.cuda.is_available() else None, **settings)
 
 
 def _free_port() -> int:

@@ -36,6 +36,7 @@ __all__ = [
     "VLLMDoubleBufferWeightSender",
     "VLLMWeightReceiver",
     "VLLMWeightSender",
+    "sglang_client",
 ]
 
 
@@ -145,7 +146,7 @@ class SGLangWeightSender(_GroupSender):
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
         """Form the group with the server's workers; as for `VLLMWeightSender`."""
-        self._form(model_metadata, self._client())
+        self._form(model_metadata, sglang_client(self._scheme.server_url, self._scheme.pause_mode))
 
     def flush_cache(self) -> bool:
         """Drop the server's prefix cache, which every update has done already; False where it cannot now."""
@@ -157,10 +158,6 @@ class SGLangWeightSender(_GroupSender):
         finally:
             server.close()
         return True
-
-    def _client(self) -> EngineClient:
-        mode = {} if self._scheme.pause_mode is None else {"pause_mode": self._scheme.pause_mode}
-        return engines.make("sglang", url=self._scheme.server_url, **mode)
 
 
 class VLLMDoubleBufferWeightSender(_Sender):
@@ -290,3 +287,8 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
                 self._handed.close()
         finally:
             self._transport.shutdown()
+
+
+def sglang_client(server_url: str, pause_mode: str | None) -> EngineClient:
+    """The client of an SGLang server, which pauses as TorchRL's argument says."""
+    return engines.make("sglang", url=server_url, **({} if pause_mode is None else {"pause_mode": pause_mode}))

@@ -25,15 +25,15 @@ from torchrl_ext.types import Info, SyncReport
 from torchrl_ext.weights.source import as_source
 
 if TYPE_CHECKING:
-    from torchrl_ext.collectors.scheme_base import TransportSchemeBase
+    from torchrl_ext.collectors.scheme import TransportSchemeBase
 
-__all__ = ["Roster"]
+__all__ = ["TrainerEnd"]
 
 log = logging.getLogger("torchrl_ext")
 
 
-class Roster:
-    """Workers of one model, and the road to them.
+class TrainerEnd:
+    """Workers of one model, and the sender that reaches them.
 
     Args:
         scheme: whose trainer end this is.
@@ -63,7 +63,7 @@ class Roster:
         self._home: str | None = None
         self._hub: Hub | None = None
         self._engines: dict[int, EngineClient] = {}
-        self._road: tuple[tuple[int, ...], WeightSender] | None = None
+        self._connection: tuple[tuple[int, ...], WeightSender] | None = None
         self._busy = threading.Lock()
         self.report: SyncReport | None = None
         if workers is None:
@@ -216,20 +216,20 @@ class Roster:
 
     def _sender(self, ids: tuple[int, ...]) -> WeightSender:
         """The sender for these workers; a change of who takes part forms a new connection."""
-        if self._road is not None and self._road[0] == ids:
-            return self._road[1]
+        if self._connection is not None and self._connection[0] == ids:
+            return self._connection[1]
         self._leave()
         engines = [self._engines[idx] for idx in ids]
         transport: Transport = self._scheme.worker_transport()
         sender = WeightSender(transport, Fleet(engines), verify=self._scheme.verify)
-        self._road = (ids, sender)
+        self._connection = (ids, sender)
         return sender
 
     def _leave(self) -> None:
-        road, self._road = self._road, None
-        if road is not None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
             try:
-                road[1].shutdown()
+                connection[1].shutdown()
             except WeightSyncError as error:
                 log.debug("while leaving workers of model %r: %s", self._model_id, error)
 

@@ -34,7 +34,7 @@ def transport_weight_updater(
     Raises:
         ConfigError: no such transport, a setting that it does not take, or addresses or a dtype that are none.
     """
-    from torchrl_ext.collectors.scheme_base import check_settings
+    from torchrl_ext.collectors.scheme import check_settings
     from torchrl_ext.collectors.updater import TransportWeightUpdater  # its base class warns of its deprecation
     from torchrl_ext.rpc.http.session import normalise_url
 
