@@ -182,12 +182,8 @@ def collective(facts: Facts) -> Route:
     """Broadcast while engines are paused."""
     size = _size(facts)
     beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
-    return Route(
-        transport="collective",
-        bytes=round(size),
-        spans=(_measured("pause", _broadcast(facts, size) + beside_s),),
-        obstacle=_no_group(facts),
-    )
+    pause = _measured("pause", _broadcast(facts, size) + beside_s)
+    return Route(transport="collective", bytes=round(size), spans=(pause,), obstacle=_no_group(facts))
 
 
 def disk(facts: Facts) -> Route:
@@ -195,12 +191,8 @@ def disk(facts: Facts) -> Route:
     size = _size(facts)
     reload_s = size / facts.workers_per_engine / _speed("reload")
     spans = [Span(name="publish", seconds=_to_host(facts) + _published(facts, size)), *_fetched(facts, size)]
-    return Route(
-        transport="disk",
-        bytes=round(size),
-        spans=(*spans, _measured("pause", reload_s + _speed("control"))),
-        obstacle=_no_files(facts, full=True),
-    )
+    spans.append(_measured("pause", reload_s + _speed("control")))
+    return Route(transport="disk", bytes=round(size), spans=tuple(spans), obstacle=_no_files(facts, full=True))
 
 
 def delta(facts: Facts, encoding: str, carrier: str) -> Route:
