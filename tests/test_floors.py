@@ -29,10 +29,6 @@ FLOORS = [
     {"bench", "cli"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-EXCEPTIONS = {
-    # a reader of chains gives what a transport hands to a worker
-    ("torchrl_ext/versions/reader.py", "transports"),
-}
 HOMES = {
     "httpx": {"rpc", "launch"},
     "requests": {"rpc", "launch"},
@@ -106,14 +102,9 @@ def test_imports_point_strictly_down():
         for path in modules()
         if home(path) != "__init__"
         for other in ours(imports(path, anywhere=True)) & set(FLOOR) - {home(path)}
-        if FLOOR[other] >= FLOOR[home(path)] and (str(path.relative_to(ROOT)), other) not in EXCEPTIONS
+        if FLOOR[other] >= FLOOR[home(path)]
     ]
     assert not upwards
-
-
-def test_no_exception_outlives_its_reason():
-    for path, other in EXCEPTIONS:
-        assert other in ours(imports(ROOT / path, anywhere=True)), f"{path} no longer imports {other}"
 
 
 def test_each_third_party_has_one_home():

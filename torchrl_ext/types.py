@@ -154,23 +154,26 @@ def adapter_rank(params: Iterable[ParamMeta]) -> int:
     )
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """One piece of an update, ready to go.
+    """One version, ready to go; or what engines need to join a transport.
 
     Attributes:
-        info: JSON-safe; what the engine needs to know to receive the piece.
+        info: JSON-safe; what the engine needs to know to receive it.
+        ahead: moves what can be moved while engines still generate, beside their prefetch.
         transfer: moves the bytes, beside the engine's call; has nothing left to do for files.
-        release: called when the engine is done with the piece; frees staging memory.
+        acknowledge: takes the oldest version that an engine may still read, now that this one is in service; what is
+            older may go. None stands for workers without a control layer, of which nobody knows what they read.
     """
 
     info: Info
+    ahead: Callable[[], None] = _nothing
     transfer: Callable[[], None] = _nothing
-    release: Callable[[], None] = _nothing
+    acknowledge: Callable[[int | None], None] = _nothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,32 +159,18 @@ DYING_TRAINER = """
 
 
 class Damaging(tx.DiskTransport):
-    """Damages what it published: cut off before engines look at it, or overwritten after they did."""
+    """Cuts off what it published, before engines look at it."""
 
-    def __init__(self, root, *, early):
+    def __init__(self, root):
         super().__init__(root=root)
-        self.folder, self.early = root, early
+        self.folder = root
 
     def prepare(self, source, version):
-        handoffs = list(super().prepare(source, version))  # published, and read by engines from here on
-
-        def damage():
-            for shard in self.folder.glob(f"weight_v{version:06d}/*.safetensors"):
-                with shard.open("r+b") as file:
-                    if self.early:
-                        file.truncate(shard.stat().st_size - 64)
-                    else:
-                        file.seek(-64, 2)
-                        file.write(b"\xff" * 64)
-
-        def in_the_pause():
-            damage()
-            yield from handoffs
-
-        if not self.early:
-            return in_the_pause()
-        damage()
-        return handoffs
+        handoff = super().prepare(source, version)  # published, and read by engines from here on
+        for shard in self.folder.glob(f"weight_v{version:06d}/*.safetensors"):
+            with shard.open("r+b") as file:
+                file.truncate(shard.stat().st_size - 64)
+        return handoff
 
 
 class Recovers(OfOneKind):
@@ -233,14 +219,26 @@ class Recovers(OfOneKind):
             sender.update_weights(good)
         engine = tx.make_engine(self.kind, url=served.url)
         with pytest.raises(tx.WeightSyncError, match="did not prefetch version"):
-            tx.WeightSender(Damaging(tmp_path / "damaged", early=True), engine).update_weights(tiny_model(73))
+            tx.WeightSender(Damaging(tmp_path / "damaged"), engine).update_weights(tiny_model(73))
         assert served.says(good) and not served.paused()
 
-    def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_so(self, served, tmp_path):
-        good = tiny_model(71)
+    def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_so(
+        self, served, tmp_path, monkeypatch
+    ):
+        good, folder = tiny_model(71), tmp_path / "damaged"
         engine = tx.make_engine(self.kind, url=served.url)
+        begin = engine.begin
+
+        def begin_and_damage(version):  # what the engine has looked at is overwritten before it loads it
+            begin(version)
+            for shard in folder.glob(f"weight_v{version:06d}/*.safetensors"):
+                with shard.open("r+b") as file:
+                    file.seek(-64, 2)
+                    file.write(b"\xff" * 64)
+
+        monkeypatch.setattr(engine, "begin", begin_and_damage)
         with pytest.raises(tx.WeightSyncError, match="is paused, serves nobody, and holds") as error:
-            tx.WeightSender(Damaging(tmp_path / "damaged", early=False), engine).update_weights(good)
+            tx.WeightSender(tx.DiskTransport(folder), engine).update_weights(good)
         assert error.value.rows[0].state == "paused" and served.paused()
         with sending("disk", tmp_path / "last", served) as sender:
             served.assert_serves(good, sender.update_weights(good))

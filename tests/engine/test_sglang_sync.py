@@ -79,7 +79,7 @@ def test_a_request_that_was_retracted_goes_on_as_the_new_weights_would(sglang, t
     with sending("disk", tmp_path, sglang) as sender, ThreadPoolExecutor(1) as pool:
         sender.update_weights(old)
         transport, engine = sender._transport, sender._engine
-        (handoff,) = transport.prepare(tx.as_source(new), 1000)
+        handoff = transport.prepare(tx.as_source(new), 1000)
         engine.prefetch(1000)
         future = pool.submit(sglang.generate, 220)
         with engine.updating(1000):

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -113,14 +114,13 @@ def test_weights_are_awake_during_an_update_and_the_cache_only_after_it(server, 
     class Watched(tx.IPCTransport):
         def prepare(self, source, version):
             seen.append(("prepare", ask(server, "/is_sleeping")["tags"]))
-            for handoff in super().prepare(source, version):
-                transfer = handoff.transfer
+            handoff = super().prepare(source, version)
 
-                def watched(transfer=transfer):
-                    seen.append(("load", ask(server, "/is_sleeping")["tags"]))
-                    transfer()
+            def watched():
+                seen.append(("load", ask(server, "/is_sleeping")["tags"]))
+                handoff.transfer()
 
-                yield tx.Handoff(info=handoff.info, transfer=watched, release=handoff.release)
+            return replace(handoff, transfer=watched)
 
     watching = tx.WeightSender(Watched(bucket_bytes=BUCKET_BYTES), engine)
     watching.update_weights(tiny_model(1))

@@ -274,7 +274,7 @@ def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
     engine, transport = tx.make_engine("embedded", url=server.url), tx.make_transport("disk", root=tmp_path / "bad")
     source = as_source(bad)
     engine.connect(connect_info(transport, source))
-    (handoff, *_) = transport.prepare(source, 1)
+    handoff = transport.prepare(source, 1)
     weights = max((tmp_path / "bad").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     damaged = bytearray(weights.read_bytes())
     damaged[-100] ^= 0xFF

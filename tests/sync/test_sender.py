@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -368,16 +369,16 @@ def test_a_version_number_stands_for_one_content_wherever_an_update_stops(tmp_pa
             assert self.sent.setdefault(version, content.item()) == content.item(), f"version {version} twice"
             if self.where == "prepare":
                 raise TransportError("stopped")
-            return super().prepare(source, version)
+            return replace(super().prepare(source, version), ahead=self.stop_ahead)
 
-        def send_ahead(self):
-            if self.where == "send_ahead":
+        def stop_ahead(self):
+            if self.where == "ahead":
                 raise TransportError("stopped")
 
     transport = Stopping()
     loader, engine = stubborn_engine({"w": torch.zeros(1)})
     sender = tx.WeightSender(transport, engine)
-    for number, where in enumerate((None, "prepare", "prepare", "send_ahead", "load", None, "load", "prepare", None)):
+    for number, where in enumerate((None, "prepare", "prepare", "ahead", "load", None, "load", "prepare", None)):
         transport.where, loader.refusing = where, where == "load"
         if where is None:
             sender.update_weights({"w": torch.tensor([float(number)])})

@@ -153,7 +153,7 @@ def test_after_a_failure_the_same_trainer_connects_again_to_another_number_of_wo
         def update(end, info):
             return dict(end.receive(json.loads(json.dumps(info)), {}))
 
-        (piece,) = trainer.prepare(tx.as_source(sent), 1)
+        piece = trainer.prepare(tx.as_source(sent), 1)
         _, *received = beside(piece.transfer, *(lambda e=e, i=piece.info: update(e, i) for e in ends))
         assert all(same(one, sent) for one in received)
         trainer.abort()

@@ -82,7 +82,7 @@ def test_an_engine_that_waits_for_a_silent_trainer_is_another_trainers_at_once()
         with pytest.raises(TransportError, match="aborted"):
             waiting.result(WAIT_S)
         receiver.connect({**other.open(1, ()).info, "params": params})
-    (piece,) = other.prepare(as_source(policy), 1)
+    piece = other.prepare(as_source(policy), 1)
     receiver.start()
     receiver.load(piece.info)
     receiver.finish(1)
@@ -252,7 +252,7 @@ def test_whatever_is_announced_or_handed_over_a_worker_ends_with_an_error_of_our
     choice, refused = random.Random(3), 0
     with group(2) as (trainer, worker):
         board = trainer._member.group().board
-        (piece,) = trainer.prepare(as_source(weights(count=3, numel=9)), 1)
+        piece = trainer.prepare(as_source(weights(count=3, numel=9)), 1)
         for number in range(1, 1001):
             board.put(f"announced/{worker._member.group().generation}/{number}", mutated(piece.info, choice))
             worker._announcements = Announcements(worker._member.group())

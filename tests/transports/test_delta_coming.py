@@ -66,11 +66,11 @@ class TestFilesThatCome:
         folder(root, 1).mkdir(parents=True)
         for count, file in enumerate(files, 1):
             shutil.copy(file, folder(root, 1))
-            changes = engine.changes(1, dict)
+            changes = engine.prefetch(1, dict)
             assert changes is None  # what it holds under this number, if anything, is something else
             received = dict(engine.receive({"version": 1}, {}))
             assert same(received, history[2]) == (count == len(files))
-        assert engine.changes(1, dict).held == engine.changes(1, dict).reached
+        assert engine.prefetch(1, dict).held == engine.prefetch(1, dict).reached
 
     def test_a_reader_that_polls_sees_the_newest_version_when_it_is_quiet(self, made, root):
         source, history, base = made

@@ -141,18 +141,18 @@ class TestLifetime:
     def test_only_an_acknowledgement_removes_older_versions(self, root, trainer):
         trainer.open(1, ())
         for version in (1, 2, 3):
-            list(trainer.prepare(MappingSource(weights(version)), version))
+            handoff = trainer.prepare(MappingSource(weights(version)), version)
         assert versions(root) == ["weight_v000001", "weight_v000002", "weight_v000003"]
-        trainer.acknowledge(2)
+        handoff.acknowledge(2)
         assert versions(root) == ["weight_v000002", "weight_v000003"]
-        trainer.acknowledge(3)
+        handoff.acknowledge(3)
         assert versions(root) == ["weight_v000003"]
 
     def test_keep_files_keeps_them(self, root):
         trainer = tx.DiskTransport(root, keep_files=True)
-        for version in (1, 2, 3):
+        for version in (1, 2):
             trainer.send_weights("policy", weights(version))
-            trainer.acknowledge(version)
+        trainer.prepare(MappingSource(weights(3)), 3).acknowledge(3)
         assert versions(root) == ["weight_v000001", "weight_v000002", "weight_v000003"]
         trainer.shutdown()
 

@@ -96,7 +96,7 @@ class TestFailures:
             waiting = pool.submit(worker.join, info)
             trainer._crew.admit(1)
             waiting.result(WAIT_S)
-            (handoff,) = trainer.prepare(MappingSource(weights()), 1)
+            handoff = trainer.prepare(MappingSource(weights()), 1)
             receiving = pool.submit(list, worker.receive(handoff.info, {}))
             worker.abort()
             with pytest.raises(NotConnectedError):
@@ -109,7 +109,7 @@ class TestFailures:
             waiting = pool.submit(opening.transfer)
             worker.join({**opening.info, "rank": 1})
             waiting.result(WAIT_S)
-            (handoff,) = trainer.prepare(MappingSource(weights()), 1)
+            handoff = trainer.prepare(MappingSource(weights()), 1)
             sending = pool.submit(handoff.transfer)
             trainer.abort()
             with pytest.raises(TransportError, match="rank 1"):
@@ -282,7 +282,7 @@ except Exception as error:
     def test_a_handoff_that_cannot_be_is_refused_before_anything_lands(self, make, change):
         trainer, worker = make(), make()
         joined(trainer, worker)
-        (handoff,) = trainer.prepare(MappingSource(weights()), 1)
+        handoff = trainer.prepare(MappingSource(weights()), 1)
         into = {name: torch.zeros(300) for name in weights()}
         with pytest.raises(WeightSyncError):
             list(worker.receive({**handoff.info, **change}, into))

@@ -249,7 +249,7 @@ def test_a_place_that_cannot_be_is_refused(make, change):
     trainer, worker = make(), make()
     joined(trainer, worker)
     tensors = shared({"a": torch.ones(4096)})
-    (handoff,) = trainer.prepare(MappingSource(tensors), 1)
+    handoff = trainer.prepare(MappingSource(tensors), 1)
     into = {"a": torch.zeros(4096)}
     with pytest.raises(WeightSyncError):
         list(worker.receive({**handoff.info, "in_place": {**handoff.info["in_place"], **change}}, into))

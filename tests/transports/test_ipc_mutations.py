@@ -169,7 +169,7 @@ def test_a_worker_takes_any_place_of_tensors(segment):
     draw, landed = random.Random(4), 0
     tensors = {name: torch.arange(64.0).share_memory_() for name in ("a", "b")}
     trainer = tx.make_transport("ipc", timeout_s=1.0)
-    (handoff,) = trainer.prepare(MappingSource(tensors), 1)
+    handoff = trainer.prepare(MappingSource(tensors), 1)
     params = tuple(meta for meta in MappingSource(tensors).params())
     worker = IPCWorker(lambda: ["cpu"])
     for _ in range(ROUNDS):
@@ -184,7 +184,7 @@ def test_any_handle_maps_what_it_says_or_nothing(segment):
     draw, before = random.Random(5), len(os.listdir("/proc/self/fd"))
     shared = torch.arange(64.0).share_memory_()
     trainer = tx.make_transport("ipc")
-    (handoff,) = trainer.prepare(MappingSource({"a": shared}), 1)
+    handoff = trainer.prepare(MappingSource({"a": shared}), 1)
     (plain,) = handoff.info["in_place"]["files"]
     for _ in range(ROUNDS):
         for whole, open_it in ((segment.handle, attach), (plain, attach_plain)):

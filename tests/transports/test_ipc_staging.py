@@ -91,7 +91,7 @@ for thread in threading.enumerate():
 from torchrl_ext.kernels.jit import LOOPS
 before = {loop.__name__: set(loop.signatures) for loop in LOOPS}
 assert any(before.values())
-(handoff,) = trainer.prepare(source, 1)
+handoff = trainer.prepare(source, 1)
 sending = threading.Thread(target=handoff.transfer)
 sending.start()
 into = {"a": torch.zeros_like(weights["a"])}

@@ -95,13 +95,13 @@ class TestReading:
             waiting.join(0.01)
 
     def test_a_version_that_was_fetched_ahead_survives_its_removal(self, root, trainer, worker):
-        (handoff,) = trainer.prepare(MappingSource(weights(1)), 1)
+        handoff = trainer.prepare(MappingSource(weights(1)), 1)
         worker.prefetch(1)
         shutil.rmtree(root / "weight_v000001")
         assert dict(worker.receive(handoff.info, {}))["w19"][0] == 1
 
     def test_damage_is_found_while_the_engine_serves(self, root, trainer, worker):
-        list(trainer.prepare(MappingSource(weights(1)), 1))
+        trainer.prepare(MappingSource(weights(1)), 1)
         flip(root / "weight_v000001" / "model-00003-of-00010.safetensors")
         with pytest.raises(IntegrityError, match="model-00003-of-00010"):
             worker.prefetch(1)
@@ -112,8 +112,8 @@ class TestReading:
             version = 0
             while child.poll() is None:
                 version += 1
-                list(trainer.prepare(MappingSource(weights(version, count=6)), version))
-                trainer.acknowledge(version)  # at once: whoever reads an older one must get along
+                handoff = trainer.prepare(MappingSource(weights(version, count=6)), version)
+                handoff.acknowledge(version)  # at once: whoever reads an older one must get along
             assert child.wait() == 0, child.stdout.read()
 
 

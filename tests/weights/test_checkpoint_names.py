@@ -201,7 +201,7 @@ def test_an_engine_takes_the_directory_it_was_started_from_and_whatever_came_fro
         transport = tx.DiskTransport(tmp_path / f"{kind}-sent")
         for folder, model in ((tmp_path / kind, converted_model(kind, 3)), (tmp_path / "other", other)):
             source = as_source(folder)
-            (handoff,) = transport.prepare(source, transport.latest_version() + 1)
+            handoff = transport.prepare(source, transport.latest_version() + 1)
             params = [meta.to_json() for meta in source.params()]
             engine.connect({**transport.open(1, source.params()).info, "params": params})
             engine.pause("abort", 10)

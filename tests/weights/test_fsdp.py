@@ -165,6 +165,7 @@ for kind in (StoreError, ConcurrentUpdateError):
 assert sender.update_weights().version == sender.version == 1
 """,
     "every rank knows the version in service, and its collectors count accepted updates": """
+from dataclasses import replace
 from torchrl_ext.errors import TransportError
 
 class Counted:
@@ -174,9 +175,11 @@ class Counted:
 
 class Failing(tx.DiskTransport):
     failing = False
-    def send_ahead(self):
+    def prepare(self, source, version):
+        return replace(super().prepare(source, version), ahead=self.fail)
+    def fail(self):
         if self.failing:
-            raise TransportError("no way there")
+            raise TransportError("no route there")
 
 for source in (sharded(), plain()):  # gathered, and replicated as under DDP
     folder_of = f"{folder}/{type(source).__name__}"

@@ -128,8 +128,7 @@ def _trainer(root: str) -> None:
     for version, step in _VERSIONS.items():
         for tensor in weights.values():
             tensor.view(-1)[::100] *= 1.01 if version > 1 else 1
-        list(transport.prepare(source, version))
-        transport.acknowledge(version - 1)
+        transport.prepare(source, version).acknowledge(version - 1)
         clock.lap(step)
     opening = transport.open(1, source.params())  # publishing took the probe away
     info = {**opening.info, "params": [meta.to_json() for meta in source.params()], "world_size": 2}

@@ -125,9 +125,9 @@ class _End:
         """One update, received in place."""
         if self.rank == 0:
             self._transport.bucket_bytes = bucket_bytes
-            for handoff in self._transport.prepare(MappingSource(weights), 1):
-                self._transport.announce(handoff.info)
-                handoff.transfer()
+            handoff = self._transport.prepare(MappingSource(weights), 1)
+            self._transport.announce(handoff.info)
+            handoff.transfer()
             return
         info = self._transport.poll(TIMEOUT_S)
         if info is None:
@@ -209,8 +209,7 @@ def _disk(shapes: Shapes, args: argparse.Namespace) -> dict[str, Any]:
         def publish(name: str, **settings: Any) -> float:
             transport = DiskTransport(root / name, **settings)
             began = time.perf_counter()
-            for handoff in transport.prepare(MappingSource(weights), 1):
-                handoff.transfer()
+            transport.prepare(MappingSource(weights), 1).transfer()
             taken = time.perf_counter() - began
             transport.shutdown()
             shutil.rmtree(root / name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -106,8 +106,19 @@ class EngineClient(ABC):
     def commit(self, version: int) -> None:
         """Put ``version`` in service: finish, drop stale caches, resume."""
 
-    def oldest(self, version: int) -> int:
-        """The oldest version that the engine may still read, now that ``version`` is in service."""
+    def verify(self, digests: Mapping[str, str]) -> None:
+        """Let every worker compare what it holds with the trainer's digests; without any there is nothing to do.
+
+        Raises:
+            EngineRefusedError, IntegrityError: a worker holds something else; names the tensor.
+        """
+        if digests:
+            self.load({"verify": digests})
+
+    def oldest(self, version: int) -> int | None:
+        """The oldest version that the engine may still read, now that ``version`` is in service; None where nobody can
+        say.
+        """
         return version
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -239,6 +250,9 @@ class NullEngine(EngineClient):
 
     def info(self) -> EngineInfo:
         return EngineInfo(url="none", kind=self.kind, world_size=0)
+
+    def oldest(self, version: int) -> None:
+        return None
 
     def each(self) -> tuple[EngineClient, ...]:
         return ()

@@ -42,11 +42,10 @@ class HandedOn:
             self._connect(info)
             self._engine.prefetch(version)
             source = CheckpointSource(Path(info["path"]))
-            digests = {name: tensor_digest(tensor) for name, tensor in source} if self._engine.verifies else None
+            digests = {name: tensor_digest(tensor) for name, tensor in source} if self._engine.verifies else {}
             with self._engine.updating(version):
                 self._engine.load(info)
-                if digests is not None:
-                    self._engine.load({"verify": digests})
+                self._engine.verify(digests)
         except Exception as error:
             self._connected_to = None  # a half-made update is not built upon
             raise UpdateError(

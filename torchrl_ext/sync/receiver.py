@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
+from torchrl_ext.landing.changes import Changes
 from torchrl_ext.landing.loader import WeightLoader, as_loader
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.transports.base import Changes, Transport
+from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["WeightReceiver"]
@@ -63,7 +64,7 @@ class WeightReceiver:
             self._transport.shutdown()
         self._transport = transports.load(info["transport"]).from_info(info)
         self._transport.join({**info, "rank": info.get("rank_offset", 1) + self._rank})
-        self._transport.retain(lambda name: not loader.patchable(name))
+        self._transport.incremental.retain(lambda name: not loader.patchable(name))
         self._staged = None
 
     def rehearse(self, question: Info) -> Info:
@@ -93,10 +94,8 @@ class WeightReceiver:
             WeightSyncError: the version cannot be had; the engine goes on with what it serves.
         """
         transport, loader, self._staged = self._require_transport(), self._require_loader(), None
-        changes = transport.changes(version, loader.position_digests) if self._intact else None
-        if changes is None:
-            transport.prefetch(version)
-        else:
+        changes = transport.incremental.prefetch(version, loader.position_digests if self._intact else None)
+        if changes is not None:
             try:
                 loader.stage(changes)
             except IntegrityError:
@@ -150,7 +149,7 @@ class WeightReceiver:
         if staged is not None and staged.reached[1] == info["version"]:
             self._intact = False
             loader.commit()
-            transport.landed(staged)
+            transport.incremental.landed(staged)
             return
         if self._intact:  # what was staged is another version
             self._intact = False

@@ -231,7 +231,6 @@ class WeightSender:
                 log.warning("weights version %d is sent again, to the engines that are left: %s", version, error)
                 lost = lost or error
                 continue
-            self._transport.acknowledge(self._engine.oldest(version))
             if lost is not None:
                 raise lost
             return
@@ -248,16 +247,14 @@ class WeightSender:
     def _update(self, source: Outgoing, version: int) -> None:
         self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
         with self._span("prepare"):
-            handoffs = self._transport.prepare(source, version)
+            handoff = self._transport.prepare(source, version)
         with self._span("prefetch"), in_background(self._prefetch, version, self._transport.abort):
-            self._transport.send_ahead()  # engines still generate: they fetch, check, decode, stage
+            handoff.ahead()  # engines still generate: they fetch, check, decode, stage
         with self._span("pause"), self._engine.updating(version):  # paused only from here
-            for handoff in handoffs:
-                with in_background(self._engine.load, handoff.info, self._transport.abort):
-                    handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
-                handoff.release()
-            if source.digesting:
-                self._engine.load({"verify": source.digests()})
+            with in_background(self._engine.load, handoff.info, self._transport.abort):
+                handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
+            self._engine.verify(source.digests())
+        handoff.acknowledge(self._engine.oldest(version))
 
     # its helpers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -14,13 +14,15 @@ from torch import Tensor
 from torchrl_ext.codecs.base import encodings, make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.landing.changes import Changes
 from torchrl_ext.stores import version_name
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.transports.base import Changes, Transport, deadline
+from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.carriers import Carrier, SharedFiles
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta_broadcast import Broadcast
 from torchrl_ext.transports.shared_root import VISIBLE_S
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.transports.warming import Warming, warming
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.host_copies import HostCopies
@@ -37,7 +39,7 @@ _HOOK = "TORCHRL_EXT_PRE_READ_HOOK"
 _PAUSE_S = 0.005  # between two looks at a version
 
 
-class DeltaTransport(Transport):
+class DeltaTransport(StandaloneTransport, Incremental):
     """Publishes a full keyframe first, then what changed. Readers catch up from wherever they are.
 
     Args:
@@ -183,7 +185,7 @@ class DeltaTransport(Transport):
 
         return Handoff(info={**info, "codec": self._codec.to_json(), **opening.info}, transfer=transfer)
 
-    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+    def prepare(self, source: WeightSource, version: int) -> Handoff:
         self._warm()
         began = time.perf_counter()
         self._carrier.begin()
@@ -196,13 +198,11 @@ class DeltaTransport(Transport):
         self.stats.bytes = None if manifest is None else manifest.nbytes
         self.stats.density = 1.0 if manifest is None else manifest.changed / max(1, total)
         self.stats.spans = {"publish": time.perf_counter() - began}
-        return [Handoff(info=self._info(version, params))]
-
-    def send_ahead(self) -> None:
-        self._carrier.push(self._chain.versions.latest())
-
-    def acknowledge(self, version: int) -> None:
-        self._writer.acknowledge()
+        return Handoff(
+            info=self._info(version, params),
+            ahead=lambda: self._carrier.push(self._chain.versions.latest()),
+            acknowledge=lambda oldest: self._writer.acknowledge(),
+        )
 
     def latest_version(self) -> int:
         return self._chain.versions.newest()
@@ -221,22 +221,22 @@ class DeltaTransport(Transport):
     def retain(self, names: Callable[[str], bool]) -> None:
         self._reader.retain(lambda name: self._needs_base or names(name))
 
-    def changes(self, version: int, held: Callable[[], Mapping[str, str]]) -> Changes | None:
+    @property
+    def incremental(self) -> Incremental:
+        return self
+
+    def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> Changes | None:
         self._await_version(version)
-        self._warm()
-        if self._reader.held is None:
-            self._reader.adopt(version, held)
-        return self._reader.changes(version)
+        changes = None if held is None else self._changes(version, held)
+        if changes is None:
+            route = self._open(version)
+            self._reader.check(route)
+            self._pin(route)
+        return changes
 
     def landed(self, changes: Changes) -> None:
         self._reader.advance(changes)
         self._carrier.read()
-
-    def prefetch(self, version: int) -> None:
-        self._await_version(version)
-        route = self._open(version)
-        self._reader.check(route)
-        self._pin(route)
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         route, self._opened = self._opened, None
@@ -265,10 +265,6 @@ class DeltaTransport(Transport):
 
     # alone, without a control layer
 
-    def announce(self, info: Info) -> None:
-        self.send_ahead()
-        self.acknowledge(info["version"])
-
     def poll(self, timeout_s: float) -> Info | None:
         self._aborted.clear()
         if not self._alone:  # what is returned is whole, so the copy to which changes are applied is kept here
@@ -291,6 +287,12 @@ class DeltaTransport(Transport):
                 return None
 
     # its helpers
+
+    def _changes(self, version: int, held: Callable[[], Mapping[str, str]]) -> Changes | None:
+        self._warm()
+        if self._reader.held is None:
+            self._reader.adopt(version, held)
+        return self._reader.changes(version)
 
     def _warm(self) -> None:
         """Compiled loops are ready, or as late as this transport waits for anything: then they are made when needed."""

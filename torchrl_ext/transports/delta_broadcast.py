@@ -178,9 +178,9 @@ class Broadcast(Carrier):
         tensors = {_TENSOR + name: tensor for name, tensor in self.store.tensors(folder).items()}
         files = {_FILE + name: _as_tensor(data) for name, data in self.store.files(folder).items()}
         base = None if tensors else self._pushed
-        for handoff in self._group.prepare(MappingSource({**tensors, **files}), version):
-            self._group.announce({**handoff.info, "base": base})
-            handoff.transfer()
+        handoff = self._group.prepare(MappingSource({**tensors, **files}), version)
+        self._group.announce({**handoff.info, "base": base})
+        handoff.transfer()
         self._pushed = version
         self.store.drop_tensors()  # they are those of the baseline, which the next delta changes
 

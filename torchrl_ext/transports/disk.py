@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -16,8 +16,9 @@ from torch import Tensor
 from torchrl_ext.errors import StoreError
 from torchrl_ext.stores import LocalStore, Manifest, Versions, version_name
 from torchrl_ext.stores.routes import Held
-from torchrl_ext.transports.base import Transport, deadline
+from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
@@ -28,7 +29,7 @@ __all__ = ["DiskTransport"]
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
 
-class DiskTransport(Transport):
+class DiskTransport(StandaloneTransport, Incremental):
     """Publishes ``root/weight_v000001/``, ``root/weight_v000002/``, ...; each loads with ``from_pretrained``.
 
     A version appears as a whole (temporary sibling, fsync, rename), then the pointer ``root/latest`` moves to it.
@@ -71,7 +72,6 @@ class DiskTransport(Transport):
         self._full = FullWriter(shard_bytes, files, adapter=adapter)
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
-        self._acknowledged = True
         self._connected = False
         self._received: Held | None = None
         self._opened: PublishedVersion | None = None
@@ -90,7 +90,6 @@ class DiskTransport(Transport):
 
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         self._store.own()
-        self._acknowledged = True
         self._connected = True
         return Handoff(info=self.invite())
 
@@ -98,7 +97,7 @@ class DiskTransport(Transport):
         """What workers join by, also from a process that only reads: where the root is, and a probe in it."""
         return {"transport": self.name, **self._shared.invite(), "root": str(self._seen_at)}
 
-    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+    def prepare(self, source: WeightSource, version: int) -> Handoff:
         began = time.perf_counter()
         self._store.own()
         self._shared.clear()
@@ -107,11 +106,7 @@ class DiskTransport(Transport):
         self._versions.advance(version)
         self._connected = True
         self.stats.spans = {"publish": time.perf_counter() - began}
-        return [Handoff(info=self._info(manifest))]
-
-    def acknowledge(self, version: int) -> None:
-        if self._acknowledged and not self._keep_files:
-            self._versions.prune(before=version)
+        return Handoff(info=self._info(manifest), acknowledge=self._prune)
 
     def latest_version(self) -> int:
         return self._versions.newest()
@@ -122,10 +117,14 @@ class DiskTransport(Transport):
         self._shared.find(info, self.timeout_s, self._aborted)
         self._connected = True
 
-    def prefetch(self, version: int) -> None:
-        self._pin(self._open_version(version))
-        if self._opened is not None:
-            self._opened.verify()
+    @property
+    def incremental(self) -> Incremental:
+        return self
+
+    def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> None:
+        opened = self._open_version(version)
+        self._pin(opened)
+        opened.verify()
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         version = info["version"]
@@ -157,12 +156,6 @@ class DiskTransport(Transport):
 
     # alone, without a control layer
 
-    def announce(self, info: Info) -> None:
-        self._acknowledged = False  # nobody will say when a version may go
-        if not self._keep_files:
-            numbers = self._versions.numbers()
-            self._versions.prune(before=numbers[-2] if len(numbers) > 1 else 0)
-
     def poll(self, timeout_s: float) -> Info | None:
         self._aborted.clear()
         until, pause = deadline(timeout_s), _SHORTEST_S
@@ -184,6 +177,14 @@ class DiskTransport(Transport):
         self._received = info["run_id"], info["version"]
 
     # its helpers
+
+    def _prune(self, oldest: int | None) -> None:
+        """Remove what is older; where nobody says what is read, all but the newest two."""
+        if self._keep_files:
+            return
+        if oldest is None:
+            oldest = (0, 0, *self._versions.numbers())[-2]
+        self._versions.prune(before=oldest)
 
     def _other(self, newest: int) -> bool:
         """Whether it is not what was received last: in an emptied root it may be lower, or the same of another run."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, TransportError
-from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked
 
@@ -31,7 +31,7 @@ _CHANNELS: weakref.WeakValueDictionary[str, _Channel] = weakref.WeakValueDiction
 """Channels by name, each as long as one of its ends exists."""
 
 
-class MemoryTransport(Transport):
+class MemoryTransport(StandaloneTransport):
     """Hands copies of tensors over through a dictionary of this process.
 
     Args:
@@ -51,7 +51,7 @@ class MemoryTransport(Transport):
         self._connected = True
         return Handoff(info={"transport": self.name, "channel": self._name})
 
-    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+    def prepare(self, source: WeightSource, version: int) -> Handoff:
         tensors = {meta.name: tensor.clone() for meta, tensor in checked(source)}
         self._channel.versions[version] = tensors
         self._channel.newest = max(self._channel.newest, version)
@@ -59,7 +59,7 @@ class MemoryTransport(Transport):
         for old in [known for known in self._channel.versions if known < version]:
             del self._channel.versions[old]
         params = [ParamMeta.of(name, tensor).to_json() for name, tensor in tensors.items()]
-        return [Handoff(info={"transport": self.name, "version": version, "params": params})]
+        return Handoff(info={"transport": self.name, "version": version, "params": params})
 
     def latest_version(self) -> int:
         return self._channel.newest

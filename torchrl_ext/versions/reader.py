@@ -12,9 +12,9 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, apply_patch
 from torchrl_ext.codecs.pipeline import decode_tensors, spare_threads
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.landing.changes import Changes
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.routes import Held
-from torchrl_ext.transports.base import Changes
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.host_copies import HostCopies
 from torchrl_ext.versions.open_route import OpenFull, OpenRoute, open_route, patched, same_params, verified, wrong_base

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,19 +12,20 @@ from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.announcements import Announcements
-from torchrl_ext.transports.base import TransferStats, Transport
+from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.collective import acks
 from torchrl_ext.transports.collective.buckets import BUCKET_BYTES, Plan
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.membership import LOBBY, Membership, choose_backend
 from torchrl_ext.transports.collective.stream import Incoming, send_pieces
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["VLLMCollectiveTransport"]
 
 
-class VLLMCollectiveTransport(Transport):
+class VLLMCollectiveTransport(StandaloneTransport):
     """Broadcasts weights from the trainer (rank 0) to the workers (ranks 1 and up).
 
     Data layer only: who pauses an engine, and when, is the caller's business.
@@ -193,7 +194,7 @@ class VLLMCollectiveTransport(Transport):
 
     # an update
 
-    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+    def prepare(self, source: WeightSource, version: int) -> Handoff:
         self._require_trainer("send_weights")
         group, params = self._member.group(), source.params()
         acks.check_agreed(self._agreed, params)
@@ -206,7 +207,7 @@ class VLLMCollectiveTransport(Transport):
             "bucket_bytes": self.bucket_bytes,
             "params": self._plan.rows(params),
         }
-        return [Handoff(info=info, transfer=lambda: self._send(group, source, info, params))]
+        return Handoff(info=info, transfer=lambda: self._send(group, source, info, params))
 
     def _send(self, group: Group, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
         began = time.perf_counter()

@@ -6,14 +6,14 @@ import logging
 import queue
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
-from torchrl_ext.transports.base import TransferStats, Transport
+from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.collective.acks import why
 from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
 from torchrl_ext.transports.ipc.in_place import Offer, groups, offer
@@ -21,6 +21,7 @@ from torchrl_ext.transports.ipc.staging import Packer, StagePlan, warm_copies
 from torchrl_ext.transports.ipc.unix_socket import new_address, shared_address
 from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
 from torchrl_ext.transports.ipc.workers import Crew
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource, checked
@@ -35,7 +36,7 @@ _LEAST_BYTES = 1 << 20
 """Where memory is short a default buffer is halved, down to this or the next larger half."""
 
 
-class IPCTransport(Transport):
+class IPCTransport(StandaloneTransport):
     """Packs weights into one staging buffer, whose two halves are filled in turn, and hands it over by handle.
 
     While workers copy one half into their parameters, the trainer fills the other. On a CPU the buffer is anonymous
@@ -111,7 +112,7 @@ class IPCTransport(Transport):
         info = {"transport": self.name, "address": self._address, "session": self._session, "timeout_s": self.timeout_s}
         return Handoff(info=info, transfer=lambda: crew.admit(workers, range(1, 1 + workers)))
 
-    def prepare(self, source: WeightSource, version: int) -> Iterable[Handoff]:
+    def prepare(self, source: WeightSource, version: int) -> Handoff:
         if not self._alone and self._crew is None:
             raise NotConnectedError("this transport was shut down", hint="connect again")
         params = source.params()
@@ -128,7 +129,7 @@ class IPCTransport(Transport):
             info["in_place"] = lent.info
         if self._crew is not None:
             self._crew.hurry.clear()
-        return [Handoff(info=info, transfer=lambda: self._send(source, info, params, lent))]
+        return Handoff(info=info, transfer=lambda: self._send(source, info, params, lent))
 
     def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...], lent: Offer | None) -> None:
         crew = self._alone_crew(info) if self._alone else self._crew
