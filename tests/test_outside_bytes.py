@@ -25,8 +25,7 @@ from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.types import ParamMeta, adapter_version, dtype_from_name
 from torchrl_ext.versions.delta_files import Heading, container_of, containers
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.pretrained import with_dtype
+from torchrl_ext.weights.checkpoint import CheckpointSource, with_dtype
 from torchrl_ext.weights.tensorfile import TensorFile
 
 BYTES = 512 << 20

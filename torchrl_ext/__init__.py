@@ -61,7 +61,7 @@ _HOME = {
     "discover": "rpc.discovery",
     "errors": "errors",
     "recommend": "planning.recommend",
-    "regex_mapper": "weights.names",
+    "regex_mapper": "weights.derived",
 }
 
 __all__ = [*sorted(_HOME), "__version__", "engines", "make_engine", "make_transport", "transports"]

@@ -24,7 +24,7 @@ from torchrl_ext.errors import (
     TransportError,
     UpdateError,
 )
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
 SCHEMES = ["SGLangWeightSyncScheme", "VLLMDoubleBufferSyncScheme", "VLLMWeightSyncScheme"]

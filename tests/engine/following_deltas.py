@@ -14,7 +14,7 @@ import torch
 import torchrl_ext as tx
 from tests.engine.served import assert_spans
 from tests.models import tiny_model, tiny_tokenizer
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest
 
 
 def serving_deltas(served, settings, usual):

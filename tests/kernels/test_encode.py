@@ -14,7 +14,7 @@ from torchrl_ext.kernels.select import kernels
 from torchrl_ext.landing.patcher import Staged, identity
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.slime.first import Flushes
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest
 
 
 def codec_of(name):

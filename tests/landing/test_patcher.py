@@ -11,7 +11,7 @@ from torchrl_ext.landing.patcher import Patcher, Piece, Staged, compare, identit
 from torchrl_ext.landing.placement import record
 from torchrl_ext.landing.writes import as_bits
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.position_digest import PositionDigest, position_digest
+from torchrl_ext.weights.digests import PositionDigest, position_digest
 
 DTYPES = [
     torch.bfloat16,

@@ -9,7 +9,7 @@ from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS
 from torchrl_ext.sync.inprocess import InProcessEngine
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest
 
 
 class Policy(nn.Module):

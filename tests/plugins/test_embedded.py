@@ -18,7 +18,7 @@ from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError, Wei
 from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
 CONTEXT = 4096

@@ -53,7 +53,7 @@ from torch import distributed
 from torchrl_ext.plugins.common.workers import agree, combine
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.landing.patcher import Patcher, Piece
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest
 
 rank = int(sys.argv[1])
 store = distributed.TCPStore("127.0.0.1", int(sys.argv[2]), 2, rank == 0)

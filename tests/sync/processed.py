@@ -7,8 +7,7 @@ from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import record
 from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.proof.engine_loader import EngineLoader
-from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.source import as_source
 
 SIZE, EXPERTS = 8, 3

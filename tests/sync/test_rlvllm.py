@@ -13,7 +13,7 @@ import torchrl_ext as tx
 from torchrl_ext.errors import ConfigError, DeadlineError, UpdateError
 from torchrl_ext.sync.parties import as_engine
 from torchrl_ext.sync.rlvllm import RLvLLMClient
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 
 
 class ModuleEngine(RLvLLMEngine):

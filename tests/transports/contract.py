@@ -21,7 +21,7 @@ import torchrl_ext as tx
 from torchrl_ext.errors import ConcurrentUpdateError, ManifestError, WeightSyncError
 from torchrl_ext.registry import transports
 from torchrl_ext.transports.base import Transport
-from torchrl_ext.weights.digest import byte_view
+from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import MappingSource, as_source
 
 WAIT_S = 60

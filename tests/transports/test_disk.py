@@ -19,7 +19,7 @@ from tests.transports.contract import WAIT_S, any_bits, same_bits
 from tests.transports.disk_ends import everything, versions, weights
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.weights.derived import CastSource
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, as_source
 
 IN_A_SMALL_FILESYSTEM = ("unshare", "--user", "--map-root-user", "--mount")

@@ -18,7 +18,7 @@ from tests.transports.contract import WAIT_S
 from torchrl_ext.codecs.slime.flush import build_flush, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 
 METAS = [ParamMeta.of(name, tensor) for name, tensor in weights().items()]
 

@@ -18,9 +18,8 @@ from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.groups import groups_of
-from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.source import ModuleSource, as_source, checked, named_tensors
 
 STACKED = "model.layers.1.mlp.experts.gate_up_proj"

@@ -14,8 +14,7 @@ from tests.transports.contract import same_bits
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.derived import CastSource, RenamedSource
-from torchrl_ext.weights.names import regex_mapper
+from torchrl_ext.weights.derived import CastSource, RenamedSource, regex_mapper
 from torchrl_ext.weights.source import MappingSource, ModuleSource, WeightSource, as_source, checked
 
 

@@ -35,7 +35,7 @@ from torchrl_ext.codecs.units import Layout, units
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.delta_files import Heading, Packed
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest
 
 __all__ = ["add_arguments", "measure", "measure_encode", "measure_sizes", "tables"]
 

@@ -27,7 +27,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.landing.patcher import Staged, identity
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.position_digest import PositionDigest
+from torchrl_ext.weights.digests import PositionDigest
 
 __all__ = ["add_arguments", "measure", "tables"]
 

@@ -180,7 +180,7 @@ def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
 
 
 def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
-    from torchrl_ext.weights.digest import tensor_digest
+    from torchrl_ext.weights.digests import tensor_digest
 
     follower, rows = reader.follower(keep=True), []
     for number in reader.numbers():

@@ -21,7 +21,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the dtype of its bits."""
 
 Words = tuple[int, int]
-"""What elements add to a position digest: two words, each modulo 2^64 (`torchrl_ext.weights.position_digest`)."""
+"""What elements add to a position digest: two words, each modulo 2^64 (`torchrl_ext.weights.digests`)."""
 
 
 def flat_bits(tensor: Tensor) -> Tensor:

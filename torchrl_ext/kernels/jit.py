@@ -140,7 +140,7 @@ _30, _27, _31, _32, _29 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64
 def fingerprint(key: Any, bits: Any) -> Any:
     """Two 64-bit words for one element: a bijective mix (splitmix64's) of ``key + bits``, and a second.
 
-    ``key`` is the element's position times `GOLDEN`. See `torchrl_ext.weights.position_digest` for why sums of these
+    ``key`` is the element's position times `GOLDEN`. See `torchrl_ext.weights.digests` for why sums of these
     are a digest.
     """
     z = key + bits

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.landing.spelling import Spelling
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.groups import groups_of
-from torchrl_ext.weights.position_digest import position_digest
 from torchrl_ext.weights.source import (
     MappingSource,
     ModuleSource,

@@ -22,7 +22,7 @@ from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.kernels.base import BITS, Kernels, Landed, Place
 from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.landing.writes import Copy, Scatter, as_bits, commit, flat
-from torchrl_ext.weights.position_digest import PositionDigest
+from torchrl_ext.weights.digests import PositionDigest
 
 if TYPE_CHECKING:
     from torchrl_ext.landing.loader import Staging

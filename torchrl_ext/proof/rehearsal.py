@@ -31,8 +31,7 @@ from torchrl_ext.landing.placement import Landing
 from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.proof.known_weights import TakenBack, changed, content, minus, places, plus
 from torchrl_ext.types import Info
-from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest, tensor_digest
 
 if TYPE_CHECKING:
     from torchrl_ext.proof.engine_loader import EngineLoader

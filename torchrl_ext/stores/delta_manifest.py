@@ -33,7 +33,7 @@ class DeltaParam:
 
     Attributes:
         meta: what it is.
-        digest: position digest of the whole tensor *after* this delta (`torchrl_ext.weights.position_digest`); "" where
+        digest: position digest of the whole tensor *after* this delta (`torchrl_ext.weights.digests`); "" where
             another library wrote the delta, which has none.
         changed: units that changed; 0 means that nothing of the rest is set.
         codec: index into the manifest's ``codecs``.

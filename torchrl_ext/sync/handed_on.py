@@ -9,7 +9,7 @@ from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.types import Info
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 
 __all__ = ["HandedOn"]
 

@@ -17,7 +17,7 @@ from torchrl_ext.landing.loader import Staging, WeightLoader
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, dtype_name
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 
 __all__ = ["RLvLLMClient"]
 

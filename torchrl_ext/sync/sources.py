@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.conversion import converted
-from torchrl_ext.weights.derived import CastSource, RenamedSource
-from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.names import as_mapper
+from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
+from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked, inner_model
 
 __all__ = ["Outgoing", "require_data", "source_of"]

@@ -15,8 +15,7 @@ from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.sync.sources import require_data
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.derived import RenamedSource
-from torchrl_ext.weights.names import as_mapper
+from torchrl_ext.weights.derived import RenamedSource, as_mapper
 from torchrl_ext.weights.source import WeightSource, as_source
 
 __all__ = ["Layered", "Switch"]

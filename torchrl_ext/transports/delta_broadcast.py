@@ -25,7 +25,7 @@ from torchrl_ext.transports.carriers import Carrier
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.ipc.host_memory import integer
 from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.weights.digest import tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked
 
 __all__ = ["Broadcast", "KeptTensors", "KeptVersion"]

@@ -12,7 +12,7 @@ from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores.routes import Held
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.position_digest import PositionDigest, position_digest
+from torchrl_ext.weights.digests import PositionDigest, position_digest
 from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["Baseline"]

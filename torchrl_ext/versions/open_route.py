@@ -16,7 +16,7 @@ from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.routes import Held, Route
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.delta_files import Decode, container_of
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["FullVersion", "OpenFull", "OpenRoute", "open_route", "patched", "same_params", "verified", "wrong_base"]

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digest import byte_view
+from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, Layout
 
 __all__ = ["write_shards"]

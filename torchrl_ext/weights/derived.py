@@ -1,7 +1,8 @@
-"""Sources over another source: other names, another dtype."""
+"""Sources over another source: under other names, by a table of regular expressions, or in another dtype."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -9,14 +10,14 @@ from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.pretrained import with_dtype
+from torchrl_ext.weights.checkpoint import with_dtype
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["CastSource", "RenamedSource"]
+__all__ = ["CastSource", "RenamedSource", "as_mapper", "regex_mapper"]
 
 
 class RenamedSource(WeightSource):
-    """Another source under other names (see `torchrl_ext.weights.names` for tables).
+    """Another source under other names.
 
     Args:
         source: the source to rename.
@@ -83,3 +84,34 @@ class CastSource(WeightSource):
 
     def files(self) -> Mapping[str, bytes]:
         return with_dtype(self._source.files(), self._dtype)
+
+
+def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:
+    """A mapper that applies the first pattern which matches a whole name; other names stay.
+
+    Args:
+        table: pattern -> replacement (`re.Match.expand` syntax), tried in order.
+
+    Raises:
+        ConfigError: a pattern is no regular expression.
+    """
+    rules = []
+    for pattern, replacement in table.items():
+        try:
+            rules.append((re.compile(pattern), replacement))
+        except re.error as error:
+            raise ConfigError(f"name pattern {pattern!r} is no regular expression: {error}") from None
+
+    def mapper(name: str) -> str:
+        for pattern, replacement in rules:
+            match = pattern.fullmatch(name)
+            if match:
+                return match.expand(replacement)
+        return name
+
+    return mapper
+
+
+def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str], str]:
+    """A callable stays; a mapping becomes a `regex_mapper`."""
+    return regex_mapper(mapper) if isinstance(mapper, Mapping) else mapper

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.weights.pretrained import model_files
+from torchrl_ext.weights.checkpoint import model_files
 from torchrl_ext.weights.source import Row, RowSource, full, named_tensors, same_memory
 
 __all__ = ["PeftSource", "is_peft"]

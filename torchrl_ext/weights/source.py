@@ -221,7 +221,7 @@ class ModuleSource(_TensorsSource):
         return named_tensors(self._module)
 
     def files(self) -> Mapping[str, bytes]:
-        from torchrl_ext.weights.pretrained import model_files
+        from torchrl_ext.weights.checkpoint import model_files
 
         return model_files(self._module)
 

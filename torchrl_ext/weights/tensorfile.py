@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.files import open_regular
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digest import byte_view
+from torchrl_ext.weights.digests import byte_view
 
 __all__ = ["CHUNK_BYTES", "Layout", "TensorFile", "plan_shards"]
 

@@ -217,7 +217,7 @@ def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
     parameter, when the last version landed: that is what ``verified`` of a report says.
     """
     from torchrl_ext.rpc.http.session import HTTPSession
-    from torchrl_ext.weights.digest import tensor_digest
+    from torchrl_ext.weights.digests import tensor_digest
     from torchrl_ext.weights.source import as_source
 
     own = {name: tensor_digest(tensor) for name, tensor in as_source(model)}

@@ -10,7 +10,7 @@ from torch import distributed
 from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.landing.patcher import Coverage, Piece
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.position_digest import PositionDigest
+from torchrl_ext.weights.digests import PositionDigest
 
 __all__ = ["agree", "combine", "joined"]
 

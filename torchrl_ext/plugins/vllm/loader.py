@@ -46,8 +46,7 @@ from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digest import tensor_digest
-from torchrl_ext.weights.position_digest import position_digest
+from torchrl_ext.weights.digests import position_digest, tensor_digest
 
 __all__ = ["VLLMLoader"]
 

@@ -23,7 +23,7 @@ from torchrl_ext.landing.loader import Staging
 from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare
 from torchrl_ext.landing.placement import Placement
 from torchrl_ext.plugins.common.workers import combine
-from torchrl_ext.weights.position_digest import PositionDigest, position_digest
+from torchrl_ext.weights.digests import PositionDigest, position_digest
 
 __all__ = ["VLLMPatches"]
 

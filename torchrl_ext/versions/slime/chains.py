@@ -28,7 +28,7 @@ from torchrl_ext.stores.routes import Found
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, named
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digest import byte_view
+from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["ForeignFlushes", "ForeignVersions", "ForeignWhole"]

@@ -20,7 +20,7 @@ from torchrl_ext.codecs.slime.shards import (
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, checked_files, named
-from torchrl_ext.weights.digest import byte_view
+from torchrl_ext.weights.digests import byte_view
 
 __all__ = ["Whole"]
 

@@ -17,7 +17,7 @@ from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, checked_files
-from torchrl_ext.weights.position_digest import PositionDigest
+from torchrl_ext.weights.digests import PositionDigest
 
 __all__ = ["Flushes"]
 

@@ -11,7 +11,7 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.patch import diff
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.position_digest import PositionDigest, position_digest
+from torchrl_ext.weights.digests import PositionDigest, position_digest
 
 GOLDEN, WORD = 0x9E3779B97F4A7C15, 2**64
 

@@ -1,4 +1,7 @@
-"""A digest of a tensor that does not care for order: over (position, bits) pairs, updated in O(changed).
+"""Digests of tensors, for proving that two sides hold the same bytes.
+
+`tensor_digest` is over the bytes in their order. `PositionDigest` does not care for order: it is over (position, bits)
+pairs, and updated in O(changed).
 
 Every element contributes two 64-bit words, a mix of its flat position in the full checkpoint tensor and its raw bits;
 the digest is their sum modulo 2^64, lane by lane. So
@@ -22,16 +25,30 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.kernels.base import Place, flat_bits
 from torchrl_ext.kernels.select import kernels_on
 
-__all__ = ["PositionDigest", "position_digest"]
+__all__ = ["PositionDigest", "byte_view", "position_digest", "tensor_digest"]
 
 _VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _PIECE = 1 << 20  # elements per task
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in C order: uint8, shape ``(nbytes,)``; shares memory where ``tensor`` is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """xxh3-128 of the bytes of ``tensor`` in C order, as 32 hex digits.
+
+    Equal for equal bytes whatever the strides; -0.0 and 0.0 differ, and so do NaN payloads.
+    """
+    return xxhash.xxh3_128_hexdigest(byte_view(tensor).cpu().numpy())
 
 
 @dataclass(frozen=True)
