@@ -8,7 +8,7 @@ import time
 import pytest
 
 from torchrl_ext.errors import DeadlineError, EngineUnreachableError
-from torchrl_ext.rollout.routed import Routed
+from torchrl_ext.rollout.requests import Requests, targets
 from torchrl_ext.rpc.http.async_session import AsyncSession
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n" + b'{"a": 1}\n'
@@ -50,10 +50,10 @@ def test_a_deadline_before_that_is_one(full):
 
 
 def test_a_request_by_way_of_a_router_is_tried_again_until_it_is_accepted(full):
-    async def requests():
-        routed = Routed(url(full), kind="vllm", api_key=None, limit=0, timeout_s=60.0)
-        routed.session = AsyncSession(connect_timeout_s=0.3)
-        asked = asyncio.ensure_future(routed.post("/x", {}))
+    async def through_a_router():
+        requests = Requests(targets([url(full)], ["vllm"]), limit=0, api_key=None, persistent=True)
+        requests.session = AsyncSession(connect_timeout_s=0.3)
+        asked = asyncio.ensure_future(requests.post("/x", {}, None, time.monotonic() + 60.0))
         await asyncio.sleep(1.0)
         assert not asked.done()
         serving = asyncio.ensure_future(accept(full))
@@ -61,7 +61,7 @@ def test_a_request_by_way_of_a_router_is_tried_again_until_it_is_accepted(full):
             return await asked
         finally:
             serving.cancel()
-            await routed.close()
+            await requests.close()
 
     async def accept(listener):
         async def answer(reader, writer):
@@ -74,4 +74,4 @@ def test_a_request_by_way_of_a_router_is_tried_again_until_it_is_accepted(full):
         async with await asyncio.start_server(answer, sock=listener.dup()) as server:
             await server.serve_forever()
 
-    assert asyncio.run(requests()) == {"a": 1}
+    assert asyncio.run(through_a_router()) == {"a": 1}

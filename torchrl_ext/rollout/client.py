@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
-from torchrl_ext.rollout.endpoints import Endpoints
-from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest, VersionSpan
-from torchrl_ext.rollout.loops import BackgroundLoop, each
-from torchrl_ext.rollout.waits import Waits
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
+from torchrl_ext.rollout.loops import Background, PerLoop
+from torchrl_ext.rollout.requests import Asked, Requests, targets
 from torchrl_ext.rpc.discovery import discover
 
 __all__ = ["Generation", "InferenceClient", "VersionSpan"]
@@ -61,13 +57,14 @@ class InferenceClient:
             "retire_s": retire_s,
             "adapter": adapter,
         }
+        if max_concurrency < 1:
+            raise ConfigError(f"max_concurrency is {max_concurrency}", expected="at least 1")
         urls = [url] if isinstance(url, str) else list(url)
-        kinds = [kind] * len(urls) if isinstance(kind, str) else list(kind)
+        self._targets = targets(urls, [kind] * len(urls) if isinstance(kind, str) else list(kind))
         self._timeout_s, self._adapter = timeout_s, adapter
-        self._make = functools.partial(Endpoints, urls, kinds, cap=max_concurrency, api_key=api_key, retire_s=retire_s)
-        self._opening = threading.Lock()
-        self._endpoints: Endpoints = self._make()
-        self._loop: BackgroundLoop | None = None
+        how = {"limit": max_concurrency, "api_key": api_key, "retire_s": retire_s}
+        self._requests = PerLoop(functools.partial(Requests, self._targets, **how))
+        self._background = Background()
 
     @classmethod
     def connect(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> InferenceClient:
@@ -92,7 +89,7 @@ class InferenceClient:
     @property
     def urls(self) -> tuple[str, ...]:
         """The base address of each engine."""
-        return self._endpoints.urls
+        return tuple(target.url for target in self._targets)
 
     def generate(
         self,
@@ -129,98 +126,33 @@ class InferenceClient:
             EngineUnreachableError, EngineRefusedError: what the engine said to the first request that no engine took.
             DeadlineError: not every generation came in time; names the engines that owe some.
         """
-        endpoints, loop = self._opened()
         asked = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
-        requests = []
+        apart = seed is not None and any(target.dialect.one_seed_per_request for target in self._targets)
+        requests: list[GenerationRequest] = []
         for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ConfigError(f"prompt {i} has no token", expected="at least one token id per prompt")
-            requests.append(
-                GenerationRequest(
-                    token_ids=tuple(int(token) for token in prompt),
-                    n=asked,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    seed=None if seed is None else seed + i * n,
-                    logprobs=logprobs is not None and logprobs is not False,
-                    stop_token_ids=tuple(stop_token_ids),
-                    more=sampling,
-                    adapter=self._adapter,
-                )
+            request = GenerationRequest(
+                token_ids=checked_prompt(prompt, i),
+                n=asked,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=None if seed is None else seed + i * n,
+                logprobs=logprobs is not None and logprobs is not False,
+                stop_token_ids=tuple(stop_token_ids),
+                more=sampling,
+                adapter=self._adapter,
             )
-        if seed is not None and endpoints.one_seed_per_request:
-            requests = [one for request in requests for one in request.split()]
+            requests += request.split() if apart else [request]
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        found = [generation for group in loop.run(_all(endpoints, requests, until)) for generation in group]
+        groups = self._background.run(self._generate([Asked(request=request) for request in requests], until))
+        found = [generation for group in groups for generation in group]
         return found if asked == n else [generation for generation in found for _ in range(n)]
 
     def close(self) -> None:
         """Drop the connections, and end what is in work with an error. May be called twice; a later call opens anew."""
-        with self._opening:
-            endpoints, loop, self._loop = self._endpoints, self._loop, None
-        if loop is not None:
-            loop.stop(endpoints.close())
+        self._background.close(self._requests.close())
+
+    async def _generate(self, asked: Sequence[Asked], until: float) -> list[list[Generation]]:
+        return await self._requests.here().generations(asked, until)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(InferenceClient, **self._settings), (list(self.urls),)
-
-    def _opened(self) -> tuple[Endpoints, BackgroundLoop]:
-        with self._opening:
-            if self._loop is None or not self._loop.alive:
-                self._endpoints, self._loop = self._make(), BackgroundLoop()
-            return self._endpoints, self._loop
-
-
-async def _all(endpoints: Endpoints, requests: Sequence[GenerationRequest], until: float) -> list[list[Generation]]:
-    """Each request's generations; the first error, and the deadline, end every request that is in work."""
-    work, found = deque(enumerate(requests)), {}
-
-    async def serve() -> None:
-        while work:
-            i, request = work.popleft()
-            found[i] = await _whole(endpoints, request, until)
-
-    serving = [asyncio.ensure_future(serve()) for _ in range(min(endpoints.capacity, len(requests)))]
-    if not serving:
-        return []
-    try:
-        left_s = max(0.0, until - time.monotonic())
-        done, pending = await asyncio.wait(serving, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
-        owing = endpoints.busy()
-    finally:
-        for one in serving:
-            one.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
-    for one in done:
-        one.result()
-    if pending:
-        raise DeadlineError(
-            f"{', '.join(owing or endpoints.urls)} answered too late: {len(found)} of {len(requests)} prompts are done",
-            hint="is the engine paused? Resume it, ask for fewer tokens, or raise timeout_s",
-        )
-    return [found[i] for i in range(len(requests))]
-
-
-async def _whole(endpoints: Endpoints, request: GenerationRequest, until: float) -> list[Generation]:
-    """The continuations of one request, each to its own end."""
-    found = await endpoints.ask(request, until)
-    if all(one.finish_reason != "abort" for one in found):
-        return found
-    return await each(
-        [
-            _to_its_end(endpoints, Carried(request=one), part, until)
-            for one, part in zip(request.split(), found, strict=True)
-        ]
-    )
-
-
-async def _to_its_end(endpoints: Endpoints, carried: Carried, found: Generation, until: float) -> Generation:
-    waits = Waits(until)
-    while True:
-        if found.finish_reason != "abort" or not carried.stops:  # what nobody can look at for a stop string is dropped
-            carried = carried.extended(found)
-        if carried.done:
-            return carried.made
-        if carried.stops or not found.token_ids:
-            await waits.wait(EngineError(f"{', '.join(endpoints.urls)}: requests are aborted before they have a token"))
-        (found,) = await endpoints.ask(carried.remaining(), until)

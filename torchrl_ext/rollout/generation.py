@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["UNKNOWN_VERSION", "Carried", "Generation", "GenerationRequest", "VersionSpan", "version_number"]
+from torchrl_ext.errors import ConfigError
+
+__all__ = [
+    "UNKNOWN_VERSION",
+    "Carried",
+    "Generation",
+    "GenerationRequest",
+    "VersionSpan",
+    "checked_prompt",
+    "version_number",
+]
 
 UNKNOWN_VERSION = -1
 """The number of a weight version that an engine does not tell, or whose label is no number."""
@@ -86,6 +96,17 @@ class Generation:
             end = min(span.end, len(versions))
             versions[span.start : end] = [version_number(span.version)] * max(0, end - span.start)
         return versions
+
+
+def checked_prompt(prompt: Sequence[int], index: int) -> tuple[int, ...]:
+    """The token ids of a prompt.
+
+    Raises:
+        ConfigError: it is empty; the message has its index.
+    """
+    if not len(prompt):
+        raise ConfigError(f"prompt {index} has no token", expected="at least one token id per prompt")
+    return tuple(int(token) for token in prompt)
 
 
 def version_number(label: str) -> int:

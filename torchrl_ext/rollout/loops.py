@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none."""
+"""Event loops: one in a thread of its own for callers that have none, and an object for each loop that asks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,92 @@ import asyncio
 import concurrent.futures
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 
-__all__ = ["BackgroundLoop", "each"]
+__all__ = ["Background", "PerLoop", "each"]
 
 _T = TypeVar("_T")
 
 
-class BackgroundLoop:
-    """Runs coroutines for any number of threads; its own is a daemon, so that nobody has to wait for it.
+class Background:
+    """Runs coroutines for any number of threads, on a loop that is opened when it is needed, also after `close`.
 
-    It ends with `stop`, or when nobody holds it any more.
+    Its thread is a daemon, so that nobody has to wait for it; it ends with `close`, or when nobody holds it any more.
     """
+
+    def __init__(self) -> None:
+        self._opening = threading.Lock()
+        self._loop: _Loop | None = None
+
+    def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
+        """The result of ``call``; it is cancelled where the caller leaves.
+
+        Raises:
+            DeadlineError: it took longer than ``timeout_s`` seconds.
+            EngineError: `close` was called meanwhile.
+            ConfigError: called from a coroutine of this very loop, which would wait for itself.
+        """
+        with self._opening:
+            if self._loop is None or not self._loop.alive:
+                self._loop = _Loop()
+            loop = self._loop
+        return loop.run(call, timeout_s)
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancel what runs, so that each `run` ends with an error, await ``last``, and end the thread.
+
+        May be called twice.
+
+        Raises:
+            DeadlineError: something did not end in time.
+        """
+        with self._opening:
+            loop, self._loop = self._loop, None
+        if loop is None:
+            last.close()
+        else:
+            loop.stop(last)
+
+
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+_C = TypeVar("_C", bound=_Closable)
+
+
+class PerLoop(Generic[_C]):
+    """One object for each event loop that asks.
+
+    Args:
+        make: makes one.
+    """
+
+    def __init__(self, make: Callable[[], _C]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._found: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _C] = weakref.WeakKeyDictionary()
+
+    def here(self) -> _C:
+        """That of the loop that runs."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._found:
+                self._found[loop] = self._make()
+            return self._found[loop]
+
+    async def close(self) -> None:
+        """Close that of the loop that runs; a later call of `here` makes a new one."""
+        with self._lock:
+            found = self._found.pop(asyncio.get_running_loop(), None)
+        if found is not None:
+            await found.close()
+
+
+class _Loop:
+    """An event loop and its thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -35,13 +106,7 @@ class BackgroundLoop:
         return not self._stopped and self._thread.is_alive()
 
     def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
-        """The result of ``call``; it is cancelled where the caller leaves.
-
-        Raises:
-            DeadlineError: it took longer than ``timeout_s`` seconds.
-            EngineError: the loop was stopped before or meanwhile.
-            ConfigError: called from a coroutine of this very loop, which would wait for itself.
-        """
+        """See `Background.run`."""
         with self._lock:
             if self._stopped or threading.current_thread() is self._thread:
                 call.close()
@@ -68,13 +133,7 @@ class BackgroundLoop:
             self._calls.discard(future)
 
     def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 10.0) -> None:
-        """Cancel what runs, so that each `run` ends with an error, await ``last``, and end the thread.
-
-        May be called twice.
-
-        Raises:
-            DeadlineError: something did not end within ``timeout_s`` seconds.
-        """
+        """See `Background.close`."""
         with self._lock:
             ends, self._stopped = self.alive, True
             calls = tuple(self._calls)

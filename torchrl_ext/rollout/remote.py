@@ -7,28 +7,23 @@ it was.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import threading
+import functools
 import time
-import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import engines
-from torchrl_ext.rollout.completions import ChatContinuation, TextContinuation
-from torchrl_ext.rollout.control_calls import ControlCalls
-from torchrl_ext.rollout.controls import Call, check_kind, fan_out, refuse_routers
+from torchrl_ext.rollout.completions import ChatContinuation, Continuation, TextContinuation
+from torchrl_ext.rollout.control import EngineControl
 from torchrl_ext.rollout.dialects import dialects
-from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
-from torchrl_ext.rollout.loops import BackgroundLoop, each
-from torchrl_ext.rollout.routed import Routed
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
+from torchrl_ext.rollout.loops import Background, PerLoop, each
+from torchrl_ext.rollout.requests import Asked, Requests, targets
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.http.session import normalise_url
-from torchrl_ext.types import EngineRow, Info
+from torchrl_ext.types import Info
 
 __all__ = ["RemoteInferenceClient"]
 
@@ -36,7 +31,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteInferenceClient(ControlCalls):
+class RemoteInferenceClient(EngineControl):
     """One client for a router and the engines behind it; can be sent to another process at any time.
 
     Methods are coroutines, for any number of event loops; `run` calls them from code that has none.
@@ -69,23 +64,24 @@ class RemoteInferenceClient(ControlCalls):
     concurrency_per_engine: int = 512
     timeout_s: float = 1800.0
     control_timeout_s: float = 600.0
-    _live: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _background: Background = field(default_factory=Background, init=False, repr=False, compare=False)
+    _requests: PerLoop[Requests] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        servers = tuple(normalise_url(url) for url in self.server_urls)
-        twice = sorted({url for url in servers if servers.count(url) > 1})
-        if not servers or twice:
-            raise ConfigError(f"server {twice[0]} is given twice" if twice else "there is no server to control")
+        servers = tuple(one.url for one in targets(self.server_urls, [self.kind] * len(self.server_urls)))
         if self.data_parallel_size < 1 or len(servers) % self.data_parallel_size or self.concurrency_per_engine < 0:
             raise ConfigError(
                 f"{len(servers)} servers, data_parallel_size={self.data_parallel_size}, "
                 f"concurrency_per_engine={self.concurrency_per_engine}",
                 expected="servers in groups of data_parallel_size, and a limit of at least 0",
             )
-        check_kind(self.kind)
-        object.__setattr__(self, "server_urls", servers)
-        object.__setattr__(self, "proxy_url", normalise_url(self.proxy_url))
+        (proxy,) = targets([self.proxy_url], [self.kind])
+        limit = self.concurrency_per_engine * len(servers) // self.data_parallel_size
+        how = {"limit": limit, "api_key": self.api_key, "persistent": True}
+        found = {"server_urls": servers, "proxy_url": proxy.url}
+        found["_requests"] = PerLoop(functools.partial(Requests, [proxy], **how))
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
         if len(servers) > 1 and self.proxy_url in servers:
             raise ConfigError(
                 f"proxy_url {self.proxy_url} is one of {len(servers)} servers: the others would get no request",
@@ -167,12 +163,12 @@ class RemoteInferenceClient(ControlCalls):
             EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time.
         """
         body, session_id = self._body(request_payload)
-        return await self._routed().continued("/v1/chat/completions", ChatContinuation(body), session_id)
+        return await self._completed("/v1/chat/completions", ChatContinuation(body), session_id)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> Info:
         """``/v1/completions``; otherwise as `chat_completion`."""
         body, session_id = self._body(request_payload)
-        return await self._routed().continued("/v1/completions", TextContinuation(body), session_id)
+        return await self._completed("/v1/completions", TextContinuation(body), session_id)
 
     async def render(self, request_payload: Mapping[str, Any]) -> Any:
         """The token ids that a chat (``messages``) or a completion (``prompt``) would be asked with.
@@ -185,7 +181,7 @@ class RemoteInferenceClient(ControlCalls):
             raise ConfigError("SGLang does not render chats", hint="give the client a tokenizer, and use its template")
         body, session_id = self._body(request_payload)
         kind = "chat/completions" if "messages" in body else "completions"
-        return await self._routed().post(f"/v1/{kind}/render", body, session_id)
+        return await self.post(f"/v1/{kind}/render", body, session_id=session_id)
 
     render_chat_completion = render
 
@@ -194,25 +190,25 @@ class RemoteInferenceClient(ControlCalls):
         if self.tokenizer is not None:
             return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
         more = {"add_special_tokens": add_special_tokens, **self._model()}
-        routed = self._routed()
-        found = await each([routed.post("/tokenize", {"prompt": one, **more}) for one in texts])
+        found = await each([self.post("/tokenize", {"prompt": one, **more}) for one in texts])
         return [told["tokens"] for told in found]
 
     async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """The text of each list of token ids."""
         if self.tokenizer is not None:
             return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
-        routed, more = self._routed(), self._model()
-        found = await each([routed.post("/detokenize", {"tokens": list(ids), **more}) for ids in token_ids])
+        more = self._model()
+        found = await each([self.post("/detokenize", {"tokens": list(ids), **more}) for ids in token_ids])
         return [told.get("prompt", told.get("text")) for told in found]
 
     async def finish_session(self, session_id: Any) -> None:
         """Let the router forget a session; routers without that route are left alone."""
-        await self._routed().finish_session(str(session_id))
+        query, until = {"session_id": str(session_id)}, self._until()
+        await self._requests.here().session.call("POST", f"{self.proxy_url}/finish_session", query=query, until=until)
 
     async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
         """Any other route for requests, by way of the router; returns the JSON answer."""
-        return await self._routed().post(route, body, session_id)
+        return await self._requests.here().post(route, body, session_id, self._until())
 
     def fleet(self, **settings: Any) -> Fleet:
         """A client for `WeightSender` that drives every engine through whole updates.
@@ -231,24 +227,15 @@ class RemoteInferenceClient(ControlCalls):
             DeadlineError: it took longer than ``timeout_s`` seconds.
             EngineError: the client was closed meanwhile.
         """
-        with self._lock:
-            background = self._live.get("background")
-            if background is None or not background.alive:
-                background = self._live["background"] = BackgroundLoop()
-        return background.run(call, timeout_s)
+        return self._background.run(call, timeout_s)
 
     async def teardown(self) -> None:
         """Drop this event loop's connections; a later call opens new ones."""
-        routed = self._loops().pop(asyncio.get_running_loop(), None)
-        if routed is not None:
-            await routed.close()
+        await self._requests.close()
 
     def close(self) -> None:
         """What `run` has opened is closed, and each `run` that waits ends with an error. May be called twice."""
-        with self._lock:
-            background = self._live.pop("background", None)
-        if background is not None:
-            background.stop(self.teardown())
+        self._background.close(self.teardown())
 
     async def __aenter__(self) -> RemoteInferenceClient:
         return self
@@ -256,44 +243,31 @@ class RemoteInferenceClient(ControlCalls):
     async def __aexit__(self, *_: Any) -> None:
         await self.teardown()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_live", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _live={}, _lock=threading.Lock())
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
+        return functools.partial(RemoteInferenceClient, **given), ()
 
     # helpers
 
-    def _loops(self) -> Any:
-        with self._lock:
-            return self._live.setdefault("loops", weakref.WeakKeyDictionary())
+    @property
+    def _engines(self) -> tuple[str, Sequence[str], dict[str, Any]]:
+        return self.kind, self.server_urls, {"api_key": self.api_key, "load_timeout_s": self.control_timeout_s}
 
-    def _routed(self) -> Routed:
-        """The sessions and the limit of this event loop."""
-        loops, loop = self._loops(), asyncio.get_running_loop()
-        if loop not in loops:
-            engines = len(self.server_urls) // self.data_parallel_size
-            loops[loop] = Routed(
-                self.proxy_url,
-                kind=self.kind,
-                api_key=self.api_key,
-                limit=self.concurrency_per_engine * engines,
-                timeout_s=self.timeout_s,
-            )
-        return loops[loop]
+    def _until(self) -> float:
+        return time.monotonic() + self.timeout_s
 
     async def _all(
         self, requests: Sequence[GenerationRequest], sessions: Sequence[Any], extra: Mapping[str, Any]
     ) -> list[Generation]:
-        routed, until = self._routed(), time.monotonic() + self.timeout_s
         more = {name: value for name, value in extra.items() if value is not None}
-        carried = (Carried(request=request) for request in requests)
-        return await each(
-            [
-                routed.generate(one, session, more, until, self.detokenize)
-                for one, session in zip(carried, sessions, strict=True)
-            ]
-        )
+        asked = [
+            Asked(request=request, session_id=session, more=more, texts=self.detokenize)
+            for request, session in zip(requests, sessions, strict=True)
+        ]
+        return [one for (one,) in await self._requests.here().generations(asked, self._until())]
+
+    async def _completed(self, route: str, request: Continuation, session_id: Any) -> Info:
+        return await self._requests.here().completion(route, request, session_id, self._until())
 
     def _adapted(self, request: GenerationRequest, model: str | None) -> GenerationRequest:
         """``request`` for the adapter, unless the caller names a model."""
@@ -311,34 +285,12 @@ class RemoteInferenceClient(ControlCalls):
         body = {**self._model(), **adapted, **(payload.get("json") or {})}
         return body, body.pop("session_id", None)
 
-    async def _fan_out(self, what: str, calls: Mapping[str, Call]) -> dict[str, Info]:
-        fleet = await self._fleet()
-
-        def rows(failed: Mapping[str, Exception]) -> list[EngineRow]:
-            try:
-                return [dataclasses.replace(row, error=str(failed.get(row.engine, "")) or None) for row in fleet.look()]
-            finally:
-                fleet.close()
-
-        session = self._routed().session
-        return await fan_out(session, calls, what=what, timeout_s=self.control_timeout_s, rows=rows)
-
-    async def _fleet(self, **settings: Any) -> Fleet:
-        settings = {"api_key": self.api_key, "load_timeout_s": self.control_timeout_s, **settings}
-        fleet = Fleet([engines.make(self.kind, url=url, **settings) for url in self.server_urls])
-        if not self._live.get("direct"):
-            await refuse_routers(self.server_urls, self.api_key)
-            self._live["direct"] = True
-        return fleet
-
 
 def _request(prompt: Sequence[int], sampling: Mapping[str, Any], index: int) -> GenerationRequest:
     """vLLM's ``sampling_params`` with a prompt."""
-    if not len(prompt):
-        raise ConfigError(f"prompt {index} has no token", expected="at least one token id per prompt")
     more = {name: value for name, value in sampling.items() if value is not None}
     known = {name: more.pop(name) for name in ("max_tokens", "temperature", "seed") if name in more}
     logprobs = more.pop("logprobs", None) is not None
     stops = tuple(more.pop("stop_token_ids", ()))
-    ids = tuple(int(token) for token in prompt)
+    ids = checked_prompt(prompt, index)
     return GenerationRequest(token_ids=ids, logprobs=logprobs, stop_token_ids=stops, more=more, **known)

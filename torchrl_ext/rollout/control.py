@@ -1,0 +1,237 @@
+"""Control calls of an inference client: to every engine itself, at the same time, never by way of a router."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.registry import engines
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.http.async_session import AsyncSession
+from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.router import refuse_router
+from torchrl_ext.types import EngineRow, Info
+
+__all__ = ["EngineControl"]
+
+_T = TypeVar("_T")
+_LOOK_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One route of an engine with what it is told."""
+
+    route: str
+    body: Any = None
+    query: Mapping[str, Any] | None = None
+
+
+class EngineControl(ABC):
+    """What SkyRL's client tells engines, as methods. Each one reaches every engine.
+
+    A call waits for every engine, and then raises one error with a row for each where some did not do it. What a
+    `Fleet` does is left to it; the single steps of an update are vLLM's own routes.
+    """
+
+    @property
+    @abstractmethod
+    def _engines(self) -> tuple[str, Sequence[str], dict[str, Any]]:
+        """The kind of the engines, the base address of each, and settings of their clients."""
+
+    async def pause(self, mode: Any = "keep", clear_cache: bool = False) -> dict[str, Info]:
+        """Pause every engine.
+
+        Args:
+            mode: ``keep`` freezes what runs, ``wait`` lets it end, ``abort`` ends it (this client then asks for the
+                rest as soon as an engine serves again); a string, or an enum with such a value.
+            clear_cache: drop the prefix cache as well.
+
+        Returns:
+            ``{url: {"status", "body"}}``, as every control call; here the body is ``{"status": state}``, with the
+            states of `torchrl_ext.types.EngineRow`.
+
+        Raises:
+            ConfigError: no such mode, or the address of an engine is a router's.
+            EngineError: some engine did not; has a row per engine.
+        """
+        how = {"pause_mode": str(getattr(mode, "value", mode))}
+        paused = await self._state_after("pause", lambda fleet: fleet.pause(), **how)
+        if clear_cache:
+            await self.reset_prefix_cache(reset_running_requests=True)
+        return paused
+
+    async def resume(self) -> dict[str, Info]:
+        """Let every engine make tokens again."""
+        return await self._state_after("resume", lambda fleet: fleet.resume())
+
+    async def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> dict[str, Info]:
+        """Let every engine give its device memory back: see `torchrl_ext.rpc.client.EngineClient.sleep`."""
+        return await self._state_after("sleep", lambda fleet: fleet.sleep(level, tags))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Info]:
+        """Let every engine take its device memory again: all of it, or ``["weights"]``, ``["kv_cache"]``; one that is
+        wholly awake serves again."""
+        return await self._state_after("wake up", lambda fleet: fleet.wake_up(tags))
+
+    async def weight_versions(self) -> dict[str, str]:
+        """The label of the weights that each engine serves."""
+        infos = await self._driven("tell its version", lambda fleet: fleet.infos())
+        return {info.url: info.weight_version for info in infos}
+
+    async def world_sizes(self) -> dict[str, int]:
+        """Workers that receive weights, per engine."""
+        infos = await self._driven("tell its world size", lambda fleet: fleet.infos())
+        return {info.url: info.world_size for info in infos}
+
+    async def get_world_size(self) -> tuple[int, int]:
+        """Workers of all engines, and of one.
+
+        Raises:
+            ConfigError: engines differ in size; `world_sizes` has each.
+        """
+        sizes = await self.world_sizes()
+        if len(set(sizes.values())) > 1:
+            raise ConfigError(f"engines differ in world size: {sizes}", hint="call world_sizes")
+        return sum(sizes.values()), next(iter(sizes.values()))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> dict[str, Info]:
+        """Let every engine drop its cached keys and values."""
+        if self._engines[0] == "sglang":
+            return await self._everywhere("drop its cache", _Call(route="/flush_cache"))
+        query = {"reset_running_requests": str(reset_running_requests).lower()}
+        return await self._everywhere("drop its cache", _Call(route="/reset_prefix_cache", query=query))
+
+    async def init_weight_update_communicator(self, init_info: Any) -> dict[str, Info]:
+        """vLLM's ``/init_weight_transfer_engine``, with a rank offset of its own for each engine.
+
+        Args:
+            init_info: JSON-safe mapping, or a dataclass. Its ``rank_offset`` (1) is the first engine's.
+        """
+        self._refuse_sglang()
+        info = _plain(init_info)
+        offset, calls = info.get("rank_offset", 1), {}
+        for url, workers in (await self.world_sizes()).items():
+            body = {"init_info": {**info, "rank_offset": offset}}
+            calls[url] = _Call(route="/init_weight_transfer_engine", body=body)
+            offset += workers
+        return await self._answers("join the transport", calls)
+
+    async def start_weight_update(self) -> dict[str, Info]:
+        """vLLM's ``/start_weight_update``."""
+        self._refuse_sglang()
+        return await self._everywhere("start the update", _Call(route="/start_weight_update"))
+
+    async def update_named_weights(self, update_info: Any) -> dict[str, Info]:
+        """vLLM's ``/update_weights``: one piece; run it beside the trainer's broadcast."""
+        self._refuse_sglang()
+        call = _Call(route="/update_weights", body={"update_info": _plain(update_info)})
+        return await self._everywhere("load", call)
+
+    async def finish_weight_update(self, weight_version: int | str | None = None) -> dict[str, Info]:
+        """vLLM's ``/finish_weight_update``; the version becomes the label of what is served."""
+        self._refuse_sglang()
+        body = None if weight_version is None else {"weight_version": str(weight_version)}
+        return await self._everywhere("finish the update", _Call(route="/finish_weight_update", body=body))
+
+    def _refuse_sglang(self) -> None:
+        if self._engines[0] == "sglang":
+            raise ConfigError(
+                "SGLang's weight routes need what a transport knows", hint="use WeightSender(transport, client.fleet())"
+            )
+
+    def _fleet(self, **more: Any) -> Fleet:
+        kind, urls, settings = self._engines
+        return Fleet([engines.make(kind, url=url, **settings, **more) for url in urls])
+
+    async def _state_after(self, what: str, call: Callable[[Fleet], object], **more: Any) -> dict[str, Info]:
+        rows = await self._driven(what, lambda fleet: (call(fleet), fleet.rows())[1], **more)
+        return {row.engine: {"status": 200, "body": {"status": row.state}} for row in rows}
+
+    async def _driven(self, what: str, call: Callable[[Fleet], _T], **more: Any) -> _T:
+        """What ``call`` says of a fleet of its own, in a thread beside this event loop."""
+        await self._refuse_routers()
+        fleet = self._fleet(**more)
+
+        def driving() -> _T:
+            try:
+                return call(fleet)
+            except (EngineError, DeadlineError) as error:
+                if len(fleet.engines) > 1:
+                    raise
+                rows = tuple(dataclasses.replace(row, error=str(error)) for row in fleet.rows())
+                raise EngineError(f"1 of 1 engines did not {what}: {error}", rows=rows) from error
+            finally:
+                fleet.close()
+
+        return await asyncio.to_thread(driving)
+
+    async def _everywhere(self, what: str, call: _Call) -> dict[str, Info]:
+        return await self._answers(what, dict.fromkeys(self._engines[1], call))
+
+    async def _answers(self, what: str, calls: Mapping[str, _Call]) -> dict[str, Info]:
+        """One call to each engine, all at once, since an update only goes on when each of them is in it.
+
+        Returns:
+            ``{url: {"status": HTTP status, "body": JSON or text}}``.
+
+        Raises:
+            ConfigError: the address of an engine is a router's.
+            EngineError: some engine did not; has a row per engine.
+        """
+        await self._refuse_routers()
+        settings = self._engines[2]
+        session, until = AsyncSession(api_key=settings["api_key"]), time.monotonic() + settings["load_timeout_s"]
+        try:
+            asked = (_answer(session, url, call, until) for url, call in calls.items())
+            found = dict(zip(calls, await asyncio.gather(*asked, return_exceptions=True), strict=True))
+        finally:
+            await session.close()
+        failed = {url: told for url, told in found.items() if isinstance(told, BaseException)}
+        for error in failed.values():
+            if not isinstance(error, WeightSyncError):
+                raise error
+        if failed:
+            rows = await asyncio.to_thread(self._rows_after, failed)
+            lines = "; ".join(f"{url}: {error}" for url, error in failed.items())
+            what = f"{len(failed)} of {len(calls)} engines did not {what}: {lines}"
+            raise EngineError(what, state="the others did", rows=rows)
+        return found  # type: ignore[return-value]
+
+    async def _refuse_routers(self) -> None:
+        def look(url: str) -> None:
+            session = HTTPSession(url, api_key=self._engines[2]["api_key"], timeout_s=_LOOK_TIMEOUT_S)
+            try:
+                refuse_router(session)
+            finally:
+                session.close()
+
+        await asyncio.gather(*(asyncio.to_thread(look, url) for url in self._engines[1]))
+
+    def _rows_after(self, failed: Mapping[str, BaseException]) -> tuple[EngineRow, ...]:
+        fleet = self._fleet()
+        try:
+            looked = fleet.look()
+        finally:
+            fleet.close()
+        return tuple(dataclasses.replace(row, error=str(failed.get(row.engine, "")) or None) for row in looked)
+
+
+async def _answer(session: AsyncSession, url: str, call: _Call, until: float) -> Info:
+    answer = await session.call("POST", url + call.route, call.body, query=call.query, until=until)
+    if not answer.ok:
+        raise EngineRefusedError(f"{url}{call.route} answered {answer.status}: {answer.message()}")
+    try:
+        return {"status": answer.status, "body": answer.json()}
+    except ValueError:
+        return {"status": answer.status, "body": answer.text}  # SGLang's /flush_cache says it in words
+
+
+def _plain(info: Any) -> dict[str, Any]:
+    return dict(info) if isinstance(info, Mapping) else dataclasses.asdict(info)
