@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack, set_list_to_stack
 from tensordict.utils import NestedKey
 from torchrl.modules.llm.policies import LLMWrapperBase
@@ -18,7 +17,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.lag import Pacer
 from torchrl_ext.rollout.records import PromptReader, RecordWriter
-from torchrl_ext.rollout.sampling import sampling_settings
+from torchrl_ext.rollout.settings import WrapperSettings, sampling_settings
 
 __all__ = ["RemoteLLMPolicy"]
 
@@ -47,29 +46,11 @@ class RemoteLLMPolicy(LLMWrapperBase):
 
     Args:
         model: addresses of engines, or an `InferenceClient`.
-        tokenizer: of `transformers`, or the directory of one; only tokens mode without padding works without.
-        input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        input_key: where the prompts are; by default ``(input_mode, "prompt")``.
-        attention_mask_key: a mask of prompts in tokens mode, next to TorchRL's ``("masks", "all_attention_mask")``.
-        generate: must be True: engines are asked for tokens, and the trainer's model for log-probabilities of given
-            ones.
-        generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``...),
-            vLLM's, and ``stop_token_ids``.
-        tokenizer_kwargs: for the tokenizer, in text mode.
-        pad_output: bring prompts (left) and responses (right) to one length.
-        inplace: as in TorchRL: True writes into the input, False returns new entries only, ``"empty"`` an emptied
-            copy of the input. By default True, and False with several samples.
-        device: where outputs go; None leaves them where the input is.
-        num_samples: continuations per prompt, as a second dimension.
-        chat_template_name, chat_template: for history mode.
-        return_log_probs: whether to ask for log-probabilities.
-        history_key, text_key, tokens_key, masks_key, log_probs_key, versions_key, truncated_key: names of the outputs.
-        batching, min_batch_size, max_batch_size, batching_timeout: as TorchRL's wrappers take and check them; without
-            effect, since servers batch what is in work.
-        prefer_tokens: history mode takes tokens that the input has already in place of the template's.
+        versions_key, truncated_key: names of our outputs.
         seed: sequence k of this policy's life is sampled with ``seed + k``; None leaves it to the engines.
         pacer: makes each call wait while rollouts are too far ahead of training.
         timeout_s: deadline of one call, in seconds; None takes the client's.
+        wrapper: what TorchRL's wrappers take, under their names: see `WrapperSettings`.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -79,90 +60,42 @@ class RemoteLLMPolicy(LLMWrapperBase):
         self,
         model: InferenceClient | str | Sequence[str],
         *,
-        tokenizer: Any = None,
-        input_mode: str = "history",
-        input_key: NestedKey | None = None,
-        attention_mask_key: str = "attention_mask",
-        generate: bool = True,
-        generate_kwargs: Mapping[str, Any] | None = None,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
-        pad_output: bool = False,
-        inplace: bool | str | None = None,
-        device: torch.device | None = None,
-        num_samples: int | None = None,
-        chat_template_name: str | None = None,
-        chat_template: str | None = None,
-        return_log_probs: bool | None = None,
-        history_key: NestedKey = "history",
-        text_key: NestedKey = "text",
-        tokens_key: NestedKey = "tokens",
-        masks_key: NestedKey = "masks",
-        log_probs_key: NestedKey = "log_probs",
         versions_key: NestedKey = "token_versions",
         truncated_key: NestedKey = "response_truncated",
-        batching: bool | None = None,
-        min_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        batching_timeout: float = 10.0,
-        prefer_tokens: bool = False,
         seed: int | None = None,
         pacer: Pacer | None = None,
         timeout_s: float | None = None,
+        **wrapper: Any,
     ) -> None:
         super().__init__()
-        self._settings = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        if not generate:
-            raise ConfigError(
-                "a remote policy generates only"
-                + ("; and return_log_probs must be True where a wrapper does not" if return_log_probs is False else ""),
-                hint="score given tokens with TransformersWrapper(model, generate=False) on the trainer's model",
-            )
-        if isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        client = model if isinstance(model, InferenceClient) else InferenceClient.connect(*_listed(model))
-        self.model, self.tokenizer = client, tokenizer
-        self.generate, self.input_mode, self.pad_output = generate, input_mode, pad_output
-        self.return_log_probs = return_log_probs is not False
-        self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
-        self.masks_key, self.log_probs_key, self.versions_key = masks_key, log_probs_key, versions_key
-        self.padding_value = _padding_value(tokenizer, pad_output)
-        self.input_key = input_key if input_key is not None else (input_mode, "prompt")
-        self.layout, self._device = None, device
-        self._min_batch_size, self._max_batch_size = _batch_sizes(batching, min_batch_size, max_batch_size)
-        self._batching_timeout, self._batching_lock = batching_timeout, threading.Lock()
-        self._batch_queue, self._futures = [], []  # always empty: TorchRL's queue is for engines that do not batch
-        self.generate_kwargs = dict(generate_kwargs or {})
-        sampling, samples = sampling_settings(self._standardize_generate_kwargs(self.generate_kwargs), num_samples)
-        self._sampling, self.num_samples = sampling, samples
-        if samples is not None and inplace in (True, "empty"):
-            raise ConfigError(f"inplace={inplace!r} cannot hold several samples per prompt", expected="False or None")
-        self.inplace = inplace if inplace is not None else samples is None
-        self.return_tokens = self.return_masks = True
-        self.return_text, self.return_history = input_mode in ("text", "history"), input_mode == "history"
-        self.prefer_tokens = prefer_tokens
-        keys = {"text": text_key} if self.return_text else {}
-        keys |= {"masks": masks_key, "tokens": tokens_key}
-        keys |= {"log_probs": log_probs_key} if self.return_log_probs else {}
-        keys |= {"history": history_key} if self.return_history else {}
         ours = {"versions": versions_key, "truncated": truncated_key}
-        template = {"chat_template_name": chat_template_name, "chat_template": chat_template}
-        self._read = PromptReader(
-            input_mode,
-            self.input_key,
-            tokenizer=tokenizer,
-            padding_value=self.padding_value,
-            template={name: value for name, value in template.items() if value is not None},
-            tokenizer_kwargs=tokenizer_kwargs or {},
-            tokens_key=tokens_key,
-            attention_mask_keys=[(masks_key, "all_attention_mask"), attention_mask_key],
-            prefer_tokens=prefer_tokens,
-        )
-        settings = {"tokenizer": tokenizer, "pad_output": pad_output, "padding_value": self.padding_value}
-        self._write = RecordWriter(keys | ours, **settings)
-        self.in_keys, self.out_keys = [self.input_key], list(keys.values())
-        self._written = list((keys | ours).values())
+        self._given = {f"{name}_key": key for name, key in ours.items()} | wrapper
+        self._given |= {"seed": seed, "pacer": pacer, "timeout_s": timeout_s}
+        given = WrapperSettings(**wrapper)
+        urls = [model] if isinstance(model, str) else model
+        self.model = model if isinstance(model, InferenceClient) else InferenceClient.connect(*urls)
+        self._settings, self.layout, self._device = given, None, given.device
+        for name in ("tokenizer", "generate", "input_mode", "input_key", "pad_output", "prefer_tokens"):
+            setattr(self, name, getattr(given, name))
+        for name in ("history_key", "text_key", "tokens_key", "masks_key", "log_probs_key"):
+            setattr(self, name, getattr(given, name))
+        self.versions_key, self.padding_value = versions_key, given.padding_value
+        self._min_batch_size = 1 if given.batching and given.min_batch_size is None else given.min_batch_size
+        self._max_batch_size, self._batching_timeout = given.max_batch_size, given.batching_timeout
+        self._batching_lock = threading.Lock()
+        self._batch_queue, self._futures = [], []  # always empty: TorchRL's queue is for engines that do not batch
+        self.generate_kwargs = dict(given.generate_kwargs or {})
+        self._sampling, self.num_samples = self._sampled(self.generate_kwargs)
+        if self.num_samples is not None and given.inplace in (True, "empty"):
+            what = f"inplace={given.inplace!r} cannot hold several samples per prompt"
+            raise ConfigError(what, expected="False or None")
+        self.inplace = given.inplace if given.inplace is not None else self.num_samples is None
+        for name in ("tokens", "masks", "log_probs", "text", "history"):
+            setattr(self, f"return_{name}", name in given.keys)
+        keys = given.keys | ours
+        self._read, self._write = PromptReader(given), RecordWriter(given, keys)
+        self.in_keys, self.out_keys = [given.input_key], list(given.keys.values())
+        self._written = list(keys.values())
         self._seed, self._pacer, self._timeout_s = seed, pacer, timeout_s
         self._made, self._counting = 0, threading.Lock()
 
@@ -173,11 +106,11 @@ class RemoteLLMPolicy(LLMWrapperBase):
 
     def get_new_version(self, **kwargs: Any) -> RemoteLLMPolicy:
         """A policy with other settings on the same engines."""
-        return type(self)(**{**self._settings, "model": self.model, **kwargs})
+        return type(self)(**{"model": self.model, **self._given, **kwargs})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A policy in another process asks the same engines, and counts its seeds from the start."""
-        return functools.partial(type(self), **{**self._settings, "model": self.model}), ()
+        return functools.partial(type(self), self.model, **self._given), ()
 
     @set_list_to_stack(True)
     def forward(
@@ -223,8 +156,7 @@ class RemoteLLMPolicy(LLMWrapperBase):
         prompts = self._read(tensordict)
         sampling, samples = self._sampling, self.num_samples
         if changes:
-            standard = self._standardize_generate_kwargs({**self.generate_kwargs, **changes})
-            sampling, samples = sampling_settings(standard, self.num_samples)
+            sampling, samples = self._sampled({**self.generate_kwargs, **changes}, self.num_samples)
         count = len(prompts.tokens) * (samples or 1)
         seed = self._next_seed(count)
         with nullcontext() if self._pacer is None else self._pacer.admitted(count):
@@ -238,30 +170,14 @@ class RemoteLLMPolicy(LLMWrapperBase):
             )
         return self._write(prompts, generations, samples)
 
+    def _sampled(self, given: Mapping[str, Any], num_samples: int | None = None) -> tuple[dict[str, Any], int | None]:
+        """Arguments of `InferenceClient.generate`, and the number of samples, for TorchRL's generation settings."""
+        samples = self._settings.num_samples if num_samples is None else num_samples
+        return sampling_settings(self._standardize_generate_kwargs(dict(given)), samples)
+
     def _next_seed(self, count: int) -> int | None:
         if self._seed is None:
             return None
         with self._counting:
             seed, self._made = self._seed + self._made, self._made + count
         return seed
-
-
-def _listed(model: str | Sequence[str]) -> list[str]:
-    return [model] if isinstance(model, str) else list(model)
-
-
-def _batch_sizes(batching: bool | None, least: int | None, most: int | None) -> tuple[int | None, int | None]:
-    """TorchRL's rules for the two sizes."""
-    if batching is False and (least, most) != (None, None):
-        raise ConfigError(f"batching is False, and min_batch_size is {least}, max_batch_size {most}", expected="None")
-    if least is not None and most is not None and least > most:
-        raise ConfigError(f"min_batch_size ({least}) must be <= max_batch_size ({most})")
-    return 1 if batching and least is None else least, most
-
-
-def _padding_value(tokenizer: Any, pad_output: bool) -> int | None:
-    if tokenizer is None:
-        if pad_output:
-            raise ConfigError("pad_output needs a tokenizer, which knows the padding token", hint="pass tokenizer=")
-        return None
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -18,6 +18,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.generation import UNKNOWN_VERSION, Generation
+from torchrl_ext.rollout.settings import WrapperSettings
 
 __all__ = ["PromptReader", "Prompts", "RecordWriter"]
 
@@ -47,42 +48,12 @@ class PromptReader:
     """Finds and tokenizes prompts.
 
     Args:
-        mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        key: where the input is.
-        tokenizer: of `transformers`; needed by history and text modes.
-        padding_value: token id that fills up padded prompts.
-        template: ``chat_template_name`` and ``chat_template`` where given.
-        tokenizer_kwargs: for the tokenizer, in text mode.
-        tokens_key: where history mode with ``prefer_tokens`` looks for tokens.
-        attention_mask_keys: where tokens mode looks for a mask, before it takes ``padding_value`` for padding.
-        prefer_tokens: take tokens that are there already in place of those of the chat template.
-
-    Raises:
-        ConfigError: no such mode, or a mode without its tokenizer.
+        settings: the mode, where its prompts are, and the tokenizer.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        key: NestedKey,
-        *,
-        tokenizer: Any,
-        padding_value: int | None,
-        template: Mapping[str, Any],
-        tokenizer_kwargs: Mapping[str, Any],
-        tokens_key: NestedKey,
-        attention_mask_keys: Sequence[NestedKey],
-        prefer_tokens: bool,
-    ) -> None:
+    def __init__(self, settings: WrapperSettings) -> None:
         readers = {"history": self._history, "text": self._text, "tokens": self._tokens}
-        if mode not in readers:
-            raise ConfigError(f"input_mode must be one of {', '.join(readers)}, and it is {mode!r}")
-        if tokenizer is None and mode != "tokens":
-            raise ConfigError(f"input_mode {mode!r} needs a tokenizer", hint="pass tokenizer=")
-        self._read, self._mode, self._key = readers[mode], mode, key
-        self._tokenizer, self._padding_value = tokenizer, padding_value
-        self._template, self._tokenizer_kwargs = dict(template), dict(tokenizer_kwargs)
-        self._tokens_key, self._mask_keys, self._prefer_tokens = tokens_key, attention_mask_keys, prefer_tokens
+        self._settings, self._read = settings, readers[settings.input_mode]
 
     def __call__(self, tensordict: LazyStackedTensorDict) -> Prompts:
         """The prompts of a lazy stack of shape ``(B,)``.
@@ -90,42 +61,45 @@ class PromptReader:
         Raises:
             ConfigError: the input key is missing, or holds something else.
         """
-        if self._key not in tensordict.keys(include_nested=True):
+        key, mode = self._settings.input_key, self._settings.input_mode
+        if key not in tensordict.keys(include_nested=True):
             raise ConfigError(
-                f"Expected {self._key!r} key: there is no {self._key!r} in the input of {self._mode} mode",
+                f"Expected {key!r} key: there is no {key!r} in the input of {mode} mode",
                 expected=f"one of its keys {list(tensordict.keys(include_nested=True, leaves_only=True))}",
             )
         return self._read(tensordict)
 
     def _tokens(self, tensordict: LazyStackedTensorDict) -> Prompts:
-        given = _as_list(tensordict, self._key)
-        masks = next((found for key in self._mask_keys if (found := _as_list(tensordict, key)) is not None), None)
+        settings, padding = self._settings, self._settings.padding_value
+        given = _as_list(tensordict, settings.input_key)
+        keys = ((settings.masks_key, "all_attention_mask"), settings.attention_mask_key)
+        masks = next((found for key in keys if (found := _as_list(tensordict, key)) is not None), None)
         if masks is None or any(mask.shape != ids.shape for mask, ids in zip(masks, given, strict=True)):
-            masks = [torch.ones_like(ids) if self._padding_value is None else ids != self._padding_value
-                     for ids in given]  # fmt: skip
+            masks = [torch.ones_like(ids) if padding is None else ids != padding for ids in given]
         tokens = [ids[mask.bool()].long() for ids, mask in zip(given, masks, strict=True)]
         return Prompts(tokens=tokens, width=max(ids.numel() for ids in given))
 
     def _text(self, tensordict: LazyStackedTensorDict) -> Prompts:
-        text = _strings(tensordict.get(self._key), tensordict.batch_size[0])
-        settings = {**self._tokenizer_kwargs, "padding": False}
+        text = _strings(tensordict.get(self._settings.input_key), tensordict.batch_size[0])
+        how = {**(self._settings.tokenizer_kwargs or {}), "padding": False}
         for name in ("return_tensors", "padding_side"):
-            settings.pop(name, None)
-        tokens = [torch.tensor(ids, dtype=torch.long) for ids in self._tokenizer(text, **settings)["input_ids"]]
+            how.pop(name, None)
+        tokens = [torch.tensor(ids, dtype=torch.long) for ids in self._settings.tokenizer(text, **how)["input_ids"]]
         return Prompts(tokens=tokens, width=_longest(tokens), text=text)
 
     def _history(self, tensordict: LazyStackedTensorDict) -> Prompts:
-        history = tensordict.get(self._key)
+        key, tokenizer = self._settings.input_key, self._settings.tokenizer
+        history = tensordict.get(key)
         if not isinstance(history, History):
             raise _OtherType(
-                f"Expected History object in {self._key!r}, and it has a {type(history).__name__}",
+                f"Expected History object in {key!r}, and it has a {type(history).__name__}",
                 hint="make one with torchrl.data.llm.History.from_chats",
             )
         tokens = self._existing(tensordict)
         if tokens is not None:
-            text = self._tokenizer.batch_decode(tokens, skip_special_tokens=False)
+            text = tokenizer.batch_decode(tokens, skip_special_tokens=False)
             return Prompts(tokens=tokens, width=_longest(tokens), text=text, history=history)
-        template = {**self._template, "tokenizer": self._tokenizer, "add_generation_prompt": True}
+        template = {**self._settings.template, "tokenizer": tokenizer, "add_generation_prompt": True}
         text = history.apply_chat_template(**template)
         struct = history.apply_chat_template(
             **template, return_assistant_tokens_mask=False, tokenize=True, padding=False, return_dict=True
@@ -135,12 +109,12 @@ class PromptReader:
 
     def _existing(self, tensordict: LazyStackedTensorDict) -> list[Tensor] | None:
         """Tokens that an earlier turn or `IncrementalTokenizer` left, so that an engine's prefix cache still fits."""
-        if not self._prefer_tokens:
+        if not self._settings.prefer_tokens:
             return None
         for part in ("prompt", "full"):
-            found = _as_list(tensordict, (self._tokens_key, part))
+            found = _as_list(tensordict, (self._settings.tokens_key, part))
             if found is not None:
-                return [ids[ids != self._padding_value].long() for ids in found]
+                return [ids[ids != self._settings.padding_value].long() for ids in found]
         return None
 
 
@@ -173,18 +147,15 @@ class RecordWriter:
     """Writes one entry per generation.
 
     Args:
+        settings: the tokenizer, whether prompts (on the left) and responses (on the right) are brought to one length,
+            and with which token id.
         keys: names of the entries by what they are: ``tokens``, ``masks``, ``log_probs``, ``versions``, ``truncated``,
             and where wanted ``text`` and ``history``.
-        tokenizer: turns responses into text; None where neither text nor history is wanted.
-        pad_output: bring prompts (on the left) and responses (on the right) to one length.
-        padding_value: token id for that.
     """
 
-    def __init__(
-        self, keys: Mapping[str, NestedKey], *, tokenizer: Any, pad_output: bool, padding_value: int | None
-    ) -> None:
-        self._keys, self._tokenizer = dict(keys), tokenizer
-        self._pad_output, self._padding_value = pad_output, padding_value
+    def __init__(self, settings: WrapperSettings, keys: Mapping[str, NestedKey]) -> None:
+        self._keys, self._tokenizer = dict(keys), settings.tokenizer
+        self._pad_output, self._padding_value = settings.pad_output, settings.padding_value
 
     def __call__(
         self, prompts: Prompts, generations: Sequence[Generation], samples: int | None

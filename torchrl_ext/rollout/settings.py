@@ -1,0 +1,173 @@
+"""TorchRL's settings of an LLM wrapper, checked, and its sampling settings as `InferenceClient.generate` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict.utils import NestedKey
+
+from torchrl_ext.errors import ConfigError
+
+__all__ = ["WrapperSettings", "sampling_settings"]
+
+_RENAMED = {"max_new_tokens": "max_tokens"}
+_PASSED = {
+    "frequency_penalty",
+    "ignore_eos",
+    "max_tokens",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+}
+_WITHOUT_EFFECT = {"detokenize", "do_sample", "include_stop_str_in_output", "logprobs", "skip_special_tokens"}
+_ONLY = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+_MODES = ("history", "text", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapperSettings:
+    """What `vLLMWrapper` takes as well, under TorchRL's names and with its defaults.
+
+    Attributes:
+        tokenizer: of `transformers`, or the directory of one; only tokens mode without padding works without.
+        input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_key: where the prompts are; by default ``(input_mode, "prompt")``.
+        attention_mask_key: a mask of prompts in tokens mode, next to TorchRL's ``("masks", "all_attention_mask")``.
+        generate: must be True: engines are asked for tokens, and the trainer's model for log-probabilities of given
+            ones.
+        generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``...),
+            vLLM's, and ``stop_token_ids``.
+        tokenizer_kwargs: for the tokenizer, in text mode.
+        pad_output: bring prompts (left) and responses (right) to one length.
+        inplace: as in TorchRL: True writes into the input, False returns new entries only, ``"empty"`` an emptied
+            copy of the input. By default True, and False with several samples.
+        device: where outputs go; None leaves them where the input is.
+        num_samples: continuations per prompt, as a second dimension.
+        chat_template_name, chat_template: for history mode.
+        return_log_probs: whether to ask for log-probabilities.
+        history_key, text_key, tokens_key, masks_key, log_probs_key: names of the outputs.
+        batching, min_batch_size, max_batch_size, batching_timeout: checked as TorchRL checks them; without effect,
+            since servers batch what is in work.
+        prefer_tokens: history mode takes tokens that the input has already in place of the template's.
+
+    Raises:
+        ConfigError: settings that cannot work.
+    """
+
+    tokenizer: Any = None
+    input_mode: str = "history"
+    input_key: NestedKey | None = None
+    attention_mask_key: str = "attention_mask"
+    generate: bool = True
+    generate_kwargs: Mapping[str, Any] | None = None
+    tokenizer_kwargs: Mapping[str, Any] | None = None
+    pad_output: bool = False
+    inplace: bool | str | None = None
+    device: torch.device | None = None
+    num_samples: int | None = None
+    chat_template_name: str | None = None
+    chat_template: str | None = None
+    return_log_probs: bool | None = None
+    history_key: NestedKey = "history"
+    text_key: NestedKey = "text"
+    tokens_key: NestedKey = "tokens"
+    masks_key: NestedKey = "masks"
+    log_probs_key: NestedKey = "log_probs"
+    batching: bool | None = None
+    min_batch_size: int | None = None
+    max_batch_size: int | None = None
+    batching_timeout: float = 10.0
+    prefer_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.generate:
+            scored = "; and return_log_probs must be True where a wrapper does not"
+            raise ConfigError(
+                f"a remote policy generates only{scored if self.return_log_probs is False else ''}",
+                hint="score given tokens with TransformersWrapper(model, generate=False) on the trainer's model",
+            )
+        if self.input_mode not in _MODES:
+            raise ConfigError(f"input_mode must be one of {', '.join(_MODES)}, and it is {self.input_mode!r}")
+        if isinstance(self.tokenizer, str):
+            from transformers import AutoTokenizer
+
+            object.__setattr__(self, "tokenizer", AutoTokenizer.from_pretrained(self.tokenizer))
+        if self.tokenizer is None and self.pad_output:
+            raise ConfigError("pad_output needs a tokenizer, which knows the padding token", hint="pass tokenizer=")
+        if self.tokenizer is None and self.input_mode != "tokens":
+            raise ConfigError(f"input_mode {self.input_mode!r} needs a tokenizer", hint="pass tokenizer=")
+        if self.input_key is None:
+            object.__setattr__(self, "input_key", (self.input_mode, "prompt"))
+        least, most = self.min_batch_size, self.max_batch_size
+        if self.batching is False and (least, most) != (None, None):
+            what = f"batching is False, and min_batch_size is {least}, max_batch_size {most}"
+            raise ConfigError(what, expected="None")
+        if least is not None and most is not None and least > most:
+            raise ConfigError(f"min_batch_size ({least}) must be <= max_batch_size ({most})")
+
+    @property
+    def padding_value(self) -> int | None:
+        """The token id that fills up what is padded; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        pad = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad is None else pad
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The chat template as `History.apply_chat_template` takes it."""
+        given = {"chat_template_name": self.chat_template_name, "chat_template": self.chat_template}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def keys(self) -> dict[str, NestedKey]:
+        """TorchRL's names of the outputs by what they are, in its order."""
+        keys = {"text": self.text_key} if self.input_mode != "tokens" else {}
+        keys |= {"masks": self.masks_key, "tokens": self.tokens_key}
+        keys |= {"log_probs": self.log_probs_key} if self.return_log_probs is not False else {}
+        return keys | ({"history": self.history_key} if self.input_mode == "history" else {})
+
+
+def sampling_settings(given: Mapping[str, Any], num_samples: int | None) -> tuple[dict[str, Any], int | None]:
+    """Translate standardised settings.
+
+    Args:
+        given: what `LLMWrapperBase` makes of ``generate_kwargs``.
+        num_samples: continuations per prompt, where the policy was told.
+
+    Returns:
+        Arguments of `InferenceClient.generate`, and the number of continuations per prompt; None for one, without a
+        dimension of its own.
+
+    Raises:
+        ConfigError: a setting that engines cannot honour over token ids, or two numbers of samples.
+    """
+    settings = {_RENAMED.get(name, name): value for name, value in given.items()}
+    returned = settings.pop("num_return_sequences", None)
+    if returned not in (None, 1) and num_samples not in (None, returned):
+        raise ConfigError(
+            f"num_samples is {num_samples}, and generate_kwargs ask for {returned}", expected="one number"
+        )
+    samples = returned if num_samples is None and returned not in (None, 1) else num_samples
+    if settings.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    for name, value in _ONLY.items():
+        if settings.pop(name, value) != value:
+            raise ConfigError(f"{name} is not for engines that sample", expected=f"{name}={value}")
+    unknown = sorted(set(settings) - _PASSED - _WITHOUT_EFFECT)
+    if unknown:
+        raise ConfigError(
+            f"generate_kwargs has {', '.join(unknown)}, which engines cannot honour over token ids",
+            expected=f"some of {', '.join(sorted(_PASSED))}",
+            hint="end on tokens with stop_token_ids in place of stop strings" if "stop_sequences" in unknown else None,
+        )
+    return {name: value for name, value in settings.items() if name in _PASSED and value is not None}, samples
