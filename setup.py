@@ -45,6 +45,8 @@ setup(
         "zstandard>=0.22",
         "xxhash>=3.4",
         "numba>=0.60",  # compiled loops of the codecs; imported when a delta is first coded
+        "aiohttp>=3.11",
+        "certifi",
         "httpx>=0.27",
         "rich>=13",
         "transformers>=4.56",

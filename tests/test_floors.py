@@ -30,7 +30,8 @@ FLOORS = [
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 HOMES = {
-    "httpx": {"rpc", "launch"},
+    "aiohttp": {"rpc"},
+    "httpx": {"launch"},
     "requests": {"rpc", "launch"},
     "ray": {"rpc", "launch", "sync"},
     "vllm": {"plugins"},
@@ -40,7 +41,7 @@ IN_ENGINES = {
     "types", "errors", "registry", "files", "waiting", "kernels", "weights", "codecs", "landing", "stores", "versions",
     "transports", "proof", "sync", "plugins",
 }  # fmt: skip
-TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "peft", "datasets"}
+TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "aiohttp", "httpx", "requests", "peft", "datasets"}
 ENGINE_MODULES = [
     "torchrl_ext",
     "torchrl_ext.plugins.vllm.register",

@@ -18,7 +18,7 @@ from tests.rpc.test_discovery import scripted, told
 from torchrl_ext.cli.doctor.engines import Patient
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.stores import open_store
 from torchrl_ext.types import API_KEY_VARIABLE
 

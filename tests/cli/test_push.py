@@ -14,7 +14,7 @@ from tests.models import greedy, tiny_checkpoint, tiny_model
 from tests.rpc.servers import running
 from torchrl_ext.cli.main import main
 from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.weights.digests import tensor_digest
 
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]

@@ -8,7 +8,7 @@ from tests.processes import WAIT_S
 from torchrl_ext.errors import DeadlineError
 from torchrl_ext.launch.sglang import SGLangServer
 from torchrl_ext.launch.vllm import VLLMServer
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import HTTPSession
 
 
 class Served(ABC):

@@ -9,7 +9,7 @@ import pytest
 
 from torchrl_ext.errors import DeadlineError, EngineUnreachableError
 from torchrl_ext.rollout.requests import Requests, targets
-from torchrl_ext.rpc.http.async_session import AsyncSession
+from torchrl_ext.rpc.http import AsyncSession
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n" + b'{"a": 1}\n'
 

@@ -16,8 +16,7 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.servers import CONFIG, GOOD, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.http.async_session import AsyncSession
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import AsyncSession, HTTPSession
 
 FLAT = {
     "engine": "embedded",

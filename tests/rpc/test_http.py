@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.http.session import HTTPSession, normalise_url
+from torchrl_ext.rpc.http import HTTPSession, normalise_url
 
 LIMIT_S = 10.0  # far above every deadline here: what it bounds is one that does not hold
 

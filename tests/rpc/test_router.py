@@ -12,9 +12,8 @@ import pytest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.rpc.http.direct import DirectSession
-from torchrl_ext.rpc.http.session import HTTPSession
-from torchrl_ext.rpc.router import RouterClient, RouterWorker, is_router
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.router import RouterClient, RouterWorker, is_router, refuse_router
 
 
 class Earlier:
@@ -183,13 +182,13 @@ def test_an_engine_is_no_router():
 @pytest.mark.parametrize("script", [Earlier, Gateway])
 def test_a_session_for_control_calls_refuses_a_router_and_asks_an_engine_only_once(script):
     with serving(script()) as router:
-        session = DirectSession(router.url)
+        session = HTTPSession(router.url, check=refuse_router)
         for call in (session.get, session.post, lambda route: session.call("POST", route)):
             with pytest.raises(ConfigError, match=r"is a router.*one engine of many"):
                 call("/pause")
         assert "/pause" not in [path for _, path, _ in router.calls]
     with serving(Engine()) as engine:
-        session = DirectSession(engine.url)
+        session = HTTPSession(engine.url, check=refuse_router)
         for _ in range(3):
             session.get("/health")
         assert [path for _, path, _ in engine.calls].count("/workers") == 1

@@ -30,7 +30,7 @@ from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta import DeltaTransport
 from torchrl_ext.transports.disk import DiskTransport

@@ -36,7 +36,7 @@ def transport_weight_updater(
     """
     from torchrl_ext.collectors.scheme import check_settings
     from torchrl_ext.collectors.updater import TransportWeightUpdater  # its base class warns of its deprecation
-    from torchrl_ext.rpc.http.session import normalise_url
+    from torchrl_ext.rpc.http import normalise_url
 
     given = {name: value for name, value in settings.items() if value is not None}
     check_settings(transport, given)

@@ -110,7 +110,7 @@ class WeightUpdateConfig:
             raise ConfigError("a router needs vllm_router_ip and vllm_router_port", hint="set both or none")
 
     def _check_addresses(self) -> None:
-        from torchrl_ext.rpc.http.session import normalise_url
+        from torchrl_ext.rpc.http import normalise_url
 
         if isinstance(self.rollout_external_engine_addrs, str):
             raise ConfigError(

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.http.async_session import AsyncSession
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import AsyncSession, HTTPSession
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info
 

@@ -17,8 +17,7 @@ from torchrl_ext.rollout.completions import Continuation
 from torchrl_ext.rollout.dialects import Dialect, dialects
 from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
 from torchrl_ext.rollout.loops import each
-from torchrl_ext.rpc.http.async_session import AsyncSession
-from torchrl_ext.rpc.http.session import normalise_url
+from torchrl_ext.rpc.http import AsyncSession, normalise_url
 
 __all__ = ["Asked", "Requests", "Target", "targets"]
 

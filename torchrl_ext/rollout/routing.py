@@ -15,7 +15,7 @@ from torchrl_ext.registry import engines
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rpc.discovery import discover
-from torchrl_ext.rpc.http.session import normalise_url
+from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.rpc.router import RouterClient, place
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 

@@ -11,7 +11,7 @@ from typing import Any
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.http.session import HTTPSession, normalise_url
+from torchrl_ext.rpc.http import HTTPSession, normalise_url
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.rpc.server_info import is_sglang_info, parse_server_info
 from torchrl_ext.types import EngineInfo

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.types import ANSWERS, CHANNEL, Info
 
 __all__ = ["answers_in", "ask_workers", "has_route"]

@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.rpc.http.session import Answer, HTTPSession, normalise_url
+from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 
 __all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "is_router", "place", "refuse_router"]
 

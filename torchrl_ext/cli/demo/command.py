@@ -216,7 +216,7 @@ def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
     An engine that can is asked for digests of its live weights now. Others took and compared them, parameter by
     parameter, when the last version landed: that is what ``verified`` of a report says.
     """
-    from torchrl_ext.rpc.http.session import HTTPSession
+    from torchrl_ext.rpc.http import HTTPSession
     from torchrl_ext.weights.digests import tensor_digest
     from torchrl_ext.weights.source import as_source
 

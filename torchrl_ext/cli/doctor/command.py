@@ -17,7 +17,7 @@ from torchrl_ext.cli.doctor.rehearsed import rehearsed
 from torchrl_ext.cli.doctor.shared import SharedChecks, check_checkpoint
 from torchrl_ext.cli.keys import add_api_key
 from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.inspection import ask_workers
 
 __all__ = ["add_parser", "run"]

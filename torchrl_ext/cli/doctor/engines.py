@@ -12,7 +12,7 @@ import torchrl_ext
 from torchrl_ext.cli.doctor.findings import Finding, Notes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.rpc.discovery import discover
-from torchrl_ext.rpc.http.session import Answer, HTTPSession, normalise_url
+from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 from torchrl_ext.rpc.inspection import ask_workers, has_route
 from torchrl_ext.rpc.server_info import kv_connectors
 from torchrl_ext.types import ADAPTERS_ROUTE, BACKEND, EngineInfo, Info, is_loopback

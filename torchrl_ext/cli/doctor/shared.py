@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from torchrl_ext.cli.doctor.engines import Examined
 from torchrl_ext.cli.doctor.findings import Finding
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
-from torchrl_ext.rpc.http.session import normalise_url
+from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.stores import Root, open_store
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info

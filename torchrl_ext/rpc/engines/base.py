@@ -18,7 +18,8 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.rpc.client import EngineClient, Stopwatch
 from torchrl_ext.rpc.engines.sleep import Rest
-from torchrl_ext.rpc.http.direct import DirectSession
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info, least
 
 __all__ = ["HTTPEngine", "restated"]
@@ -45,7 +46,7 @@ class HTTPEngine(EngineClient):
         load_timeout_s: float = 600.0,
         api_key: str | tuple[str, ...] | None = None,
     ) -> None:
-        self._http = DirectSession(url, api_key=api_key, timeout_s=timeout_s)
+        self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
         self._load_timeout_s = load_timeout_s
         self._access = {"timeout_s": timeout_s, "load_timeout_s": load_timeout_s, "api_key": api_key}
         self._watch = Stopwatch()

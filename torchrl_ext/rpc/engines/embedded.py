@@ -10,7 +10,8 @@ from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.logprobs import logprobs_of_embedded
 from torchrl_ext.rpc.engines.sleep import Rest
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
-from torchrl_ext.rpc.http.direct import DirectSession
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["EmbeddedEngine"]
@@ -28,8 +29,11 @@ class EmbeddedEngine(EngineClient):
 
     def __init__(self, url: str, **settings: Any) -> None:
         self._client = VLLMEngine(url, **settings)
-        self._http = DirectSession(
-            url, timeout_s=settings.get("load_timeout_s", 600.0), api_key=settings.get("api_key")
+        self._http = HTTPSession(
+            url,
+            timeout_s=settings.get("load_timeout_s", 600.0),
+            api_key=settings.get("api_key"),
+            check=refuse_router,
         )
 
     @property

@@ -8,7 +8,7 @@ import time
 from typing import final
 
 from torchrl_ext.errors import DeadlineError, EngineRefusedError
-from torchrl_ext.rpc.http.session import HTTPSession
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.types import CHANNEL, Info, least
 
 __all__ = ["LONGEST_S", "PLUGIN", "SHORTEST_S", "SGLangChannel"]

@@ -1,0 +1,380 @@
+"""JSON over HTTP, for every client that speaks to an engine, a router or a rollout route.
+
+There is one core, asynchronous, on aiohttp: its deadline holds over a whole call, from the look-up of the name to the
+last byte of the answer, and one event loop owns each connection, so that none is closed while it is given to a call.
+`AsyncSession` is for event loops, with many requests for tokens at a time. `HTTPSession` is the same for everybody
+else: its calls run in one loop, in a thread of its own, for the whole process.
+
+Connections for requests are kept for two seconds, which is less than servers keep them (uvicorn: five), so that none is
+used that the server is about to drop. Connections for control calls live for one call: they are few, and one that a
+gateway drops between two of them would turn a good update into a failed one. Proxies of the environment are not used:
+a control call has to reach exactly the engine that it names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import aiohttp
+from yarl import URL
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.rpc.connections import authorities, connections, shared_loop
+from torchrl_ext.types import is_loopback
+
+__all__ = ["Answer", "AsyncSession", "HTTPSession", "normalise_url"]
+
+log = logging.getLogger("torchrl_ext")
+
+_CONNECT_TIMEOUT_S, _KEEP_S, _GRACE_S = 10.0, 2.0, 5.0
+_CROWDED = "check that it runs; it may have more to accept than it can: try again, or send fewer requests at a time"
+_MESSAGE_CHARS = 2000
+_UNAUTHORIZED = 401
+_ADDRESS = "host:port, [ipv6]:port, or an http(s) URL without query"
+
+Keys = str | tuple[str, ...] | None
+
+
+def normalise_url(address: str) -> str:
+    """``"host:8000"``, ``"[::1]:8000"`` or a URL -> ``"http://host:8000"``, without a trailing slash.
+
+    Raises:
+        ConfigError: no host, a scheme other than http and https, a bad port, or parts that a base address has not.
+    """
+    text = address.strip()
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises when it is no number, or out of range
+    except ValueError as error:
+        raise ConfigError(f"{address!r} is no engine address: {error}", expected=_ADDRESS) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{address!r} is no engine address", expected=_ADDRESS)
+    if parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(f"{address!r} has parts that a base address cannot have", expected=_ADDRESS)
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        status: HTTP status.
+        text: the body, decoded as UTF-8.
+        headers: by lower-case name.
+    """
+
+    status: int
+    text: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Status 2xx."""
+        return 200 <= self.status < 300
+
+    def json(self) -> Any:
+        """The body as JSON; ``{}`` where it is empty.
+
+        Raises:
+            ValueError: it is no JSON.
+        """
+        try:
+            return json.loads(self.text) if self.text.strip() else {}
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
+    def message(self) -> str:
+        """What the other side says in its own words, from the usual places of an error body."""
+        try:
+            found = self.json()
+        except ValueError:
+            found = self.text
+        for key in ("error", "detail", "message"):
+            if isinstance(found, dict) and found.get(key):
+                found = found[key]
+        text = found if isinstance(found, str) else json.dumps(found)
+        text = " ".join(text.split())
+        return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
+
+    def wanted(self, where: str) -> Any:
+        """The JSON of a call that has to succeed.
+
+        Args:
+            where: the method and the URL, for the message.
+
+        Raises:
+            EngineRefusedError: any status but 2xx, or an answer that is no JSON.
+        """
+        if not self.ok:
+            raise EngineRefusedError(
+                f"{where} answered {self.status}: {self.message() or 'no reason given'}", status=self.status
+            )
+        try:
+            return self.json()
+        except ValueError:
+            raise EngineRefusedError(
+                f"{where} answered with something other than JSON: {self.text[:120]!r}",
+                hint="is this an engine's address?",
+                status=self.status,
+            ) from None
+
+
+class AsyncSession:
+    """Calls routes of any server; belongs to the event loop that first used it.
+
+    Args:
+        api_key: sent as a bearer token. Of several, the next is sent where one is refused (401): SGLang wants one for
+            requests (``--api-key``) and another for control (``--admin-api-key``).
+        max_body_bytes: answers above this size are refused.
+        connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
+
+    Raises:
+        ConfigError: a key that no header can carry.
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: Keys = None,
+        max_body_bytes: int = 256 << 20,
+        connect_timeout_s: float = _CONNECT_TIMEOUT_S,
+    ) -> None:
+        self._bearers = _bearers(api_key)
+        self._max_body_bytes, self._connect_timeout_s = max_body_bytes, connect_timeout_s
+        self._client: aiohttp.ClientSession | None = None
+
+    async def call(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        *,
+        until: float,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """One call, whatever its status says.
+
+        Args:
+            url: of the route.
+            body: sent as JSON; None for no body.
+            until: deadline on the monotonic clock, in seconds.
+
+        Raises:
+            EngineUnreachableError: nobody listens, or the connection broke.
+            EngineRefusedError: a redirect, or an answer above ``max_body_bytes``.
+            DeadlineError: no complete answer in time.
+        """
+        if self._client is None:
+            self._client = connections(_KEEP_S)
+        return await self.call_by(self._client, method, url, body, until=until, query=query, headers=headers)
+
+    async def json(self, method: str, url: str, body: Any = None, **how: Any) -> Any:
+        """One call that has to succeed; returns the JSON answer (``{}`` for an empty one).
+
+        Raises:
+            EngineUnreachableError, DeadlineError: as for `call`.
+            EngineRefusedError: any status but 2xx, or an answer that is no JSON; `status` holds the former.
+        """
+        return (await self.call(method, url, body, **how)).wanted(f"{method} {url}")
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def call_by(
+        self,
+        client: aiohttp.ClientSession,
+        method: str,
+        url: str,
+        body: Any,
+        *,
+        until: float,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """As `call`, over the connections of somebody else."""
+        limit_s, where = max(0.001, until - time.monotonic()), f"{method} {url}"
+        asked = f"{url}?{urlencode(query)}" if query else url
+        try:
+            for bearer in self._bearers:
+                left_s = max(0.001, until - time.monotonic())
+                sent = {**bearer, **(headers or {})}
+                answer = await self._exchange(client, method, URL(asked, encoded=True), body, sent, left_s)
+                if answer.status != _UNAUTHORIZED:
+                    break
+        except aiohttp.ConnectionTimeoutError as error:
+            if limit_s <= self._connect_timeout_s:
+                raise _late(where, limit_s) from error
+            raise _unreachable(where, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from error
+        except asyncio.TimeoutError as error:
+            raise _late(where, limit_s) from error
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise _unreachable(where, str(error.certificate_error)) from error
+        except aiohttp.ClientConnectorError as error:
+            raise _unreachable(where, str(error.os_error)) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from error
+        if 300 <= answer.status < 400:
+            raise EngineRefusedError(
+                f"{where} answered with a redirect ({answer.status})",
+                expected="the engine itself at this address",
+                hint="give the engine's own address; redirects are not followed",
+                status=answer.status,
+            )
+        return answer
+
+    async def _exchange(
+        self, client: aiohttp.ClientSession, method: str, url: URL, body: Any, headers: Mapping[str, str], left_s: float
+    ) -> Answer:
+        data = None
+        if body is not None:
+            data = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+            headers = {**headers, "content-type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s)
+        asked = client.request(
+            method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False, ssl=authorities()
+        )
+        async with asked as response:
+            chunks, size = [], 0
+            async for chunk in response.content.iter_any():
+                size += len(chunk)
+                if size > self._max_body_bytes:
+                    raise EngineRefusedError(
+                        f"{method} {url} answered with more than {self._max_body_bytes} bytes",
+                        hint="is this an engine's address? If so raise max_body_bytes",
+                        status=response.status,
+                    )
+                chunks.append(chunk)
+            told = {name.lower(): value for name, value in response.headers.items()}
+            return Answer(status=response.status, text=b"".join(chunks).decode("utf-8", "replace"), headers=told)
+
+
+class HTTPSession:
+    """Calls routes of one server; safe to use from many threads.
+
+    Args:
+        url: base address; ``http://`` is added where no scheme is given.
+        api_key: as for `AsyncSession`.
+        timeout_s: deadline of a whole call, from looking up the name to the last byte of the answer, in seconds.
+        max_body_bytes: answers above this size are refused.
+        check: called with a session like this one before the first call, and again until it raises nothing.
+
+    Raises:
+        ConfigError: the address cannot work, or a key that no header can carry.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: Keys = None,
+        timeout_s: float = 60.0,
+        max_body_bytes: int = 64 << 20,
+        check: Callable[[HTTPSession], None] | None = None,
+    ) -> None:
+        self.url = normalise_url(url)
+        if api_key:
+            _warn_of_plain_http(url, self.url)
+        self.timeout_s = timeout_s
+        self._core = AsyncSession(api_key=api_key, max_body_bytes=max_body_bytes)
+        self._check, self._checking = check, threading.Lock()
+
+    def get(self, route: str, *, query: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        """``GET route``; returns the JSON answer (``{}`` for an empty one).
+
+        Raises:
+            EngineUnreachableError: nobody listens, or the connection broke.
+            EngineRefusedError: any status but 2xx, or an answer that is no JSON; `status` holds the former.
+            DeadlineError: no complete answer in time.
+        """
+        return self.call("GET", route, query=query, timeout_s=timeout_s).wanted(f"GET {self.url}{route}")
+
+    def post(
+        self,
+        route: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """``POST route`` with ``body`` as JSON; returns and raises as `get` does."""
+        return self.call("POST", route, body, query=query, timeout_s=timeout_s).wanted(f"POST {self.url}{route}")
+
+    def call(
+        self,
+        method: str,
+        route: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """One call, whatever its status says.
+
+        Raises:
+            EngineUnreachableError, DeadlineError: as for `get`.
+            EngineRefusedError: a redirect, or an answer above `max_body_bytes`.
+        """
+        with self._checking:
+            if self._check is not None:
+                plain = HTTPSession(self.url, timeout_s=self.timeout_s)
+                plain._core = self._core
+                self._check(plain)
+                self._check = None
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        until, url, shared = time.monotonic() + limit_s, self.url + route, shared_loop()
+        call = self._core.call_by(shared.connections, method, url, body, until=until, query=query)
+        asked = asyncio.run_coroutine_threadsafe(call, shared.loop)
+        try:
+            return asked.result(limit_s + _GRACE_S)  # the call has a deadline of its own; a loop that is stuck has none
+        except concurrent.futures.TimeoutError as error:
+            raise _late(f"{method} {url}", limit_s) from error
+        finally:
+            asked.cancel()  # where this thread was interrupted, for instance by ctrl-c
+
+    def close(self) -> None:
+        """Nothing is kept between calls; a session may be used again."""
+
+
+def _bearers(api_key: Keys) -> list[dict[str, str]]:
+    """The header of each key, in the order in which they are tried; one empty where there is none."""
+    keys = [key for key in ((api_key,) if isinstance(api_key, str) else api_key or ()) if key]
+    if not all(key.isprintable() and key.isascii() for key in keys):
+        raise ConfigError("an API key has signs that no header can carry", expected="printable ASCII, on one line")
+    return [{"authorization": f"Bearer {key}"} for key in keys] or [{}]
+
+
+def _warn_of_plain_http(address: str, url: str) -> None:
+    """Say in the log that a key is about to travel where others can read it, though nobody asked for that."""
+    host = urlsplit(url).hostname or ""
+    if "://" not in address and not is_loopback(host):
+        log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
+
+
+def _unreachable(where: str, why: str, hint: str = "check that it runs, and the address") -> EngineUnreachableError:
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        hint = "name the file of the authority that signed its certificate in SSL_CERT_FILE"
+    elif "SSL" in why:
+        hint = "it may speak plain http: try the address with http://"
+    return EngineUnreachableError(f"{where}: {why}", expected="an engine that listens there", hint=hint)
+
+
+def _late(where: str, limit_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"{where}: no complete answer within {round(limit_s, 2):g} s",
+        state="the other side may still be at work on it",
+        hint="is the engine paused? Look at its log, or raise timeout_s",
+    )

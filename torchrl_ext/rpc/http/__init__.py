@@ -1,1 +1,0 @@
-"""JSON over HTTP: sessions with a deadline over every call."""
