@@ -1,5 +1,6 @@
 """Sphinx settings."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -24,6 +25,32 @@ default_role = "code"  # a single backtick in a docstring is code
 napoleon_use_ivar = True
 
 
+def settings(what, transport=None):
+    """The parameters of one table, and the classes that explain them."""
+    from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
+    from torchrl_ext.configs import hydra
+    from torchrl_ext.planning.options import WeightUpdateConfig
+    from torchrl_ext.registry import transports
+
+    if what == "update":
+        return hydra.parameters(WeightUpdateConfig), [WeightUpdateConfig]
+    if what == "scheme":
+        return hydra.scheme_parameters(transport), [TransportWeightSyncScheme, transports.load(transport)]
+    return hydra.updater_parameters(), [hydra.transport_weight_updater, *map(transports.load, transports.names())]
+
+
+def explained(owners):
+    """Parameter -> what the first class whose docstring has it says of it, as one line."""
+    texts = {}
+    for owner in owners:
+        block = re.search(r"^(?:Args|Attributes):\n((?: +.*\n?)+)", inspect.getdoc(owner), re.MULTILINE)
+        for entry in re.split(r"\n(?= {4}\S)", block[1]):
+            names, _, text = entry.partition(":")
+            for name in names.split(","):
+                texts.setdefault(name.strip(), " ".join(text.split()))
+    return texts
+
+
 def setup(app):
     """Adds ``config-fields``: a table of a config's settings, read off the constructor when the page is built."""
     from docutils import nodes
@@ -35,14 +62,13 @@ def setup(app):
         optional_arguments = 1
 
         def run(self):
-            from torchrl_ext.configs import hydra, update
-
-            made = {"scheme": hydra.scheme_parameters, "updater": hydra.updater_parameters, "update": update.options}
             what, *name = self.arguments
+            fields, owners = settings(what, *name)
+            texts = explained(owners)
             rows = ["| setting | type | default | |", "|---|---|---|---|"]
-            for field in made[what](*name):
+            for field in fields:
                 default = "required" if field.required else f"`{field.default!r}`"
-                cells = (f"`{field.name}`", f"`{field.type_name}`", default, field.help)
+                cells = (f"`{field.name}`", f"`{field.type_name}`", default, texts[field.name])
                 rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
             table = nodes.container()
             self.state.nested_parse(StringList(rows), 0, table)

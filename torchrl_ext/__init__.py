@@ -55,7 +55,7 @@ _HOME = {
     "WeightSender": "sync.sender",
     "WeightSource": "weights.source",
     "WeightSyncError": "errors",
-    "WeightUpdateConfig": "configs.update",
+    "WeightUpdateConfig": "planning.options",
     "as_source": "weights.source",
     "connect": "rpc.discovery",
     "discover": "rpc.discovery",

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 
@@ -48,8 +49,24 @@ def test_the_settings_of_a_scheme_are_its_own_and_those_of_its_transport(name):
     by_the_scheme = {"master_address", "rank", "world_size", "vllm_engine"}
     found = {field.name for field in groups.scheme_parameters(name)}
     assert found == own | (moved - by_the_scheme)
-    for field in groups.scheme_parameters(name):
-        assert field.help, field.name
+
+
+@pytest.mark.parametrize("name", sorted(tx.transports()))
+def test_a_transports_class_explains_every_setting(name):
+    cls = transports.load(name)
+    explained = {
+        one.strip() for names in re.findall(r"^ {4}(\w[\w, ]*):", inspect.getdoc(cls), re.M) for one in names.split(",")
+    }
+    assert set(inspect.signature(cls).parameters) <= explained
+
+
+def test_types_are_those_that_omegaconf_can_check():
+    kinds = {field.name: field for field in groups.parameters(tx.DeltaTransport)}
+    assert kinds["root"].type_name == "str | None" and kinds["root"].default is None
+    assert kinds["keyframe_every"].type_name == "int"
+    assert kinds["timeout_s"].type_name == "float"
+    assert kinds["settings"].type_name == "Any"
+    assert groups.parameters(tx.DiskTransport)[0].required
 
 
 def test_settings_reach_the_transport_as_plain_values(tmp_path):
@@ -77,6 +94,7 @@ def test_torchrls_own_schemes_stay_where_they_were():
         ("weight_sync_scheme.rooot=/shared", "weight_sync_scheme.rooot"),
         ("weight_sync_scheme.timeout_s=soon", "weight_sync_scheme.timeout_s=soon"),
         ("weight_sync_scheme.keep_files=[1]", "weight_sync_scheme.keep_files"),
+        ("weight_sync_scheme.keyframe_every=1.5", "weight_sync_scheme.keyframe_every"),
     ],
 )
 def test_a_field_or_a_value_that_cannot_be_is_refused_by_name(override, reason):
@@ -167,6 +185,15 @@ def test_the_options_need_no_hydra():
         "import torchrl_ext as tx, torchrl_ext.configs\n"
         "assert tx.WeightUpdateConfig().update_weight_mode == 'full'\n"
         "assert 'torchrl' not in sys.modules",
+        fresh=True,
+    )
+
+
+def test_the_options_do_not_import_hydra_where_it_is():
+    python(
+        "import sys, torchrl_ext as tx\n"
+        "assert tx.WeightUpdateConfig().transport_config().name == 'collective'\n"
+        "assert not {'hydra', 'torchrl', 'transformers'} & set(sys.modules)",
         fresh=True,
     )
 

@@ -1,6 +1,6 @@
-"""Configuration by name.
+"""Hydra groups by transport name; importing this package adds those of `torchrl_ext.configs.hydra`.
 
-Importing this package adds the groups of `torchrl_ext.configs.hydra` where hydra is installed; all else works without.
+Where hydra is not installed there are none. The options of `torchrl_ext.planning.options` need neither.
 """
 
 import importlib
@@ -12,5 +12,5 @@ from torchrl_ext.errors import ConfigError
 if find_spec("hydra") is not None:
     try:
         importlib.import_module(f"{__name__}.hydra")
-    except ConfigError as error:  # an import of the options themselves does not fail for it
+    except ConfigError as error:  # hydra is there, and not what TorchRL's groups need
         logging.getLogger("torchrl_ext").warning("there are no hydra groups: %s", error)

@@ -5,20 +5,24 @@
     trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
     trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
 
-TorchRL adds its groups the same way; ours come with them.
+TorchRL adds its groups the same way; ours come with them. A group's settings are read off the constructors, with the
+types that OmegaConf can check: a path is a string, and what may have several simple types is `Any`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import typing
 from collections import defaultdict
-from dataclasses import MISSING, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
-from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
-from torchrl_ext.configs.build import transport_weight_updater
-from torchrl_ext.configs.derived import Parameter, make_config, parameters
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.collectors.scheme import TransportWeightSyncScheme, check_settings
+from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.registry import transports
+from torchrl_ext.types import dtype_from_name
 
 try:
     import torchrl.trainers.algorithms.configs  # noqa: F401 - adds TorchRL's groups
@@ -28,9 +32,62 @@ except ImportError as error:
         f"hydra groups need hydra-core: {error}", hint="pip install 'torchrl_ext[hydra]', or hydra-core and omegaconf"
     ) from error
 
-__all__ = ["register", "scheme_config", "scheme_parameters", "updater_config", "updater_parameters"]
+__all__ = ["Parameter", "parameters", "register", "scheme_parameters", "transport_weight_updater", "updater_parameters"]
 
 _SET_BY_THE_SCHEME = {"master_address", "rank", "world_size", "vllm_engine"}
+_SIMPLE = (bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a constructor.
+
+    Attributes:
+        name: its name.
+        type: what OmegaConf checks.
+        default: `dataclasses.MISSING` where there is none.
+    """
+
+    name: str
+    type: Any
+    default: Any
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is MISSING
+
+    @property
+    def type_name(self) -> str:
+        """The type as one writes it."""
+        return self.type.__name__ if isinstance(self.type, type) else str(self.type).replace("typing.", "")
+
+
+def parameters(call: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """The named parameters of a class or a function, in order."""
+    hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call)
+    return tuple(
+        Parameter(
+            name,
+            _checkable(hints.get(name, Any)),
+            MISSING if parameter.default is inspect.Parameter.empty else parameter.default,
+        )
+        for name, parameter in inspect.signature(call).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    )
+
+
+def _checkable(hint: Any) -> Any:
+    """The part of a type that OmegaConf can check; it cannot merge a mapping into an optional typed one."""
+    if typing.get_origin(hint) in (Mapping, dict):
+        return dict[str, Any]
+    members = (hint,) if typing.get_origin(hint) is typing.Literal else typing.get_args(hint) or (hint,)
+    simple = {member for member in members if member in _SIMPLE}
+    simple |= {type(typing.get_args(member)[0]) for member in members if typing.get_origin(member) is typing.Literal}
+    if len(simple) != 1:
+        return Any
+    (kind,) = simple
+    return kind | None if type(None) in members else kind
 
 
 def scheme_parameters(transport: str) -> tuple[Parameter, ...]:
@@ -45,30 +102,17 @@ def scheme_parameters(transport: str) -> tuple[Parameter, ...]:
     return (*own.values(), *(_optional(field) for field in moved if field.name not in _SET_BY_THE_SCHEME))
 
 
-def scheme_config(transport: str) -> type[Any]:
-    """The config dataclass of ``weight_sync_scheme=<transport>``."""
-    return _node(f"{transport}_scheme", TransportWeightSyncScheme, scheme_parameters(transport), partial=False)
-
-
 def updater_parameters() -> tuple[Parameter, ...]:
     """The settings of ``weight_updater=transport``: every transport's, None where the transport's default is meant."""
-    takers: dict[str, list[tuple[str, Parameter]]] = defaultdict(list)
-    for name, fields in _known().items():
+    kinds: dict[str, set[Any]] = defaultdict(set)
+    for fields in _known().values():
         for field in fields:
-            takers[field.name].append((name, field))
+            kinds[field.name].add(field.type)
     rows = list(parameters(transport_weight_updater))
-    for name, found in takers.items():
-        kinds = {field.type for _, field in found}
-        kind = kinds.pop() if len(kinds) == 1 else Any
-        texts = list(dict.fromkeys(field.help for _, field in found))
-        users = ", ".join(transport for transport, _ in found)
-        rows.append(_optional(Parameter(name, kind, MISSING, f"({users}) {texts[0]}")))
+    for name, found in kinds.items():
+        kind = found.pop() if len(found) == 1 else Any
+        rows.append(_optional(Parameter(name, kind, MISSING)))
     return tuple(rows)
-
-
-def updater_config() -> type[Any]:
-    """The config dataclass of ``weight_updater=transport``."""
-    return _node("transport_updater", transport_weight_updater, updater_parameters(), partial=True)
 
 
 def register() -> None:
@@ -78,8 +122,10 @@ def register() -> None:
     """
     store = ConfigStore.instance()
     for name in _known():
-        store.store(group="weight_sync_scheme", name=name, node=scheme_config(name), provider="torchrl_ext")
-    store.store(group="weight_updater", name="transport", node=updater_config(), provider="torchrl_ext")
+        node = _node(f"{name}_scheme", TransportWeightSyncScheme, scheme_parameters(name), partial=False)
+        store.store(group="weight_sync_scheme", name=name, node=node, provider="torchrl_ext")
+    node = _node("transport_updater", transport_weight_updater, updater_parameters(), partial=True)
+    store.store(group="weight_updater", name="transport", node=node, provider="torchrl_ext")
 
 
 def _known() -> dict[str, tuple[Parameter, ...]]:
@@ -107,7 +153,49 @@ def _node(title: str, target: Any, fields: tuple[Parameter, ...], *, partial: bo
         Parameter("_partial_", bool, partial),
         Parameter("_convert_", str, "all"),
     )
-    return make_config(title, (*calls, *fields))
+    rows = [(field.name, field.type, dataclasses.field(default=field.default)) for field in (*calls, *fields)]
+    return dataclasses.make_dataclass(title, rows, kw_only=True)
+
+
+def transport_weight_updater(
+    transport: str = "disk",
+    engine: Any = None,
+    mapper: Any = None,
+    dtype: str | None = None,
+    verify: bool | str = True,
+    rehearse: str = "once",
+    max_gap: float | str | None = "dtype",
+    **settings: Any,
+) -> Any:
+    """A `TransportWeightUpdater`, with every setting checked and nothing opened.
+
+    Args:
+        transport: name of the transport.
+        engine: ``host:port`` of one engine, a list of them, or an engine client; None for the data layer alone.
+        mapper: a table of regular expressions, trainer name -> checkpoint name.
+        dtype: name of the dtype to which floating-point tensors are cast.
+        verify, rehearse, max_gap: what an update has to prove, as for `WeightSender`.
+        settings: of the transport; those that are None are left to their defaults.
+
+    Raises:
+        ConfigError: no such transport, a setting that it does not take, or addresses or a dtype that are none.
+    """
+    from torchrl_ext.collectors.updater import TransportWeightUpdater  # its base class warns of its deprecation
+    from torchrl_ext.rpc.http import normalise_url
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    check_settings(transport, given)
+    addresses = [engine] if isinstance(engine, str) else engine
+    if isinstance(addresses, Sequence):
+        if not addresses:
+            raise ConfigError("the list of engines is empty", hint="give host:port of each, or no engine at all")
+        engine = [normalise_url(address) for address in addresses]
+    try:
+        cast = None if dtype is None else dtype_from_name(dtype)
+    except ManifestError as error:
+        raise ConfigError(f"dtype: {error}", expected="a name such as bfloat16") from None
+    proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap}
+    return TransportWeightUpdater(transport, engine, mapper=mapper, dtype=cast, **proof, **given)
 
 
 register()

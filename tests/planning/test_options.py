@@ -5,9 +5,12 @@ import argparse
 import pytest
 
 import torchrl_ext as tx
-from torchrl_ext.configs.derived import transport_config
-from torchrl_ext.configs.update import WeightUpdateConfig
-from torchrl_ext.errors import ConfigError
+from tests.embedded import EmbeddedServer
+from tests.models import tiny_checkpoint
+from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.planning.options import WeightUpdateConfig, make_serving
+from torchrl_ext.rpc.router import RouterClient
 
 
 def test_full_over_a_process_group_is_the_default():
@@ -64,27 +67,44 @@ def test_what_cannot_work_is_refused_with_the_reason(options, reason):
         WeightUpdateConfig(**options)
 
 
+DELTA = {"encoding": "auto", "local_dir": None}
+FILES = {"root": "/s", "keep_files": False}
+
+
 @pytest.mark.parametrize(
-    ("options", "settings"),
+    ("options", "name", "settings"),
     [
-        ({}, transport_config("collective")()),
-        ({"colocate": True}, transport_config("ipc")()),
+        ({}, "collective", {}),
+        ({"colocate": True}, "ipc", {}),
         (
             {"update_weight_transport": "disk", "update_weight_disk_dir": "/s", "update_weight_disk_keep_files": True},
-            transport_config("disk")(root="/s", keep_files=True),
+            "disk",
+            {"root": "/s", "keep_files": True},
         ),
         (
             {"update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_disk_dir": "/s"},
-            transport_config("delta")(root="/s"),
+            "delta",
+            DELTA | FILES,
         ),
         (
             {"update_weight_mode": "delta", "update_weight_encoding": "indices"},
-            transport_config("delta")(carrier="collective", encoding="indices"),
+            "delta",
+            DELTA | {"carrier": "collective", "encoding": "indices"},
         ),
     ],
 )
-def test_options_are_settings_of_a_transport_under_other_names(options, settings):
-    assert WeightUpdateConfig(**options).transport_config() == settings
+def test_options_are_settings_of_a_transport_under_other_names(options, name, settings):
+    found = WeightUpdateConfig(**options).transport_config()
+    assert (found.name, found.settings) == (name, settings)
+
+
+def test_further_settings_go_to_the_transport_and_strange_ones_are_refused():
+    config = WeightUpdateConfig(update_weight_mode="delta")
+    transport = config.make_transport(timeout_s=3.0)
+    assert transport.timeout_s == 3.0
+    transport.shutdown()
+    with pytest.raises(ConfigError, match="does not take these settings"):
+        config.make_transport(colour="red")
 
 
 def test_flags_have_the_same_names():
@@ -101,3 +121,39 @@ def test_flags_have_the_same_names():
         update_weight_disk_keep_files=True,
         rollout_external_engine_addrs=("h1:1", "h2:2"),
     )
+
+
+@pytest.mark.engine
+def test_external_engines_are_registered_with_the_router_of_the_options(tmp_path):
+    with EmbeddedServer(tiny_checkpoint(tmp_path), threads=1) as engine, RouterProcess() as router:
+        ip, _, port = router.url.removeprefix("http://").partition(":")
+        config = WeightUpdateConfig(
+            rollout_external_engine_addrs=(engine.url,), vllm_router_ip=ip, vllm_router_port=int(port)
+        )
+        with make_serving(config) as serving:
+            assert serving.model("default").url == router.url
+            assert [worker.url for worker in RouterClient(router.url).workers()] == [engine.url]
+        assert engine.alive() and router.alive()
+
+
+def test_options_without_an_engine_or_with_two_kinds_are_refused():
+    with pytest.raises(ConfigError, match="name no engine"):
+        make_serving(WeightUpdateConfig())
+    with pytest.raises(ConfigError, match="both kinds"):
+        make_serving(WeightUpdateConfig(vllm_config="a.yaml", sglang_config="b.yaml"))
+    with pytest.raises(ConfigError, match="a router per model"):
+        make_serving(WeightUpdateConfig(vllm_config="a.yaml", vllm_router_ip="host", vllm_router_port=1))
+
+
+def test_a_yaml_of_the_other_kind_is_refused_before_anything_starts(tmp_path):
+    path = tmp_path / "engines.yaml"
+    path.write_text("sglang: [{name: a}]")
+    with pytest.raises(ConfigError, match="describes engines of kind 'sglang'"):
+        make_serving(WeightUpdateConfig(vllm_config=str(path)))
+
+
+def test_a_yaml_leads_to_engines_that_are_started(tmp_path):
+    path = tmp_path / "engines.yaml"
+    path.write_text("vllm: [{name: a, model_path: /nowhere, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
+    with pytest.raises((ConfigError, EngineError), match="/nowhere"):
+        make_serving(WeightUpdateConfig(vllm_config=str(path)))

@@ -9,13 +9,37 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torchrl_ext.configs.derived import Parameter, TransportConfig, parameters, transport_config
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.registry import transports
 
-__all__ = ["WeightUpdateConfig", "options"]
+if TYPE_CHECKING:
+    from torchrl_ext.rollout.serving import Serving
+
+__all__ = ["TransportConfig", "WeightUpdateConfig", "make_serving"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """A transport by name, with the settings that options say; the rest is left to its defaults."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+    def make(self, **settings: Any) -> Any:
+        """Build the transport.
+
+        Args:
+            settings: further ones, or others than the options say.
+
+        Raises:
+            ConfigError: settings that cannot work.
+        """
+        return transports.make(self.name, **{**self.settings, **settings})
 
 
 def _option(default: Any, text: str, **more: Any) -> Any:
@@ -140,12 +164,13 @@ class WeightUpdateConfig:
         files = {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files}
         disk = self.update_weight_transport == "disk"
         if self.update_weight_mode == "delta":
-            road = files if disk else {"carrier": "collective"}
+            route = files if disk else {"carrier": "collective"}
             copies = {"local_dir": self.update_weight_local_checkpoint_dir}
-            return transport_config("delta")(encoding=self.update_weight_encoding, **road, **copies)
+            settings = {"encoding": self.update_weight_encoding, **route, **copies}
+            return TransportConfig(name="delta", settings=settings)
         if disk:
-            return transport_config("disk")(**files)
-        return transport_config("ipc" if self.colocate else "collective")()
+            return TransportConfig(name="disk", settings=files)
+        return TransportConfig(name="ipc" if self.colocate else "collective", settings={})
 
     def make_transport(self, **settings: Any) -> Any:
         """The transport that these options name.
@@ -175,7 +200,38 @@ class WeightUpdateConfig:
         return cls(**given)
 
 
-def options() -> tuple[Parameter, ...]:
-    """The options of `WeightUpdateConfig`, with the help of their flags."""
-    help_of = {option.name: option.metadata["help"] for option in dataclasses.fields(WeightUpdateConfig)}
-    return tuple(dataclasses.replace(option, help=help_of[option.name]) for option in parameters(WeightUpdateConfig))
+def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None = None, **settings: Any) -> Serving:
+    """What `rollout_external_engine_addrs`, `vllm_config` or `sglang_config` describe, behind a router.
+
+    Args:
+        config: the options. ``vllm_router_ip`` and ``vllm_router_port`` name a router for external engines.
+        hf_checkpoint: what the trainer starts from; for owned engines.
+        settings: of `ExternalEngines` or `OwnedEngines`.
+
+    Raises:
+        ConfigError: the options name no engine, a YAML that cannot work or is of the other kind, or a router for
+            engines that the job owns.
+        EngineError, DeadlineError: an engine or a router does not answer, or does not start.
+    """
+    from torchrl_ext.launch.processes import reachable
+    from torchrl_ext.launch.topology import Topology
+    from torchrl_ext.rollout.serving import ExternalEngines, OwnedEngines
+
+    router = None
+    if config.vllm_router_ip is not None:
+        router = f"{reachable(config.vllm_router_ip)}:{config.vllm_router_port}"
+    if config.rollout_external_engine_addrs:
+        return ExternalEngines(*config.rollout_external_engine_addrs, router=router, **settings)
+    given = {kind: path for kind, path in (("vllm", config.vllm_config), ("sglang", config.sglang_config)) if path}
+    if len(given) != 1:
+        raise ConfigError(
+            "the options name both kinds of engines" if given else "the options name no engine",
+            expected="one of rollout_external_engine_addrs, vllm_config, sglang_config",
+        )
+    if router is not None:
+        raise ConfigError("engines that the job owns get a router per model", hint="leave vllm_router_ip out")
+    ((kind, path),) = given.items()
+    topology = Topology.load(path, hf_checkpoint=hf_checkpoint)
+    if topology.kind != kind:
+        raise ConfigError(f"{kind}_config {path} describes engines of kind {topology.kind!r}")
+    return OwnedEngines(topology, **settings)
