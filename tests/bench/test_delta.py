@@ -9,7 +9,7 @@ from rich.console import Console
 
 from torchrl_ext.bench import delta as bench_delta
 from torchrl_ext.bench import first_use as delta_first_use
-from torchrl_ext.bench.delta_data import real_chain, synthetic_pair
+from torchrl_ext.bench.data import real_chain, synthetic_pair
 
 TINY = {"hidden": 64, "layers": 1, "vocabulary": 512}
 

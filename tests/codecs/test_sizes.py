@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_ext.bench.delta_bounds import bounds
-from torchrl_ext.bench.delta_data import synthetic_pair
+from torchrl_ext.bench.data import bounds, synthetic_pair
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.types import ParamMeta
 

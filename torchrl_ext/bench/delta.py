@@ -24,9 +24,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from torchrl_ext.bench.delta_data import Pair, real_chain, synthetic_pair
+from torchrl_ext.bench.data import Pair, bounds, real_chain, synthetic_pair
 from torchrl_ext.bench.first_use import measure_first_use, table
-from torchrl_ext.bench.runner import ratio, rounds, track_peak
+from torchrl_ext.bench.runner import at_most, ratio, rounds, track_peak
 from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece, make_codec
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
@@ -100,8 +100,6 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
         pair: bfloat16 tensors.
         threads: worker threads.
     """
-    from torchrl_ext.bench.delta_bounds import bounds
-
     with ThreadPoolExecutor(threads) as pool:
         counted = list(pool.map(lambda row: bounds(row[1], row[2]), pair))
     changed, plain, inside = (sum(column) for column in zip(*counted, strict=True))
@@ -118,9 +116,9 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
         "bits_per_changed": {name: 8 * size / max(1, changed) for name, size in sizes.items()},
         "bound_bits": {"plain": plain / max(1, changed), "conditional": inside / max(1, changed)},
         "ratios": {
-            "ulp / bound": _at_most(8 * sizes["ulp"] / max(1.0, plain), FAST),
-            "context / conditional bound": _at_most(8 * sizes["context"] / max(1.0, inside), TIGHT),
-            "largest of ours / dense": _at_most(max(sizes[name] for name in OURS) / total, DENSE),
+            "ulp / bound": at_most(8 * sizes["ulp"] / max(1.0, plain), FAST),
+            "context / conditional bound": at_most(8 * sizes["context"] / max(1.0, inside), TIGHT),
+            "largest of ours / dense": at_most(max(sizes[name] for name in OURS) / total, DENSE),
         },
     }
 
@@ -160,10 +158,6 @@ def _shard_bytes(pair: Pair, name: str, threads: int) -> int:
     weight_map = dict.fromkeys(payloads, shard_name(0, 1))
     index = DeltaIndex(version=2, base_version=1, delta_encoding=name, weight_map=weight_map)
     return len(build_shard(payloads, sums)) + len(index.to_bytes())
-
-
-def _at_most(found: float, bound: float) -> dict[str, Any]:
-    return {"found": found, "target": bound, "met": found <= bound}
 
 
 # speeds
@@ -213,7 +207,7 @@ def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = 
         "ulp_vs_xor": ratio(seconds["ulp"], seconds["xor"], 3.0).to_json(),
         "ulp_vs_copy": ratio(seconds["ulp"], seconds["copy"], 0.4).to_json(),
         "context_vs_xor": ratio(seconds["context"], seconds["xor"]).to_json(),
-        "memory": None if memory is None else _at_most(memory, 1.2),
+        "memory": None if memory is None else at_most(memory, 1.2),
     }
 
 

@@ -18,9 +18,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes
 from torchrl_ext.bench.ipc import measure_ipc, settle
 from torchrl_ext.bench.runner import ratio, rounds
-from torchrl_ext.bench.shapes import SIZES, Shapes, shapes_bytes
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.errors import ConfigError

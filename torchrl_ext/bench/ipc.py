@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.bench.runner import ratio, rounds, track_peak
-from torchrl_ext.bench.shapes import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.errors import TransportError
 from torchrl_ext.transports.ipc.transport import IPCTransport
 

@@ -8,10 +8,8 @@ generates while it follows by delta and by full files.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +21,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from torchrl_ext.errors import EngineError
-from torchrl_ext.launch.environments import vllm_python
-from torchrl_ext.launch.overlay import make_overlay
+from torchrl_ext.bench.data import QWEN_SIZES, model_config
+from torchrl_ext.bench.runner import at_most, in_vllm
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.launch.vllm import VLLMServer
@@ -36,22 +33,17 @@ from torchrl_ext.transports.delta import DeltaTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-__all__ = ["add_arguments", "end_to_end", "in_vllm", "measure", "measure_commit", "model_config", "tables"]
+__all__ = ["add_arguments", "end_to_end", "measure", "measure_commit", "tables"]
 
 DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
-SIZES = {
-    "full": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 32_000},
-    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4000},
-}
 COMMIT, PAUSE, MEMORY = 0.15, 0.2, 2.0
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
-_PROCESS_S = 1800.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the settings."""
     parser.add_argument("--engine", choices=["vllm"], help="end to end in a server of this kind")
-    parser.add_argument("--size", choices=SIZES, default="full", help="full: 418 M parameters")
+    parser.add_argument("--size", choices=QWEN_SIZES, default="full", help="full: 418 M parameters")
     parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES))
     parser.add_argument("--packed", action="store_true", help="end to end: let a CPU server pack its linear weights")
 
@@ -92,10 +84,10 @@ def measure_commit(size: str, densities: list[float], repeats: int, say: Callabl
             by_size.append({"parameters": found["parameters"], **found["rows"][0], "reload_s": found["reload_s"]})
     for row in largest["rows"]:
         row["ratios"] = {
-            "commit / reload": _at_most(row["commit_s"] / largest["reload_s"], _commit_target(row["density"])),
-            "commit / load from memory": _at_most(row["commit_s"] / largest["load_in_memory_s"], None),
-            "commit / vLLM's patches": _at_most(row["commit_s"] / row["vllm_s"], 1.0),
-            "extra memory / payload": _at_most(row["extra_bytes"] / row["payload_bytes"], MEMORY),
+            "commit / reload": at_most(row["commit_s"] / largest["reload_s"], _commit_target(row["density"])),
+            "commit / load from memory": at_most(row["commit_s"] / largest["load_in_memory_s"], None),
+            "commit / vLLM's patches": at_most(row["commit_s"] / row["vllm_s"], 1.0),
+            "extra memory / payload": at_most(row["extra_bytes"] / row["payload_bytes"], MEMORY),
         }
     return {**largest, "by_size": by_size}
 
@@ -147,7 +139,7 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
         "density": last.density,
         "pauses_s": pauses,
         "median_pause_s": middle,
-        "ratio": _at_most(middle["delta"] / middle["disk"], PAUSE),
+        "ratio": at_most(middle["delta"] / middle["disk"], PAUSE),
         "tokens_meanwhile": generated,
         "tokens_equal_a_cold_load": said == fresh,
         "reports": reports,
@@ -255,49 +247,8 @@ def _in_vllm(model: Path, elements: list[int], repeats: int) -> dict[str, Any]:
     )
 
 
-def in_vllm(module: str, asked: dict[str, Any], *, plain: bool = False) -> dict[str, Any]:
-    """Run a module of `torchrl_ext.plugins` where vLLM is: one JSON object in, one out.
-
-    Raises:
-        EngineError: the process failed; the message has the end of what it printed.
-    """
-    with tempfile.TemporaryDirectory(prefix="torchrl-ext-overlay-") as overlay:
-        make_overlay(Path(overlay))
-        environ = {
-            **os.environ,
-            "PYTHONPATH": overlay,
-            **({"TORCHRL_EXT_PLAIN_LINEARS": "1"} if plain else {}),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-        }
-        done = subprocess.run(
-            [str(vllm_python()), "-m", f"torchrl_ext.plugins.{module}"],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            env=environ,
-            timeout=_PROCESS_S,
-        )
-    if done.returncode:
-        raise EngineError(f"the process with vLLM's model ended with status {done.returncode}: {done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def model_config(size: str) -> dict[str, Any]:
-    """A Qwen3 of this size: heads of 64, two query heads for each of keys and values."""
-    hidden = SIZES[size]["hidden_size"]
-    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64}
-    return {**SIZES[size], **heads}
-
-
 def _commit_target(density: float) -> float | None:
     return COMMIT if density <= 0.011 else None
-
-
-def _at_most(found: float, bound: float | None) -> dict[str, Any]:
-    return {"found": found, "target": bound, "met": bound is None or found <= bound}
 
 
 def _ms(seconds: float) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from torchrl_ext import registry
-from torchrl_ext.bench.landing import SIZES, model_config
+from torchrl_ext.bench.data import QWEN_SIZES, model_config
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, identity
 from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.sync.inprocess import InProcessEngine
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--elements", type=int, default=100_000_000, help="of the bfloat16 model that follows deltas")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that an update changes")
     parser.add_argument("--engine", choices=["none", "vllm", "sglang"], default="none", help="real one that rehearses")
-    parser.add_argument("--size", choices=SIZES, default="small", help="of the real engine's model")
+    parser.add_argument("--size", choices=QWEN_SIZES, default="small", help="of the real engine's model")
 
 
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:

@@ -8,8 +8,11 @@ import ctypes
 import gc
 import importlib
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,12 @@ from typing import Any
 
 from rich.console import Console
 
-__all__ = ["SUBJECTS", "Ratio", "add_parser", "ratio", "resident_bytes", "rounds", "run", "track_peak"]
+from torchrl_ext.errors import EngineError
+
+__all__ = ["SUBJECTS", "Ratio", "add_parser", "at_most", "in_vllm", "ratio", "resident_bytes", "rounds", "run"]
+__all__ += ["track_peak"]
+
+_PROCESS_S = 1800.0
 
 SUBJECTS = {
     "transport": ("torchrl_ext.bench.transport", "full updates: collective and disk against the plainest way"),
@@ -108,6 +116,11 @@ def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, l
     return seconds
 
 
+def at_most(found: float, bound: float | None) -> dict[str, Any]:
+    """A figure beside the most that it should be, JSON-safe."""
+    return {"found": found, "target": bound, "met": bound is None or found <= bound}
+
+
 @contextlib.contextmanager
 def track_peak() -> Iterator[list[int]]:
     """Most resident memory that the block adds to this process, in bytes; the list stays empty where nobody can tell.
@@ -137,6 +150,39 @@ def resident_bytes(field: str) -> int:
     """A field of ``/proc/self/status``, in bytes."""
     lines: Iterable[str] = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+
+def in_vllm(module: str, asked: dict[str, Any], *, plain: bool = False) -> dict[str, Any]:
+    """Run a module of `torchrl_ext.plugins` where vLLM is: one JSON object in, one out.
+
+    Raises:
+        EngineError: the process failed; the message has the end of what it printed.
+    """
+    from torchrl_ext.launch.environments import vllm_python
+    from torchrl_ext.launch.overlay import make_overlay
+
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-overlay-") as overlay:
+        make_overlay(Path(overlay))
+        environ = {
+            **os.environ,
+            "PYTHONPATH": overlay,
+            **({"TORCHRL_EXT_PLAIN_LINEARS": "1"} if plain else {}),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        }
+        done = subprocess.run(
+            [str(vllm_python()), "-m", f"torchrl_ext.plugins.{module}"],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            env=environ,
+            timeout=_PROCESS_S,
+        )
+    if done.returncode:
+        raise EngineError(f"the process with vLLM's model ended with status {done.returncode}: {done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _positive(text: str) -> int:

@@ -59,13 +59,13 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         settings = {"root": f"{folder}/updates"} if transport in ("disk", "delta") else {}
         say(f"starting {args.workers} workers with {parameters / 1e6:.0f} M parameters")
-        with _Crew(transport, settings, parameters, args.workers) as crew:
+        with _Workers(transport, settings, parameters, args.workers) as followers:
             say("measuring")
-            ways = {way: partial(crew.timed, way) for way in ("ours", "torchrl", "torchrl_shared")}
+            ways = {way: partial(followers.timed, way) for way in ("ours", "torchrl", "torchrl_shared")}
             seconds = rounds(ways, args.repeats)
             say("comparing what the workers hold")
-            crew.compare()
-            unsent, total = crew.sees_what_was_not_sent(), crew.bytes
+            followers.compare()
+            unsent, total = followers.sees_what_was_not_sent(), followers.bytes
     return {
         "transport": transport,
         "parameters": total // 4,
@@ -99,7 +99,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     return [table]
 
 
-class _Crew:
+class _Workers:
     """Workers that follow both schemes, and the trainer end of each."""
 
     def __init__(self, transport: str, settings: dict[str, Any], parameters: int, workers: int) -> None:
@@ -128,7 +128,7 @@ class _Crew:
             self._pipes.append(ours)
             self._children.append(child)
 
-    def __enter__(self) -> _Crew:
+    def __enter__(self) -> _Workers:
         try:
             for child in self._children:
                 child.start()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from torchrl_ext.bench.landing import SIZES, in_vllm, model_config
+from torchrl_ext.bench.data import QWEN_SIZES, model_config
+from torchrl_ext.bench.runner import in_vllm
 from torchrl_ext.launch.tiny import make_tiny_lm
 
 __all__ = ["add_arguments", "measure", "tables"]
@@ -21,7 +22,7 @@ __all__ = ["add_arguments", "measure", "tables"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the settings."""
-    parser.add_argument("--size", choices=SIZES, default="small", help="full: 418 M parameters")
+    parser.add_argument("--size", choices=QWEN_SIZES, default="small", help="full: 418 M parameters")
     parser.add_argument("--requests", type=int, default=32, help="streams at the same time")
     parser.add_argument("--tokens", type=int, default=64, help="of each request")
     parser.add_argument("--switches", type=int, default=3, help="while they stream")

@@ -26,9 +26,9 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
+from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.bench.ipc import measure_ipc
 from torchrl_ext.bench.runner import ratio, rounds, track_peak
-from torchrl_ext.bench.shapes import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.errors import TransportError
 from torchrl_ext.transports.collective.buckets import BUCKET_BYTES
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport

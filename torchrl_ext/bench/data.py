@@ -1,17 +1,89 @@
-"""Weight changes to measure on: a fine-tuning run made here, and synthetic pairs of any density."""
+"""What is measured on: models made of nothing but shapes, weights that change, and the least bits a change can take."""
 
 from __future__ import annotations
 
+import math
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Pair", "real_chain", "synthetic_pair"]
+from torchrl_ext.codecs.units import units
+
+__all__ = [
+    "QWEN_SIZES",
+    "SIZES",
+    "Pair",
+    "Shapes",
+    "bounds",
+    "model_config",
+    "model_shapes",
+    "real_chain",
+    "shapes_bytes",
+    "synthetic_pair",
+    "weights_of",
+]
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def model_shapes(layers: int, hidden: int, vocab: int) -> Shapes:
+    """A Qwen3-like decoder, untied: with 28, 1024 and 32,000 it has 311 tensors and 418 M elements."""
+    heads, kv, mlp, head = hidden, hidden // 2, 3 * hidden, 128
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.self_attn.q_proj.weight": (heads, hidden),
+            f"{at}.self_attn.k_proj.weight": (kv, hidden),
+            f"{at}.self_attn.v_proj.weight": (kv, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, heads),
+            f"{at}.self_attn.q_norm.weight": (head,),
+            f"{at}.self_attn.k_norm.weight": (head,),
+            f"{at}.mlp.gate_proj.weight": (mlp, hidden),
+            f"{at}.mlp.up_proj.weight": (mlp, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, mlp),
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+        }
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+SIZES: dict[str, dict[str, Shapes]] = {
+    "full": {"model": model_shapes(28, 1024, 32_000), "small": {f"small.{i:05d}": (8192,) for i in range(10_000)}},
+    "small": {"model": model_shapes(4, 256, 2000), "small": {f"small.{i:05d}": (8192,) for i in range(300)}},
+}
+
+
+def weights_of(shapes: Shapes, fill: int, device: str = "cpu") -> dict[str, Tensor]:
+    """bfloat16 tensors of these shapes."""
+    return {name: torch.full(shape, fill, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+
+
+def shapes_bytes(shapes: Shapes) -> int:
+    """Bytes of `weights_of`."""
+    return 2 * sum(math.prod(shape) for shape in shapes.values())
+
+
+QWEN_SIZES = {
+    "full": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 32_000},
+    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4000},
+}
+
+
+def model_config(size: str) -> dict[str, Any]:
+    """A Qwen3 of this size: heads of 64, two query heads for each of keys and values."""
+    hidden = QWEN_SIZES[size]["hidden_size"]
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64}
+    return {**QWEN_SIZES[size], **heads}
+
+
+# weights that change
 
 Pair = list[tuple[str, Tensor, Tensor]]
 """``(name, old, new)`` of every tensor of a model."""
@@ -87,28 +159,6 @@ def real_chain(
     return chain
 
 
-def _shapes(hidden: int, layers: int, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a Qwen3 of this size."""
-    yield "model.embed_tokens.weight", (vocabulary, hidden)
-    for layer in range(layers):
-        for part, shape in (
-            ("self_attn.q_proj", (2 * hidden, hidden)),
-            ("self_attn.k_proj", (hidden, hidden)),
-            ("self_attn.v_proj", (hidden, hidden)),
-            ("self_attn.o_proj", (hidden, 2 * hidden)),
-            ("self_attn.q_norm", (128,)),
-            ("self_attn.k_norm", (128,)),
-            ("mlp.gate_proj", (2 * hidden, hidden)),
-            ("mlp.up_proj", (2 * hidden, hidden)),
-            ("mlp.down_proj", (hidden, 2 * hidden)),
-            ("input_layernorm", (hidden,)),
-            ("post_attention_layernorm", (hidden,)),
-        ):
-            yield f"model.layers.{layer}.{part}.weight", shape
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (vocabulary, hidden)
-
-
 def synthetic_pair(
     density: float, *, clustered: bool = False, hidden: int = 1024, layers: int = 28, vocabulary: int = 32_000
 ) -> Pair:
@@ -121,7 +171,7 @@ def synthetic_pair(
     generator = torch.Generator().manual_seed(int(density * 1e6) + clustered)
     inner = min(0.995, max(density, 0.5) if clustered else density)
     step, pair = _step_for(inner), []
-    for name, shape in _shapes(hidden, layers, vocabulary):
+    for name, shape in model_shapes(layers, hidden, vocabulary).items():
         master = torch.empty(shape).normal_(0, 0.02, generator=generator)
         old = master.to(torch.bfloat16)
         change = torch.empty(shape).uniform_(-step, step, generator=generator)
@@ -143,3 +193,37 @@ def _step_for(density: float) -> float:
         changed = (master.to(torch.bfloat16) != (master + step * unit).to(torch.bfloat16)).float().mean()
         low, high = (step, high) if changed < density else (low, step)
     return high
+
+
+def bounds(old: Tensor, new: Tensor) -> tuple[int, float, float]:
+    """Changed elements of one bfloat16 tensor, and the fewest bits that they can take under two models.
+
+    Plain: positions as a Bernoulli process, and ulp steps by their order-0 entropy. Conditional: the same for each
+    exponent of the base apart. Tables that tell the distributions are not counted.
+    """
+    before, after = units(old).reshape(-1), units(new).reshape(-1)
+    moved = np.flatnonzero(before != after)
+    exponent = (before >> 7) & 0xFF
+    seen, changed = np.bincount(exponent, minlength=256), np.bincount(exponent[moved], minlength=256)
+    steps = (_ordered(after[moved]) - _ordered(before[moved])) & 0xFFFF
+    kinds, counts = np.unique(exponent[moved].astype(np.int64) << 16 | steps, return_counts=True)
+    plain = _places(seen.sum(keepdims=True), changed.sum(keepdims=True)) + _entropy(
+        np.bincount(kinds & 0xFFFF, weights=counts)
+    )
+    inside = _places(seen, changed) + sum(_entropy(counts[kinds >> 16 == one]) for one in np.unique(kinds >> 16))
+    return moved.size, plain, inside
+
+
+def _ordered(bits: np.ndarray) -> np.ndarray:
+    """Patterns of bfloat16 as integers in the order of the numbers, so that a difference counts units."""
+    wide = bits.astype(np.int64)
+    return np.where(wide & 0x8000, 0xFFFF - wide, wide | 0x8000)
+
+
+def _places(seen: np.ndarray, changed: np.ndarray) -> float:
+    return sum(_entropy(np.array([n - k, k])) for n, k in zip(seen, changed, strict=True))
+
+
+def _entropy(counts: np.ndarray) -> float:
+    used = counts[counts > 0].astype(np.float64)
+    return float(-(used * np.log2(used / used.sum())).sum()) if used.size else 0.0
