@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import time
 
@@ -47,6 +48,22 @@ def test_a_connection_that_is_not_accepted_is_no_missed_deadline(full):
 def test_a_deadline_before_that_is_one(full):
     with pytest.raises(DeadlineError, match=r"no complete answer within 0\.\d+ s"):
         asyncio.run(ask(url(full), 0.3))
+
+
+def test_a_session_that_nobody_closes_leaves_without_a_word(caplog):
+    async def served():
+        async def answer(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ANSWER)
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            left = AsyncSession()
+            until = time.monotonic() + 10
+            return await left.json("POST", url(server.sockets[0]) + "/x", {}, until=until)
+
+    assert asyncio.run(served()) == {"a": 1}
+    gc.collect()
+    assert not caplog.records
 
 
 def test_a_request_by_way_of_a_router_is_tried_again_until_it_is_accepted(full):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import socketserver
 import sys
@@ -309,3 +310,14 @@ def test_one_session_serves_many_threads(port, eager_threads):
         answers = list(pool.map(lambda i: session.post("/echo", i)["body"], calls))
     session.close()
     assert answers == list(calls)
+
+
+def test_a_forked_process_makes_calls_of_its_own(session):
+    assert session.get("/echo")["path"] == "/echo"
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os._exit(session.get("/echo")["path"] != "/echo")
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert session.get("/echo")["path"] == "/echo"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -16,7 +17,7 @@ import certifi
 
 from torchrl_ext.waiting import in_thread
 
-__all__ = ["SharedLoop", "authorities", "connections", "shared_loop"]
+__all__ = ["SharedLoop", "authorities", "connections", "let_go", "shared_loop"]
 
 
 def connections(keep_s: float) -> aiohttp.ClientSession:
@@ -28,6 +29,28 @@ def connections(keep_s: float) -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
     )
+
+
+def let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
+    """Drop connections that nobody closed, from whatever thread; aiohttp would call that a mistake in the log.
+
+    Args:
+        client: as `connections` made it.
+        loop: in which it was made; it may be closed.
+    """
+    connector = client.connector
+    if connector is None or connector.closed:
+        return
+    client.detach()
+
+    async def close() -> None:
+        await connector.close()
+
+    if not loop.is_closed():
+        asyncio.run_coroutine_threadsafe(close(), loop)
+        return
+    with contextlib.suppress(StopIteration):
+        close().send(None)  # where the loop is closed, there is nothing to wait for
 
 
 def authorities() -> ssl.SSLContext:

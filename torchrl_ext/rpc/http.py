@@ -19,6 +19,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ import aiohttp
 from yarl import URL
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.connections import authorities, connections, shared_loop
+from torchrl_ext.rpc.connections import authorities, connections, let_go, shared_loop
 from torchrl_ext.types import is_loopback
 
 __all__ = ["Answer", "AsyncSession", "HTTPSession", "normalise_url"]
@@ -178,6 +179,7 @@ class AsyncSession:
         """
         if self._client is None:
             self._client = connections(_KEEP_S)
+            weakref.finalize(self, let_go, self._client, asyncio.get_running_loop())
         return await self.call_by(self._client, method, url, body, until=until, query=query, headers=headers)
 
     async def json(self, method: str, url: str, body: Any = None, **how: Any) -> Any:
