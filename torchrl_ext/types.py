@@ -243,7 +243,10 @@ PROOFS = ("sent", "in place", "rehearsed", "outputs")
 
 def least(proofs: Iterable[str]) -> str:
     """The least of several proofs; of none, ``"sent"``, and a word that is none of them stands for that."""
-    return min((proof if proof in PROOFS else PROOFS[0] for proof in proofs), key=PROOFS.index, default=PROOFS[0])
+    found = {*proofs}
+    if not found <= {*PROOFS}:
+        return PROOFS[0]
+    return min(found, key=PROOFS.index, default=PROOFS[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-__all__ = ["in_thread", "pauses", "wait_until"]
+__all__ = ["in_background", "in_thread", "pauses", "wait_until"]
 
 Found = TypeVar("Found")
 
@@ -85,3 +86,45 @@ def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return job
+
+
+@contextmanager
+def in_background(call: Callable[..., None], info: Any, abort: Callable[[], None]) -> Iterator[None]:
+    """Run ``call(info, abort)`` in a thread beside the block.
+
+    Whichever side fails first aborts the other, so that neither waits for a party that has given up. The first cause
+    is raised, the other one chained to it. ``call`` must have a deadline of its own.
+
+    Args:
+        call: takes ``info`` and a callable for failures that it sees early.
+        info: handed to ``call``.
+        abort: unblocks the block; may run in either thread, more than once.
+    """
+    failures: list[BaseException] = []
+    foreseen = threading.Event()
+
+    def early() -> None:
+        foreseen.set()
+        abort()
+
+    def run() -> None:
+        try:
+            call(info, early)
+        except BaseException as error:  # noqa: BLE001 - carried over to the waiting thread
+            failures.append(error)
+            abort()
+
+    thread = threading.Thread(target=run, name="torchrl-ext-load", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException as error:
+        late = not failures and not foreseen.is_set()
+        abort()
+        thread.join()
+        if failures and not late:
+            raise failures[0] from error
+        raise
+    thread.join()
+    if failures:
+        raise failures[0]

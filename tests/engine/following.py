@@ -89,7 +89,7 @@ class Follows(OfOneKind):
     def test_an_update_that_a_trainer_left_open_is_ended_by_the_next(self, tensor_parallel, tmp_path):
         with sending("disk", tmp_path, tensor_parallel) as sender:
             sender.update_weights(tiny_model(45))
-            sender._engine.begin(1000)  # and this trainer is never seen again
+            sender.engine.begin(1000)  # and this trainer is never seen again
         model = tiny_model(46)
         with sending("collective", tmp_path, tensor_parallel) as sender:
             tensor_parallel.assert_serves(model, sender.update_weights(model))

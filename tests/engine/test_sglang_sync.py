@@ -78,7 +78,7 @@ def test_a_request_that_was_retracted_goes_on_as_the_new_weights_would(sglang, t
     old, new = tiny_model(33), tiny_model(34)
     with sending("disk", tmp_path, sglang) as sender, ThreadPoolExecutor(1) as pool:
         sender.update_weights(old)
-        transport, engine = sender._transport, sender._engine
+        transport, engine = sender._transport, sender.engine
         handoff = transport.prepare(tx.as_source(new), 1000)
         engine.prefetch(1000)
         future = pool.submit(sglang.generate, 220)

@@ -409,7 +409,7 @@ def test_a_failed_update_reports_nothing_of_the_one_before_it(tmp_path):
 def test_digests_are_taken_only_for_engines_that_compare_them(transport, monkeypatch):
     taken = []
     monkeypatch.setattr(
-        "torchrl_ext.sync.sources.tensor_digest", lambda tensor: taken.append(tensor) or tensor_digest(tensor)
+        "torchrl_ext.sync.outgoing.tensor_digest", lambda tensor: taken.append(tensor) or tensor_digest(tensor)
     )
 
     class Unable(tx.InProcessEngine):

@@ -14,7 +14,7 @@ from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.sync.handed_on import HandedOn
+from torchrl_ext.sync.connection import HandedOn
 from torchrl_ext.sync.parties import as_engine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender

@@ -11,7 +11,7 @@ from torchrl.collectors import Collector, WeightUpdaterBase
 
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.collectors import bump
+from torchrl_ext.sync.outgoing import bump
 from torchrl_ext.sync.parties import as_engine, as_transport
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.base import Transport

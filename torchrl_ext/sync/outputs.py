@@ -20,8 +20,8 @@ from torch import nn
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.sources import Outgoing
-from torchrl_ext.types import EngineRow, ParamMeta
+from torchrl_ext.sync.outgoing import Outgoing
+from torchrl_ext.types import PROOFS, EngineRow, ParamMeta
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import inner_model
 
@@ -91,7 +91,7 @@ class Probe:
         prompts = self.prompts or random_prompts(_vocabulary(model))
         if self.compute is None:
             return prompts, score(model, prompts)
-        found = [_floats(row) for row in self.compute(prompts)]
+        found = [torch.as_tensor(row, dtype=torch.float64).tolist() for row in self.compute(prompts)]
         if [len(row) for row in found] != [len(prompt) - 1 for prompt in prompts]:
             raise ConfigError(
                 f"the probe's function returned {[len(row) for row in found]} log-probabilities",
@@ -219,20 +219,28 @@ class Outputs:
                 "larger max_gap; the next good update resumes it",
             )
 
-    def rows(self, rows: Iterable[EngineRow]) -> tuple[EngineRow, ...]:
-        """The engines' rows of a report, with what was found in the newest update."""
-        return tuple(self._row(row, self._findings.get(row.engine)) for row in rows)
+    def row(self, row: EngineRow, compared: bool) -> EngineRow:
+        """An engine's row of a report, with what was found in its outputs after the newest update.
 
-    def _row(self, row: EngineRow, finding: _Finding | None) -> EngineRow:
-        if finding is None:
-            return row
-        state = "unreachable" if finding.lost else row.state
-        error = finding.error or row.error
-        return replace(row, state=state, max_gap=finding.largest, mean_gap=finding.mean, error=error)
+        Args:
+            row: the engine's own.
+            compared: it compared digests of the version that it serves; else it proves no more than that it was sent.
+        """
+        finding = self._findings.get(row.engine, _Finding())
+        proof = row.proof if compared else PROOFS[0]
+        return replace(
+            row,
+            state="unreachable" if finding.lost else row.state,
+            error=finding.error or row.error,
+            proof="outputs" if row.engine in self.agreed else proof,
+            max_gap=finding.largest,
+            mean_gap=finding.mean,
+        )
 
     def _ask_all(self, engine: EngineClient, version: int, asked: _Asked, bound: float | None) -> None:
         began = time.perf_counter()
-        serving = [one for one in engine.each() if _serves(one, version)]
+        serves = "serving", version
+        serving = [one for one in engine.each() if any((row.state, row.version) == serves for row in one.rows())]
         with ThreadPoolExecutor(max_workers=max(1, len(serving)), thread_name_prefix="probe") as pool:
             found = list(pool.map(lambda one: _asked_one(one, asked, bound), serving))
         self._findings = {one.url: finding for one, finding in zip(serving, found, strict=True)}
@@ -268,10 +276,6 @@ def _asked_one(engine: EngineClient, asked: _Asked, bound: float | None) -> _Fin
     return finding
 
 
-def _serves(engine: EngineClient, version: int) -> bool:
-    return any(row.state == "serving" and row.version == version for row in engine.rows())
-
-
 def _module_of(*candidates: Any) -> nn.Module | None:
     found = (inner_model(candidate) for candidate in candidates)
     return next((module for module in found if isinstance(module, nn.Module)), None)
@@ -291,7 +295,3 @@ def _vocabulary(model: nn.Module | None) -> int:
             expected="a registered model of transformers",
             hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.sync.outputs",
         ) from error
-
-
-def _floats(row: Any) -> list[float]:
-    return [float(value) for value in (row.tolist() if isinstance(row, torch.Tensor) else row)]

@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
-from torchrl_ext.sync.background import in_background
-from torchrl_ext.sync.collectors import Collectors
+from torchrl_ext.sync.connection import Connection, Spans
+from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump, source_of
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
-from torchrl_ext.sync.ranks import Ranks
-from torchrl_ext.sync.sources import Outgoing, source_of
 from torchrl_ext.transports.base import TransferStats, Transport
-from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, SyncReport, least
+from torchrl_ext.transports.standalone import StandaloneTransport
+from torchrl_ext.types import PROOFS, ParamMeta, SyncReport, least
+from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.source import inner_model
 
 __all__ = ["WeightSender"]
@@ -54,8 +52,12 @@ class WeightSender:
             every trainer rank, or a `torchrl_ext.sync.outputs.Probe`; None runs the registered model, a causal LM of
             `transformers`, on random tokens.
 
+    Attributes:
+        engine: who is told what to do; of a data layer alone a client that drives nobody.
+        version: the version in service; 0 before the first.
+
     Raises:
-        ConfigError: settings about outputs that cannot work.
+        ConfigError: settings that cannot work.
     """
 
     def __init__(
@@ -73,24 +75,25 @@ class WeightSender:
     ) -> None:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
-        self._transport = transport
-        self._engine = NullEngine(on_load=transport.announce) if engine is None else engine
-        self._mapper, self._dtype, self._rank = mapper, dtype, rank
         self._verify, self._rehearse = bool(verify) and engine is not None, rehearse
+        if engine is None:
+            if not isinstance(transport, StandaloneTransport):
+                raise ConfigError(
+                    f"workers of a {transport.name} transport hear of a version from an engine alone",
+                    expected="an engine",
+                    hint="give an engine, or derive the transport from StandaloneTransport",
+                )
+            engine = NullEngine(on_load=transport.announce)
+        self._transport = transport
+        self._mapper, self._dtype, self._rank = mapper, dtype, rank
         self._outputs = Outputs(verify, max_gap, probe)
         self._ranks = Ranks()
         self._model: Callable[[], Any] = lambda: None
-        self._collectors = Collectors()
-        self._metadata: tuple[ParamMeta, ...] | None = None
-        self._connected_to: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
-        self._spans: dict[str, float] = {}
+        self._collectors: list[weakref.ref[Any]] = []
+        self.engine, self._connection = engine, Connection(engine, rehearse)
+        self._spans = Spans()
         self._attempted = 0
         self.version = 0
-
-    @property
-    def engine(self) -> EngineClient:
-        """Who is told what to do; of a data layer alone a client that drives nobody."""
-        return self._engine
 
     # TorchRL's surface
 
@@ -110,7 +113,8 @@ class WeightSender:
 
         One that raises is logged: the engines have the weights then.
         """
-        self._collectors.add(collector)
+        if all(known() is not collector for known in self._collectors):
+            self._collectors.append(weakref.ref(collector))
 
     def init_all_workers_group(
         self,
@@ -124,15 +128,14 @@ class WeightSender:
             vllm_engine: an engine client, in place of the one given at construction.
         """
         if vllm_engine is not None:
-            self._engine, self._verify = vllm_engine, True
+            self.engine, self._verify = vllm_engine, True
+            self._connection = Connection(vllm_engine, self._rehearse)
         if model_metadata is None:
-            self._metadata = self._outgoing(None).params()
+            params = self._outgoing(None).params()
         else:
-            self._metadata = tuple(
-                ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()
-            )
+            params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         if self._rank == 0:
-            self._connect(self._metadata)
+            self._connect(params)
 
     def update_weights(self, weights: Any = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
@@ -155,7 +158,7 @@ class WeightSender:
         finally:
             self._ranks.tell(update, self.version, accepted)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
-        self._collectors.bump()
+        bump(known() for known in self._collectors)
         return report
 
     def check_connection(self) -> bool:
@@ -164,9 +167,9 @@ class WeightSender:
 
     def shutdown(self) -> None:
         """Leave the engines and release the transport; engines keep serving what they have."""
-        self._connected_to = None
+        self._connection.drop()
         try:
-            self._engine.close()
+            self.engine.close()
         finally:
             self._transport.shutdown()
 
@@ -174,16 +177,16 @@ class WeightSender:
         try:
             asked = self._outputs.asked(weights, self._model())
             with self._transport.exclusive("update_weights"):
-                self._spans, self._transport.stats = {}, TransferStats()
+                self._spans, self._transport.stats = Spans(), TransferStats()
                 try:
                     source.version = self._next_version()
-                    with self._outputs.compared(self._engine, source, asked):
+                    with self._outputs.compared(self.engine, source, asked):
                         self._deliver(source)
                 except BaseException:
-                    self._connected_to = None  # what is left of a group or a half-made update is not built upon
+                    self._connection.drop()  # what is left of a group or a half-made update is not built upon
                     raise
         except BaseException as error:
-            self._drain(source)
+            source.drain()
             if isinstance(error, ConcurrentUpdateError) or not isinstance(error, Exception):
                 raise
             report = self._report(source.version, source, started, failed=True)
@@ -195,19 +198,13 @@ class WeightSender:
         self.version = source.version
         return self._report(self.version, source, started)
 
-    def _drain(self, source: Outgoing) -> None:
-        try:
-            source.drain()
-        except Exception:  # the caller hears of what came before it
-            log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)
-
     def _follow(self, source: Outgoing, weights: Any, update: str) -> SyncReport:
         """The role of ranks that do not drive: the gathers, and then what became of them."""
         self._outputs.asked(weights, self._model())
         source.replay()
         self.version, accepted = self._ranks.hear(update) or (self.version + 1, True)
         if accepted:
-            self._collectors.bump()
+            bump(known() for known in self._collectors)
         else:
             log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
         return SyncReport(version=self.version, transport=self._transport.name)
@@ -222,11 +219,11 @@ class WeightSender:
         while True:
             self._connect(source.params())
             version = source.version = self._next_version()
-            source.digesting = self._verify and self._engine.verifies and not self._transport.proves
+            source.digesting = self._verify and self.engine.verifies and not self._transport.proves
             try:
                 self._update(source, version)
             except WeightSyncError as error:
-                if not source.alone or not self._nobody_got(version) or not self._somebody_left():
+                if not source.alone or not self._nobody_got(version) or not self._connection.shrank():
                     raise
                 log.warning("weights version %d is sent again, to the engines that are left: %s", version, error)
                 lost = lost or error
@@ -236,30 +233,26 @@ class WeightSender:
             return
 
     def _nobody_got(self, version: int) -> bool:
-        return not any(row.version == version and row.state == "serving" for row in self._engine.rows())
-
-    def _somebody_left(self) -> bool:
-        before, self._connected_to = self._connected_to, None
-        return before is not None and len(self._engine.members()) < len(before[1])
+        return not any(row.version == version and row.state == "serving" for row in self.engine.rows())
 
     # the heart
 
     def _update(self, source: Outgoing, version: int) -> None:
         self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
-        with self._span("prepare"):
+        with self._spans.of("prepare"):
             handoff = self._transport.prepare(source, version)
-        with self._span("prefetch"), in_background(self._prefetch, version, self._transport.abort):
+        with self._spans.of("prefetch"), in_background(self._prefetch, version, self._transport.abort):
             handoff.ahead()  # engines still generate: they fetch, check, decode, stage
-        with self._span("pause"), self._engine.updating(version):  # paused only from here
-            with in_background(self._engine.load, handoff.info, self._transport.abort):
+        with self._spans.of("pause"), self.engine.updating(version):  # paused only from here
+            with in_background(self.engine.load, handoff.info, self._transport.abort):
                 handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
-            self._engine.verify(source.digests())
-        handoff.acknowledge(self._engine.oldest(version))
+            self.engine.verify(source.digests)
+        handoff.acknowledge(self.engine.oldest(version))
 
     # its helpers
 
     def _prefetch(self, version: int, _: Callable[[], None]) -> None:
-        self._engine.prefetch(version)
+        self.engine.prefetch(version)
 
     def _outgoing(self, weights: Any) -> Outgoing:
         model = self._model() if weights is None else weights
@@ -271,65 +264,32 @@ class WeightSender:
 
     def _next_version(self) -> int:
         """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""
-        return max(self.version, self._attempted, self._transport.latest_version()) + 1
+        return max(self.version, self._attempted, self._connection.newest, self._transport.latest_version()) + 1
 
     def _connect(self, params: tuple[ParamMeta, ...]) -> None:
-        members = self._engine.members()
-        while self._connected_to != (params, members):
-            try:
-                self._join(params)
-            except WeightSyncError:
-                before, members = members, self._engine.members()
-                if len(members) >= len(before):  # it is not that somebody left
-                    raise
-            else:
-                self._connected_to = (params, members)
-
-    def _join(self, params: tuple[ParamMeta, ...]) -> None:
-        engine = self._engine.info()
-        workers = engine.world_size
-        if engine.weight_version.isdecimal():
-            self._attempted = max(self._attempted, int(engine.weight_version))
-        if self._metadata is not None and params != self._metadata:
-            self._metadata = None
-        with self._span("connect"):
-            handoff = self._transport.open(workers, params)
-            info = {**handoff.info, "params": [meta.to_json() for meta in params], "world_size": 1 + workers}
-            info["unproved"] = self._rehearse == "never"
-            info["compares"] = self._verify and not self._transport.proves
-            with in_background(self._engine.connect, info, self._transport.abort):
-                handoff.transfer()
-        with self._span("rehearse"):
-            self._engine.rehearse(self._rehearse)
+        self._connection.ensure(
+            params,
+            lambda workers: self._transport.open(workers, params),
+            self._transport.abort,
+            compares=self._verify and not self._transport.proves,
+            spans=self._spans,
+        )
 
     def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
-        total, stats = sum(meta.nbytes for meta in source.params()), self._transport.stats
+        stats = self._transport.stats
         moved = source.bytes if stats.bytes is None else stats.bytes
-        rows = tuple(self._proved(row, version) for row in self._outputs.rows(self._engine.rows()))
-        proof = PROOFS[0] if failed else least(row.proof for row in rows)
+        compared, serves = self._verify and self.engine.verifies, ("serving", version)
+        rows = [self._outputs.row(row, compared and (row.state, row.version) == serves) for row in self.engine.rows()]
+        proof = PROOFS[0] if failed else least([row.proof for row in rows])
         return SyncReport(
             version=version,
             transport=self._transport.name,
             tensors=source.count,
             bytes=moved,
-            model_bytes=total,
+            model_bytes=source.model_bytes,
             density=0.0 if failed and not moved else stats.density,
             spans={**self._spans, **self._outputs.spans, **stats.spans, "total": time.perf_counter() - started},
-            engines=rows,
+            engines=tuple(rows),
             verified=proof != PROOFS[0],
             proof=proof,
         )
-
-    def _proved(self, row: EngineRow, version: int) -> EngineRow:
-        compared = self._verify and self._engine.verifies and (row.state, row.version) == ("serving", version)
-        if row.engine in self._outputs.agreed:
-            return replace(row, proof="outputs")
-        return row if compared else replace(row, proof=PROOFS[0])
-
-    @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spans[name] = self._spans.get(name, 0.0) + time.perf_counter() - began

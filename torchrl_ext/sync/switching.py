@@ -11,8 +11,8 @@ from torch import Tensor
 from torchrl_ext.errors import ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.registry import transports
 from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.outgoing import require_data
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.sources import require_data
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import RenamedSource, as_mapper

@@ -1,0 +1,163 @@
+"""Engines joined to a transport, and versions put in service that somebody else has published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from torchrl_ext.errors import UpdateError, WeightSyncError
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.waiting import in_background
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.digests import tensor_digest
+
+__all__ = ["Connection", "HandedOn", "Spans"]
+
+
+@final
+class Spans(dict[str, float]):
+    """Seconds by phase."""
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Add the time that the block takes to ``phase``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self[phase] = self.get(phase, 0.0) + time.perf_counter() - began
+
+
+@final
+class Connection:
+    """Which engines have joined a transport, for which parameters.
+
+    Args:
+        engine: a client, or a fleet.
+        rehearse: as in `WeightSender`.
+
+    Attributes:
+        newest: the greatest version that an engine said it serves when it joined.
+    """
+
+    def __init__(self, engine: EngineClient, rehearse: str = "once") -> None:
+        self.engine, self._rehearse = engine, rehearse
+        self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
+        self.newest = 0
+
+    def ensure(
+        self,
+        params: tuple[ParamMeta, ...],
+        open_transport: Callable[[int], Handoff],
+        abort: Callable[[], None],
+        *,
+        compares: bool = True,
+        spans: Spans | None = None,
+    ) -> None:
+        """Let every engine join, unless those that take part have joined for these parameters.
+
+        Args:
+            params: what will be sent.
+            open_transport: makes the handoff for a number of workers.
+            abort: ends ``transfer`` of the handoff from another thread.
+            compares: whether engines will be asked to compare digests.
+            spans: takes the seconds of the phases ``connect`` and ``rehearse``.
+
+        Raises:
+            WeightSyncError: an engine did not join, and it is not that it left the fleet.
+        """
+        members, spans = self.engine.members(), Spans() if spans is None else spans
+        while self._joined != (params, members):
+            try:
+                self._join(params, open_transport, abort, compares, spans)
+            except WeightSyncError:
+                before, members = members, self.engine.members()
+                if len(members) >= len(before):
+                    raise
+            else:
+                self._joined = params, members
+
+    def drop(self) -> None:
+        """Let every engine join anew before the next version: what is left of a group is not built upon."""
+        self._joined = None
+
+    def shrank(self) -> bool:
+        """Whether engines have left the fleet since they joined; those that are left join anew."""
+        joined, self._joined = self._joined, None
+        return joined is not None and len(self.engine.members()) < len(joined[1])
+
+    def _join(
+        self,
+        params: tuple[ParamMeta, ...],
+        open_transport: Callable[[int], Handoff],
+        abort: Callable[[], None],
+        compares: bool,
+        spans: Spans,
+    ) -> None:
+        engine = self.engine.info()
+        if engine.weight_version.isdecimal():
+            self.newest = max(self.newest, int(engine.weight_version))
+        with spans.of("connect"):
+            handoff = open_transport(engine.world_size)
+            info = {
+                **handoff.info,
+                "params": [meta.to_json() for meta in params],
+                "world_size": 1 + engine.world_size,
+                "unproved": self._rehearse == "never",
+                "compares": compares,
+            }
+            with in_background(self.engine.connect, info, abort):
+                handoff.transfer()
+        with spans.of("rehearse"):
+            self.engine.rehearse(self._rehearse)
+
+
+@final
+class HandedOn:
+    """Drives an engine through versions that it reads from the directory in which they were published.
+
+    A `WeightSender` would write them once more, under numbers of its own.
+
+    Args:
+        transport: reader of the directory, which the engine reaches under the same path.
+        engine: a client, or a fleet.
+    """
+
+    def __init__(self, transport: DiskTransport, engine: EngineClient) -> None:
+        self._transport, self._engine = transport, engine
+        self._connection = Connection(engine)
+
+    def take(self, info: Info) -> None:
+        """Put one version in service.
+
+        Args:
+            info: what `DiskTransport.poll` gave.
+
+        Raises:
+            UpdateError: an engine does not serve it; the same version can be taken again.
+        """
+        version, invitation = info["version"], Handoff(info=self._transport.invite())
+        try:
+            params = tuple(ParamMeta.from_json(row) for row in info["params"])
+            self._connection.ensure(params, lambda workers: invitation, self._transport.abort)
+            self._engine.prefetch(version)
+            source = CheckpointSource(Path(info["path"]))
+            digests = {name: tensor_digest(tensor) for name, tensor in source} if self._engine.verifies else {}
+            with self._engine.updating(version):
+                self._engine.load(info)
+                self._engine.verify(digests)
+        except Exception as error:
+            self._connection.drop()  # a half-made update is not built upon
+            raise UpdateError(
+                f"weights version {version} of {self._transport.root} did not reach every engine: {error}",
+                rows=self._engine.rows(),
+            ) from error
+
+    def close(self) -> None:
+        """Leave the engine, which goes on with what it has."""
+        self._engine.close()

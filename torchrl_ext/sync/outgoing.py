@@ -1,0 +1,241 @@
+"""What a sender wraps around a source (names, dtype, digests, lockstep with the other trainer ranks), and whom it tells
+what became of it: those ranks, and collectors."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.waiting import wait_until
+from torchrl_ext.weights.conversion import converted
+from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
+from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked, inner_model
+
+__all__ = ["Outgoing", "Ranks", "bump", "require_data", "source_of"]
+
+log = logging.getLogger("torchrl_ext")
+
+_DEADLINE_S = 1800.0  # as long as torch's own ranks wait for each other in a gather over gloo
+_SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two looks
+
+_senders: Counter[str] = Counter()  # of each model, in this process
+
+
+class Outgoing(WeightSource):
+    """One update's pass over a source.
+
+    Args:
+        source: where the weights come from.
+        mapper: trainer name -> checkpoint name.
+        dtype: cast of floating-point tensors.
+
+    Attributes:
+        version: as what it is sent.
+        digesting: take the digest of each tensor as it passes.
+        digests: digest of each tensor that passed in the last iteration, by name; empty unless `digesting`.
+        count, bytes: what passed in the last iteration.
+        model_bytes: what passes in a whole one.
+
+    Raises:
+        ManifestError: a tensor has no data.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._origin = source
+        source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
+        self._source = source if dtype is None else CastSource(source, dtype)
+        self._params = self._source.params()
+        held = require_data(source)
+        self._gathers, self.digesting = False, False
+        self.digests: dict[str, str] = {}
+        self._stream: Iterator[tuple[str, Tensor]] | None = None
+        self.version = self.count = self.bytes = self.model_bytes = 0
+        for meta in self._params:
+            self.model_bytes += meta.nbytes
+            self._gathers |= meta.name not in held
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._params
+
+    def own_names(self) -> list[str]:
+        """Names as the trainer has them, before any mapper."""
+        return [meta.name for meta in self._origin.params()]
+
+    def held(self) -> Mapping[str, Tensor]:
+        return self._source.held()
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.digests, self.count, self.bytes = {}, 0, 0
+        self._stream = iter(self._source)
+        for meta, tensor in checked(self._stream, self._params):
+            if self.digesting:
+                self.digests[meta.name] = tensor_digest(tensor)
+            self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
+            yield meta.name, tensor
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process can make another pass by itself: no other ranks could be part of a gather."""
+        return _store() is None
+
+    def replay(self) -> None:
+        """Take part in every gather and drop what comes: the role of ranks that do not drive."""
+        for _ in self._source if self._gathers else ():
+            pass
+
+    def drain(self) -> None:
+        """Finish a pass that stopped half-way, or make one that never began, where other ranks wait in its gathers.
+
+        One that cannot be finished is logged: whoever drains has something else to raise.
+        """
+        if self.alone or not self._gathers:
+            return
+        try:
+            for _ in iter(self._source) if self._stream is None else self._stream:
+                pass
+        except Exception:
+            log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)
+
+
+def source_of(weights: Any, registered: Any) -> WeightSource:
+    """The source for what an update sends; what is called as in a registered module goes as the module would.
+
+    Args:
+        weights: what `as_source` takes, or one of TorchRL's LLM wrappers.
+        registered: the registered model; anything, or None.
+    """
+    source, registered = as_source(weights), inner_model(registered)
+    if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
+        return converted(source, registered)
+    return source
+
+
+def require_data(source: WeightSource) -> Mapping[str, Tensor]:
+    """What ``source`` holds as it is sent.
+
+    Raises:
+        ManifestError: a tensor is on the meta device: offloaded, or never loaded.
+    """
+    held = source.held()
+    empty = [name for name, tensor in held.items() if tensor.device.type == "meta"]
+    if empty:
+        raise ManifestError(
+            f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",
+            state="nothing was sent",
+            hint="load the weights, or bring offloaded ones back, before sending them",
+        )
+    return held
+
+
+class Ranks:
+    """What became of an update, told by the trainer rank that drives to those that only take part in the gathers,
+    through the store of torch's process group.
+
+    No collective: one that drives says what it has to say however its update ends, and waits for nobody. Fellows are
+    the senders of the same model, in the order in which each process first used them: on ranks that do not drive nobody
+    need repeat the transport, the mapper or the engine.
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._updates = 0
+
+    def next(self, source: Outgoing) -> str:
+        """The name of this sender's next update, which sends ``source``; the same on every rank."""
+        if not self._name:
+            model = hashlib.sha256("\n".join(sorted(source.own_names())).encode()).hexdigest()[:32]
+            self._name = f"torchrl_ext/{model}/{_senders[model]}"
+            _senders[model] += 1
+        self._updates += 1
+        return f"{self._name}/{self._updates}"
+
+    def tell(self, update: str, version: int, accepted: bool) -> None:
+        """Say that an update is over, and which version the engines serve now; a store that is gone is logged."""
+        store = _store()
+        if store is None:
+            return
+        try:
+            store.set(update, f"{version} {int(accepted)}")
+        except RuntimeError as error:
+            log.warning("the other trainer ranks were not told of weights version %d: %s", version, error)
+
+    def hear(self, update: str) -> tuple[int, bool] | None:
+        """Wait until an update is over.
+
+        Returns:
+            The version that the engines serve now, and whether this update put it in service; None where there are no
+            other ranks.
+
+        Raises:
+            DeadlineError: the rank that drives said nothing.
+            NotConnectedError: torch's store is gone.
+        """
+        store = _store()
+        if store is None:
+            return None
+        try:
+            wait_until(
+                lambda: store.check([update]),
+                _DEADLINE_S,
+                lambda: DeadlineError(
+                    f"trainer rank 0 did not say within {_DEADLINE_S:g} s what became of an update",
+                    expected="update_weights on every trainer rank, the same number of times",
+                    state="this rank does not know which version the engines serve",
+                    hint="look at rank 0; make the same senders in the same order on every rank",
+                ),
+                shortest_s=_SHORTEST_S,
+                longest_s=_LONGEST_S,
+            )
+            version, accepted = store.get(update).decode().split()
+        except DeadlineError:
+            raise
+        except RuntimeError as error:
+            raise NotConnectedError(
+                f"the store of torch's process group is gone: {error}",
+                state="this rank does not know which version the engines serve",
+                hint="look at trainer rank 0, which keeps it as a rule",
+            ) from error
+        return int(version), accepted == "1"
+
+
+def bump(collectors: Iterable[Any]) -> None:
+    """Increment the policy version of each collector once; None stands for one that is gone.
+
+    The engines have the weights, whatever a collector makes of it: one that raises is logged, and the others are told.
+    """
+    seen: set[int] = set()
+    for collector in list(collectors):
+        if collector is None or id(collector) in seen:  # its truth would be its length, and an endless one has none
+            continue
+        seen.add(id(collector))
+        try:
+            collector.increment_version()
+        except Exception:
+            log.error("a collector did not take note of new weights, which are in service", exc_info=True)
+
+
+def _store() -> Any | None:
+    """The store of the default process group; None where this process is the only rank."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    if torch.distributed.get_world_size() == 1:
+        return None
+    return torch.distributed.distributed_c10d._get_default_store()
