@@ -46,11 +46,18 @@ def let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> No
     async def close() -> None:
         await connector.close()
 
-    if not loop.is_closed():
+    if loop.is_closed() or _running_loop() is loop:
+        with contextlib.suppress(StopIteration):
+            close().send(None)  # that much closes them; the rest only waits until they are
+    else:
         asyncio.run_coroutine_threadsafe(close(), loop)
-        return
-    with contextlib.suppress(StopIteration):
-        close().send(None)  # where the loop is closed, there is nothing to wait for
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def authorities() -> ssl.SSLContext:
