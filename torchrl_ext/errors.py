@@ -129,3 +129,8 @@ class UpdateError(EngineError):
     def __init__(self, what: str, *, report: Any = None, **more: Any) -> None:
         super().__init__(what, **more)
         self.report = report
+
+
+def why(error: BaseException) -> str:
+    """``error`` in the few words that fit into another one's message."""
+    return error.what.rstrip(".") if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"

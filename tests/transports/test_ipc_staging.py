@@ -13,39 +13,11 @@ from tests.transports import ipc_ends
 from tests.transports.contract import WAIT_S, any_bits, same_bits
 from tests.transports.ipc_ends import WORKER
 from torchrl_ext.bench.runner import track_peak
-from torchrl_ext.transports.ipc.staging import Lander, Packer, stage_layout
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.source import MappingSource, checked
 
 channel, make = ipc_ends.channel, ipc_ends.make
 
 
 class TestStaging:
-    @pytest.mark.parametrize("capacity", [64, 192, 1024, 1 << 20])
-    def test_whatever_the_size_of_a_bucket_the_same_bytes_come_out(self, capacity):
-        dtypes = [torch.uint8, torch.bfloat16, torch.float64, torch.complex128, torch.int32]
-        sent = {f"{i:03d}": any_bits(dtypes[i % 5], (i * 37) % 301, seed=i) for i in range(60)}
-        sent["010"] = any_bits(torch.float32, 50, 40, seed=1).t()
-        params = MappingSource(sent).params()
-        packer = Packer(params, checked(MappingSource(sent), params))
-        into = {name: torch.zeros_like(tensor) for name, tensor in sent.items() if int(name) % 3}
-        lander = Lander(params, into, torch.device("cpu"), capacity)
-        slot, found = torch.zeros(capacity, dtype=torch.uint8), []
-        for bucket in stage_layout(params, capacity):
-            packer.fill(bucket, [slot])
-            found += lander.take(bucket, slot)
-            slot.fill_(255)
-        packer.finish()
-        assert [name for name, _ in found] == [meta.name for meta in params]
-        for name, tensor in found:
-            assert same_bits(tensor, sent[name]), name
-            assert name not in into or tensor.data_ptr() == into[name].data_ptr()
-
-    def test_no_bucket_but_the_last_is_much_less_than_full(self):
-        params = [ParamMeta(str(i), torch.bfloat16, (1000 + 7 * i, 64)) for i in range(50)]
-        buckets = stage_layout(params, 1 << 20)
-        assert len(buckets) <= -(-sum(meta.nbytes for meta in params) // ((1 << 20) - (128 << 10)))
-
     @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
     def test_a_send_adds_no_more_memory_than_the_staging_buffer(self, make, channel):
         trainer = make(bucket_bytes=4 << 20)

@@ -30,7 +30,7 @@ from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.bench.ipc import measure_ipc
 from torchrl_ext.bench.runner import ratio, rounds, track_peak
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.collective.buckets import BUCKET_BYTES
+from torchrl_ext.transports.collective.stream import BUCKET_BYTES
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.types import Info

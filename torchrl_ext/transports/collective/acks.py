@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 
-from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.types import Info, ParamMeta
@@ -19,7 +19,6 @@ __all__ = [
     "sending_failed",
     "stop_reason",
     "tell_stopped",
-    "why",
 ]
 
 _LAST_WORDS_S = 1.0
@@ -109,11 +108,6 @@ def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> Weight
         state=f"of the trainer: {trainer}. This rank may hold a part of the version, and its group is closed",
         hint="connect again when the trainer does",
     )
-
-
-def why(error: BaseException) -> str:
-    """An error in the few words that fit into another one's."""
-    return error.what.rstrip(".") if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
 
 
 def tell_stopped(group: Group, reason: str) -> None:

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.announcements import Announcements
 from torchrl_ext.transports.base import TransferStats
-from torchrl_ext.transports.collective import acks
-from torchrl_ext.transports.collective.buckets import BUCKET_BYTES, Plan
+from torchrl_ext.transports.buckets import Packer, Plan
+from torchrl_ext.transports.collective import acks, stream
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.membership import LOBBY, Membership, choose_backend
-from torchrl_ext.transports.collective.stream import Incoming, send_pieces
+from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked
@@ -212,11 +212,12 @@ class VLLMCollectiveTransport(StandaloneTransport):
     def _send(self, group: Group, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
         began = time.perf_counter()
         try:
-            pieces = self._plan.pieces(params, self.bucket_bytes)
-            send_pieces(group, pieces, params, checked(source, params), bucket_bytes=self.bucket_bytes)
+            buckets = stream.buckets_of(self._plan, params, info["bucket_bytes"])
+            packer = Packer(params, checked(source, params))
+            stream.send_buckets(group, buckets, packer, bucket_bytes=info["bucket_bytes"])
             said = acks.await_workers(group, info)
         except BaseException as error:
-            acks.tell_stopped(group, acks.why(error))
+            acks.tell_stopped(group, why(error))
             group.sever()
             if isinstance(error, (TransportError, DeadlineError)):
                 raise acks.sending_failed(group, info, error) from error
@@ -246,7 +247,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             raise acks.receiving_failed(group, info, error) from error
         except (GeneratorExit, Exception) as error:
             stopped = "it loaded nothing" if name is None else f"it stopped loading after {name!r}"
-            self._drain(group, incoming, info, stopped if type(error) is GeneratorExit else acks.why(error))
+            self._drain(group, incoming, info, stopped if type(error) is GeneratorExit else why(error))
             told = True
             raise
         finally:
@@ -255,7 +256,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
     def decline(self, info: Info, error: BaseException) -> None:
         group = self._member.group()
-        self._drain(group, self._incoming(group, info, {}), info, acks.why(error))
+        self._drain(group, self._incoming(group, info, {}), info, why(error))
 
     def _incoming(self, group: Group, info: Info, into: Mapping[str, Tensor]) -> Incoming:
         _require(info, group=str, handoff=int, version=int, bucket_bytes=int, params=list)
@@ -265,8 +266,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 hint="connect again",
             )
         params = self._plan.metas(info["params"])
-        pieces = self._plan.pieces(params, info["bucket_bytes"])
-        return Incoming(group, pieces, params, into, bucket_bytes=info["bucket_bytes"])
+        buckets = stream.buckets_of(self._plan, params, info["bucket_bytes"])
+        return Incoming(group, buckets, params, into, bucket_bytes=info["bucket_bytes"])
 
     def _drain(self, group: Group, incoming: Incoming, info: Info, words: str) -> None:
         """Take and drop what is on its way, so that the group stays in step, and tell the trainer why."""

@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError, TransportError
-from torchrl_ext.transports.collective.buckets import BufferPool, as_bytes, landing
+from torchrl_ext.transports.buckets import Lander
+from torchrl_ext.transports.copies import CopyBytes
 from torchrl_ext.transports.ipc.host_memory import Segment, attach_plain, host_handle, integer
-from torchrl_ext.transports.ipc.staging import streaming_copy
 from torchrl_ext.transports.ipc.unix_socket import Link
 from torchrl_ext.types import Info, ParamMeta
 
@@ -130,7 +130,7 @@ class Borrowed:
         self._watched: Link | None = None
 
     def take(
-        self, info: Any, params: Sequence[ParamMeta], into: Mapping[str, Tensor], capacity: int
+        self, info: Any, params: Sequence[ParamMeta], into: Mapping[str, Tensor], capacity: int, copy: CopyBytes
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Copy everything, one of `groups` at a time; what was copied, in order, none of it the trainer's.
 
@@ -139,32 +139,24 @@ class Borrowed:
             params: what the update sends.
             into: tensors that are filled directly.
             capacity: see `groups`.
+            copy: copies bytes; it is called by several threads.
 
         Raises:
             TransportError: the trainer's memory cannot be reached.
             IntegrityError: a place that cannot be.
         """
         sources = self._sources(info, params)
-        pool, device = BufferPool(torch.device("cpu")), torch.device("cpu")
-        copy = streaming_copy(sum(meta.nbytes for meta in params))
-        running: deque[tuple[list[tuple[ParamMeta, Tensor]], list[Future[None]]]] = deque()
+        lander = Lander(params, into, torch.device("cpu"))
+        running: deque[tuple[range, list[Future[None]]]] = deque()
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ipc-copy") as threads:
             for first, stop in groups(params, capacity):
-                arrived, slices = [], []
-                for meta, source in zip(params[first:stop], sources[first:stop], strict=True):
-                    target = landing(meta, into, device)
-                    if target is None:
-                        flat = pool.take(meta.nbytes)
-                        target = flat.view(meta.dtype).view(meta.shape)
-                    else:
-                        flat = as_bytes(target)
-                    arrived.append((meta, target))
-                    slices += _slices(source, flat.numpy())
-                running.append((arrived, [threads.submit(_copy_all, copy, share) for share in _shares(slices)]))
+                group = range(first, stop)
+                slices = [pair for index in group for pair in _slices(sources[index], lander.begin(index).numpy())]
+                running.append((group, [threads.submit(_copy_all, copy, share) for share in _shares(slices)]))
                 if len(running) > _AHEAD:
-                    yield _finished(*running.popleft(), into)
+                    yield _finished(lander, *running.popleft())
             while running:
-                yield _finished(*running.popleft(), into)
+                yield _finished(lander, *running.popleft())
 
     def keep_while(self, link: Link) -> None:
         """Let go of everything as soon as the trainer at the other end of ``link`` is gone."""
@@ -227,13 +219,11 @@ def _inode(handle: Info) -> tuple[int, int]:
     return device, number
 
 
-def _finished(
-    arrived: Sequence[tuple[ParamMeta, Tensor]], copies: Sequence[Future[None]], into: Mapping[str, Tensor]
-) -> list[tuple[str, Tensor]]:
+def _finished(lander: Lander, group: range, copies: Sequence[Future[None]]) -> list[tuple[str, Tensor]]:
     """One of `groups`, once it is copied."""
     for one in copies:
         one.result()
-    return [(meta.name, _placed(meta, tensor, into)) for meta, tensor in arrived]
+    return [lander.end(index) for index in group]
 
 
 def groups(params: Sequence[ParamMeta], capacity: int) -> list[tuple[int, int]]:
@@ -267,16 +257,6 @@ def _shares(slices: Sequence[tuple[np.ndarray, np.ndarray]]) -> Iterator[list[tu
         yield share
 
 
-def _copy_all(copy: Callable[[np.ndarray, np.ndarray], None], share: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _copy_all(copy: CopyBytes, share: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     for source, target in share:
         copy(source, target)
-
-
-def _placed(meta: ParamMeta, tensor: Tensor, into: Mapping[str, Tensor]) -> Tensor:
-    """``tensor``, or the tensor of ``into`` that could not be filled byte by byte."""
-    target = into.get(meta.name)
-    if target is None or target.data_ptr() == tensor.data_ptr() or ParamMeta.of(meta.name, target) != meta:
-        return tensor
-    with torch.no_grad():
-        target.copy_(tensor)
-    return target

@@ -12,14 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
+from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
 from torchrl_ext.transports.base import TransferStats
-from torchrl_ext.transports.collective.acks import why
+from torchrl_ext.transports.buckets import Packer, Plan
 from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
 from torchrl_ext.transports.ipc.in_place import Offer, groups, offer
-from torchrl_ext.transports.ipc.staging import Packer, StagePlan, warm_copies
 from torchrl_ext.transports.ipc.unix_socket import new_address, shared_address
-from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
+from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half, warm_copies
 from torchrl_ext.transports.ipc.workers import Crew
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
@@ -78,7 +77,7 @@ class IPCTransport(StandaloneTransport):
             raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
         self._channel, self._count, self._bucket_bytes = channel or "default", workers, bucket_bytes
         self._on_host = device is not None and usable_device(device).type == "cpu"
-        self._in_place, self._plan = in_place, StagePlan()
+        self._in_place, self._plan = in_place, Plan()
         # trainer end
         self._crew: Crew | None = None
         self._alone = True

@@ -8,24 +8,36 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from torchrl_ext.errors import DeadlineError, IntegrityError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    IntegrityError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+    why,
+)
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.acks import why
+from torchrl_ext.transports.buckets import Lander, Plan
+from torchrl_ext.transports.copies import CopyBytes, copy_plainly
 from torchrl_ext.transports.ipc.host_memory import Segment, attach, integer
 from torchrl_ext.transports.ipc.in_place import Borrowed, groups
-from torchrl_ext.transports.ipc.staging import Lander, StagePlan
 from torchrl_ext.transports.ipc.unix_socket import Link, connect
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]
+__all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "fastest_copy", "half", "warm_copies"]
 
 log = logging.getLogger("torchrl_ext")
 
 ALIGN_BYTES = 64
 SLOTS = 2
 """Halves of the staging buffer: while workers copy out of one, the trainer fills the other."""
+
+_STREAM_BYTES = 64 << 20
+"""Updates from which on copies around the caches pay (the first one compiles a loop)."""
 
 _LARGEST_BYTES = 1 << 42  # more than any machine has memory for
 _PAUSE_S = 0.005
@@ -40,7 +52,7 @@ class IPCWorker:
     """
 
     def __init__(self, devices: Callable[[], list[str]]) -> None:
-        self._devices, self._plan = devices, StagePlan()
+        self._devices, self._plan = devices, Plan()
         self._borrowed = Borrowed()
         self._link: Link | None = None
         self._welcome: Info = {}
@@ -162,16 +174,17 @@ class IPCWorker:
     ) -> tuple[int, Iterator[list[tuple[str, Tensor]]]]:
         """How many acknowledgements there will be, and what has been copied before each."""
         capacity, handoff = _capacity(segment), integer(info, "handoff")
+        copy = fastest_copy(sum(meta.nbytes for meta in params))
 
         def borrowed() -> Iterator[list[tuple[str, Tensor]]]:
             self._borrowed.keep_while(link)
-            for number, pairs in enumerate(self._borrowed.take(info["in_place"], params, into, capacity)):
+            for number, pairs in enumerate(self._borrowed.take(info["in_place"], params, into, capacity, copy)):
                 if number + 1 == count:
                     self._await_filled(link, handoff, number, timeout_s)  # the trainer went through all of it too
                 yield pairs
 
         def staged() -> Iterator[list[tuple[str, Tensor]]]:
-            lander = Lander(params, into, segment.flat.device, capacity)
+            lander = Lander(params, into, segment.flat.device, copy)
             for number, bucket in enumerate(self._plan.buckets(params, capacity)):
                 self._await_filled(link, handoff, number, timeout_s)
                 pairs = lander.take(bucket, half(segment, number, capacity))
@@ -269,3 +282,27 @@ def _capacity(segment: Segment) -> int:
             f"a staging buffer of {segment.flat.numel()} bytes", expected="two halves, each n x 64 bytes"
         )
     return capacity
+
+
+def fastest_copy(nbytes: int) -> CopyBytes:
+    """The copy for an update of ``nbytes`` in all; it gives way to other threads."""
+    if nbytes < _STREAM_BYTES:
+        return copy_plainly
+    try:
+        from torchrl_ext.transports.ipc.streaming_copy import copy_streaming
+    except (ImportError, ConfigError):  # nothing here can compile it
+        return copy_plainly
+    return copy_streaming
+
+
+def warm_copies(nbytes: int) -> threading.Thread | None:
+    """Have the copy for updates of ``nbytes`` compiled before they come, in a thread, where it is one to compile."""
+    if nbytes < _STREAM_BYTES:
+        return None
+
+    def once() -> None:
+        fastest_copy(nbytes)(np.zeros(1024, np.uint8), np.zeros(1024, np.uint8))
+
+    thread = threading.Thread(target=once, name="torchrl-ext-warm", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,296 @@
+"""How parameters travel in buckets: a layout that both ends compute from the same list, packing, and landing.
+
+Parameters keep their order, and each begins at a multiple of its element size, so no offset is ever taken from a
+message. A broadcast gives every large tensor a bucket of its own, in which it travels as it lies in memory; a staging
+buffer has no such buckets, and splits a tensor that does not fit into the rest of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.transports.copies import BufferPool, CopyBytes, as_bytes, copy_each, copy_plainly, landing, plain
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["Bucket", "Lander", "Packer", "Plan", "Span", "layout"]
+
+_SPLIT_BYTES = 128 << 10
+"""A rest of a bucket that is smaller stays empty rather than take a part of a tensor."""
+
+_AT_ONCE_BYTES = 1 << 20
+"""Tensors that are held beside each other while they are packed; a source may make each of them for the occasion."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive parameters of one dtype that lie in a bucket without a gap, or a part of one parameter.
+
+    Attributes:
+        first, stop: indices of the parameters: ``first <= index < stop``.
+        begin, end: which of their bytes these are, counted from the beginning of the first one.
+        at: where they begin in the bucket, in bytes.
+        part: the span is a part of one parameter, which goes on in the next bucket or began in the one before.
+    """
+
+    first: int
+    stop: int
+    begin: int
+    end: int
+    at: int
+    part: bool = False
+
+    def bytes_in(self, buffer: Tensor) -> Tensor:
+        """The bytes of this span in a buffer that holds its bucket."""
+        return buffer[self.at : self.at + self.end - self.begin]
+
+    def tensors_in(self, buffer: Tensor, params: Sequence[ParamMeta]) -> list[Tensor]:
+        """Views of a buffer that holds the bucket, one per parameter, with its dtype and shape."""
+        metas = params[self.first : self.stop]
+        flat = self.bytes_in(buffer).view(metas[0].dtype).split([meta.numel for meta in metas])
+        return [part.view(meta.shape) for meta, part in zip(metas, flat, strict=True)]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What travels at once.
+
+    Attributes:
+        spans: what lies in it, in order.
+        nbytes: bytes that travel; 0 when all its tensors are empty.
+        direct: it is one whole tensor, which travels as it lies in memory.
+    """
+
+    spans: tuple[Span, ...]
+    nbytes: int
+    direct: bool = False
+
+
+def layout(params: Sequence[ParamMeta], capacity: int, direct_bytes: int | None = None) -> tuple[Bucket, ...]:
+    """Lay ``params`` out in buckets; a function of its arguments alone, so that two processes agree.
+
+    Args:
+        params: what travels.
+        capacity: size of a bucket, in bytes.
+        direct_bytes: tensors of so many bytes and more are direct, and none is split; ``capacity`` or less. With None
+            no tensor is direct, and those that do not fit are split.
+    """
+    buckets: list[Bucket] = []
+    spans: list[Span] = []
+    split_bytes = min(_SPLIT_BYTES, capacity // 4) if direct_bytes is None else capacity + 1
+    cursor = 0
+
+    def close() -> None:
+        nonlocal spans, cursor
+        if spans:
+            buckets.append(Bucket(tuple(spans), cursor))
+        spans, cursor = [], 0
+
+    for index, meta in enumerate(params):
+        nbytes, itemsize = meta.nbytes, meta.dtype.itemsize
+        if direct_bytes is not None and nbytes >= direct_bytes:
+            close()
+            buckets.append(Bucket((Span(index, index + 1, 0, nbytes, 0),), nbytes, direct=True))
+            continue
+        at, done = -(-cursor // itemsize) * itemsize, 0
+        if at + nbytes > capacity and capacity - at < split_bytes:
+            close()
+            at = 0
+        while at + nbytes - done > capacity:
+            end = done + capacity - at
+            spans.append(Span(index, index + 1, done, end, at, part=True))
+            cursor = capacity
+            close()
+            at, done = 0, end
+        before = spans[-1] if spans else None
+        if done:
+            spans.append(Span(index, index + 1, done, nbytes, at, part=True))
+        elif before and not before.part and params[before.first].dtype is meta.dtype and before.at + before.end == at:
+            spans[-1] = replace(before, stop=index + 1, end=before.end + nbytes)
+        else:
+            spans.append(Span(index, index + 1, 0, nbytes, at))
+        cursor = at + nbytes - done
+    close()
+    return tuple(buckets)
+
+
+class Plan:
+    """The layout and the JSON form of a parameter list, kept from one update to the next: lists rarely change."""
+
+    def __init__(self) -> None:
+        self._params: tuple[ParamMeta, ...] | None = None
+        self._rows: list[Any] = []
+        self._buckets: dict[tuple[int, int | None], tuple[Bucket, ...]] = {}
+
+    def _know(self, params: tuple[ParamMeta, ...], rows: list[Any]) -> None:
+        self._params, self._rows, self._buckets = params, rows, {}
+
+    def rows(self, params: tuple[ParamMeta, ...]) -> list[Any]:
+        """`ParamMeta.to_json` of each parameter."""
+        if params != self._params:
+            self._know(params, [meta.to_json() for meta in params])
+        return self._rows
+
+    def metas(self, rows: list[Any]) -> tuple[ParamMeta, ...]:
+        """Inverse of `rows`.
+
+        Raises:
+            ManifestError: a row is malformed.
+        """
+        if self._params is None or rows != self._rows:
+            self._know(tuple(ParamMeta.from_json(row) for row in rows), rows)
+        return self._params or ()
+
+    def buckets(
+        self, params: tuple[ParamMeta, ...], capacity: int, direct_bytes: int | None = None
+    ) -> tuple[Bucket, ...]:
+        """`layout` of ``params``."""
+        self.rows(params)
+        key = (capacity, direct_bytes)
+        if key not in self._buckets:
+            self._buckets[key] = layout(params, *key)
+        return self._buckets[key]
+
+
+class Packer:
+    """Trainer end: a stream of tensors, bucket by bucket.
+
+    Args:
+        params: what the stream yields.
+        stream: a checked pass over the source (`torchrl_ext.weights.source.checked`).
+    """
+
+    def __init__(self, params: Sequence[ParamMeta], stream: Iterator[tuple[ParamMeta, Tensor]]) -> None:
+        self._params, self._stream = params, stream
+        self._split: Tensor | None = None
+
+    def direct(self, device: torch.device) -> Tensor:
+        """The bytes of a direct bucket on ``device``: the tensor's own memory, where that is possible.
+
+        Raises:
+            ManifestError: the stream is not what was declared.
+        """
+        return as_bytes(plain(next(self._stream)[1], device))
+
+    def fill(self, bucket: Bucket, slots: Sequence[Tensor]) -> None:
+        """Copy what belongs into ``bucket`` to each of ``slots``, uint8 tensors of its size or larger.
+
+        Raises:
+            ManifestError: the stream is not what was declared.
+        """
+        for span in bucket.spans:
+            if span.part:
+                self._fill_part(span, slots)
+            else:
+                self._fill_whole(span, slots)
+
+    def finish(self) -> None:
+        """Let the stream say that it has more than it declared."""
+        next(self._stream, None)
+
+    def _fill_part(self, span: Span, slots: Sequence[Tensor]) -> None:
+        if self._split is None:
+            tensor = next(self._stream)[1]
+            self._split = as_bytes(plain(tensor, tensor.device))
+        for slot in slots:
+            copy_each([self._split[span.begin : span.end]], [span.bytes_in(slot)])
+        if span.end == self._params[span.first].nbytes:
+            self._split = None
+
+    def _fill_whole(self, span: Span, slots: Sequence[Tensor]) -> None:
+        targets = [span.tensors_in(slot, self._params) for slot in slots]
+        batch: list[Tensor] = []
+        first = held = 0
+        for index in range(span.first, span.stop):
+            batch.append(next(self._stream)[1])
+            held += batch[-1].nbytes
+            if held >= _AT_ONCE_BYTES or index + 1 == span.stop:
+                for tensors in targets:
+                    copy_each(batch, tensors[first : first + len(batch)])
+                first, batch, held = first + len(batch), [], 0
+
+
+class Lander:
+    """Worker end: tensors out of buckets.
+
+    Args:
+        params: what arrives.
+        into: tensors that are filled directly where that is possible.
+        device: where the bytes arrive.
+        copy: copies bytes on the host.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamMeta],
+        into: Mapping[str, Tensor],
+        device: torch.device,
+        copy: CopyBytes = copy_plainly,
+    ) -> None:
+        self._params, self._into, self._device, self._copy = params, into, device, copy
+        self._pool = BufferPool(device)
+        self._begun: dict[int, Tensor] = {}
+
+    def begin(self, index: int) -> Tensor:
+        """Bytes that parameter ``index`` may be written to: those of its tensor in ``into``, or memory of its own."""
+        meta = self._params[index]
+        target = landing(meta, self._into, self._device)
+        if target is None:
+            target = self._pool.take(meta.nbytes).view(meta.dtype).view(meta.shape)
+        self._begun[index] = target
+        return as_bytes(target)
+
+    def end(self, index: int) -> tuple[str, Tensor]:
+        """The pair of a parameter whose bytes from `begin` are written."""
+        meta, arrived = self._params[index], self._begun.pop(index)
+        target = self._alike(meta)
+        if target is None:
+            return meta.name, arrived
+        if target.data_ptr() != arrived.data_ptr():  # it is strided, or on another device
+            copy_each([arrived], [target], self._copy)
+        return meta.name, target
+
+    def keep(self, bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """The pairs of whole tensors in ``buffer``, which nobody writes again: what has no target stays there."""
+        return [pair for span in bucket.spans for pair in self._whole(span, buffer, buffer)]
+
+    def take(self, bucket: Bucket, slot: Tensor) -> list[tuple[str, Tensor]]:
+        """The pairs that are complete with ``slot``, which somebody writes again: none of them is memory of it."""
+        complete: list[tuple[str, Tensor]] = []
+        own: Tensor | None = None
+        for span in bucket.spans:
+            if span.part:
+                complete += self._part(span, slot)
+                continue
+            if own is None and any(self._alike(meta) is None for meta in self._params[span.first : span.stop]):
+                own, last = self._pool.take(slot.numel()), bucket.spans[-1]
+                end = last.at if last.part else bucket.nbytes
+                copy_each([slot[span.at : end]], [own[span.at : end]], self._copy)
+            complete += self._whole(span, slot, own)
+        return complete
+
+    def _part(self, span: Span, slot: Tensor) -> list[tuple[str, Tensor]]:
+        flat = as_bytes(self._begun[span.first]) if span.begin else self.begin(span.first)
+        copy_each([span.bytes_in(slot)], [flat[span.begin : span.end]], self._copy)
+        return [self.end(span.first)] if span.end == self._params[span.first].nbytes else []
+
+    def _whole(self, span: Span, buffer: Tensor, own: Tensor | None) -> list[tuple[str, Tensor]]:
+        metas = self._params[span.first : span.stop]
+        found = [self._alike(meta) for meta in metas]
+        pairs = zip(span.tensors_in(buffer, self._params), found, strict=True)
+        filled = [(tensor, target) for tensor, target in pairs if target is not None]
+        copy_each([tensor for tensor, _ in filled], [target for _, target in filled], self._copy)
+        kept: Sequence[Any] = found if own is None else span.tensors_in(own, self._params)
+        return [
+            (meta.name, tensor if target is None else target)
+            for meta, tensor, target in zip(metas, kept, found, strict=True)
+        ]
+
+    def _alike(self, meta: ParamMeta) -> Tensor | None:
+        target = self._into.get(meta.name)
+        alike = target is not None and target.dtype == meta.dtype and tuple(target.shape) == meta.shape
+        return target if alike else None
