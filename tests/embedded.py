@@ -11,7 +11,7 @@ import httpx
 
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.launch.stock import as_flags
+from torchrl_ext.launch.server import as_flags
 
 _ENGINE = "import sys; from torchrl_ext.embedded.__main__ import main; sys.exit(main(sys.argv[1:]))"
 

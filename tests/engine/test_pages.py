@@ -11,9 +11,9 @@ import torch
 from tests.engine.served import ServedSGLang, ServedVLLM
 from tests.models import tiny_checkpoint
 from tests.pages import ROOT, on_servers
-from torchrl_ext.launch.environments import vllm_python
-from torchrl_ext.launch.overlay import make_overlay
+from torchrl_ext.launch.environments import VLLM_CPU
 from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.launch.server import make_overlay
 from torchrl_ext.launch.vllm import vllm_environ
 
 pytestmark = pytest.mark.engine
@@ -53,7 +53,7 @@ finally:
 def test_the_page_about_switching_runs_in_the_process_that_has_vllm(tmp_path):
     """With all its blocks: what it makes of vLLM is what it switches."""
     checkpoint = tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # what vLLM computes in by default
-    overlay, python = tmp_path / "overlay", vllm_python()
+    overlay, python = tmp_path / "overlay", VLLM_CPU.python()
     overlay.mkdir()
     make_overlay(overlay)
     done = subprocess.run(

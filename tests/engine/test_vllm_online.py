@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from tests.models import tiny_checkpoint
-from torchrl_ext.launch.environments import vllm_python
-from torchrl_ext.launch.overlay import make_overlay
+from torchrl_ext.launch.environments import VLLM_CPU
+from torchrl_ext.launch.server import make_overlay
 from torchrl_ext.launch.vllm import vllm_environ
 
 pytestmark = pytest.mark.engine
@@ -138,7 +138,7 @@ if __name__ == "__main__":
 
 
 def rows_of(script, tmp_path, *arguments):
-    overlay, file, python = tmp_path / "overlay", tmp_path / "own.py", vllm_python()
+    overlay, file, python = tmp_path / "overlay", tmp_path / "own.py", VLLM_CPU.python()
     overlay.mkdir()
     make_overlay(overlay)
     file.write_text(script)

@@ -10,7 +10,7 @@ from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
 from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import ROOT, WAIT_S
-from torchrl_ext.launch.environments import vllm_python
+from torchrl_ext.launch.environments import VLLM_CPU
 from torchrl_ext.types import STILL_STAGING
 
 pytestmark = pytest.mark.engine
@@ -47,7 +47,7 @@ except EngineError as error:
 
 
 def test_a_question_whether_staging_is_over_does_not_keep_a_worker_from_generating(vllm):
-    command = [str(vllm_python()), "-c", ASKED]
+    command = [str(VLLM_CPU.python()), "-c", ASKED]
     done = subprocess.run(command, cwd=ROOT, timeout=WAIT_S, capture_output=True, text=True)
     assert STILL_STAGING in done.stdout, done.stderr
 

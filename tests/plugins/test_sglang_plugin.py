@@ -8,8 +8,8 @@ import pytest
 
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.overlay import make_overlay
 from torchrl_ext.launch.processes import free_port
+from torchrl_ext.launch.server import make_overlay
 from torchrl_ext.launch.sglang import SGLangServer
 from torchrl_ext.plugins.common.workers import joined
 

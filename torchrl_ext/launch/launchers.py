@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import threading
@@ -99,8 +98,7 @@ class LocalLauncher(EngineLauncher):
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
     ) -> RunningEngine:
         make = launchers.load(plan.kind)
-        known = inspect.signature(make).parameters
-        variable, secret = _KEY_VARIABLES.get(plan.kind), {}
+        known, variable, secret = make.settings(), _KEY_VARIABLES.get(plan.kind), {}
         wanted = {**self._settings, **self._role(plan, encoders), **plan.overrides}
         if self.api_key is not None and variable is None:
             wanted.setdefault("api_key", self.api_key)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,12 @@ import httpx
 
 from torchrl_ext.errors import DeadlineError, EngineError
 from torchrl_ext.launch.guard import descendants
+from torchrl_ext.waiting import wait_until
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Launched", "ServerProcess", "free_port", "reachable"]
+__all__ = ["ServerProcess", "free_port", "reachable"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -58,6 +58,12 @@ class ServerProcess:
         cancel: set by another thread that wants the start given up.
         shared_memory: first letters of the names of files in /dev/shm that the server's processes make, and may leave
             behind: those that they have mapped when they are ended are removed.
+        folder: one that is for the server alone, and is removed when it has ended.
+
+    Attributes:
+        url: base address.
+        pid: of the server.
+        log_path: file with what it prints.
 
     Raises:
         EngineError: it ended while starting, or was given up; the message has the end of its log.
@@ -76,8 +82,9 @@ class ServerProcess:
         start_timeout_s: float = 300.0,
         cancel: threading.Event | None = None,
         shared_memory: tuple[str, ...] = (),
+        folder: Path | None = None,
     ) -> None:
-        self.name, self.url, self._shared_memory = name, url, shared_memory
+        self.name, self.url, self._shared_memory, self._folder = name, url, shared_memory, folder
         if log_path is None:
             handle, log_path = tempfile.mkstemp(prefix=f"torchrl-ext-{name}-", suffix=".log")
             os.close(handle)
@@ -145,8 +152,10 @@ class ServerProcess:
             guard.stdout.close()
         for path in left:
             path.unlink(missing_ok=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -162,63 +171,28 @@ class ServerProcess:
         return int(first)
 
     def _wait_until_healthy(self, route: str, timeout_s: float, cancel: threading.Event) -> None:
-        until = time.monotonic() + timeout_s
+        def healthy() -> bool:
+            if not self.alive():
+                raise EngineError(
+                    f"{self.name} ended while starting; errors that it printed: {self.errors() or 'none'}; "
+                    f"its log ends with: {self.log() or 'nothing'}",
+                    hint=f"the whole log is {self.log_path}",
+                )
+            with contextlib.suppress(httpx.HTTPError):
+                return client.get(self.url + route).status_code == 200
+            return False
+
+        def late() -> EngineError | DeadlineError:
+            if cancel.is_set():
+                return EngineError(f"the start of {self.name} at {self.url} was given up", state="it was ended")
+            return DeadlineError(
+                f"{self.name} at {self.url} was not healthy within {timeout_s:g} s; its log ends with: {self.log()}",
+                state="it was ended",
+                hint=f"the whole log is {self.log_path}",
+            )
+
         with httpx.Client(trust_env=False, timeout=5.0) as client:
-            while time.monotonic() < until:
-                if not self.alive():
-                    raise EngineError(
-                        f"{self.name} ended while starting; errors that it printed: {self.errors() or 'none'}; "
-                        f"its log ends with: {self.log() or 'nothing'}",
-                        hint=f"the whole log is {self.log_path}",
-                    )
-                with contextlib.suppress(httpx.HTTPError):
-                    if client.get(self.url + route).status_code == 200:
-                        return
-                if cancel.wait(_POLL_S):
-                    raise EngineError(f"the start of {self.name} at {self.url} was given up", state="it was ended")
-        raise DeadlineError(
-            f"{self.name} at {self.url} was not healthy within {timeout_s:g} s; its log ends with: {self.log()}",
-            state="it was ended",
-            hint=f"the whole log is {self.log_path}",
-        )
-
-
-class Launched:
-    """What launchers of one server share: its process, and a folder that goes when it ends; a context manager.
-
-    Attributes:
-        url: base address.
-        pid: of the server.
-        log_path: file with what it prints.
-    """
-
-    def __init__(self, process: ServerProcess, folder: Path | None = None) -> None:
-        self._process, self._folder = process, folder
-        self.url, self.pid, self.log_path = process.url, process.pid, process.log_path
-
-    def alive(self) -> bool:
-        """Whether the server runs."""
-        return self._process.alive()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the server ends, at most ``timeout_s`` seconds; returns whether it did."""
-        return self._process.wait(timeout_s)
-
-    def log(self) -> str:
-        """What the server has printed so far, at most the last 4000 characters."""
-        return self._process.log()
-
-    def stop(self) -> None:
-        """End the server and its children, and wait for it. May be called twice."""
-        self._process.stop()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.stop()
+            wait_until(healthy, timeout_s, late, stop=cancel, longest_s=_POLL_S)
 
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:

@@ -6,109 +6,64 @@ import importlib.metadata
 import json
 import os
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.environments import to_stderr, vllm_python
-from torchrl_ext.launch.overlay import on_path
-from torchrl_ext.launch.processes import Launched
-from torchrl_ext.launch.stock import as_flags, checkpoint_folder, on_cpu, start_with_plugin, usable_port
+from torchrl_ext.launch.environments import VLLM_CPU
+from torchrl_ext.launch.server import Server, StockSpec, as_flags, on_cpu, on_path
 from torchrl_ext.types import BACKEND
 
-__all__ = ["VLLMServer", "vllm_environ"]
+__all__ = ["VLLMServer", "VLLMSpec", "vllm_environ"]
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 
-class VLLMServer(Launched):
-    """Starts vLLM's OpenAI server for one model, ready to follow a trainer; a context manager.
+@dataclass(frozen=True, kw_only=True)
+class VLLMSpec(StockSpec):
+    """vLLM's OpenAI server, ready to follow a trainer; takes what `ServerSpec`, `EngineSpec` and `StockSpec` have.
 
-    vLLM comes from this environment where it is installed, else from one that is made for it on first use (CPU). Our
-    plugin reaches it through a folder on its ``PYTHONPATH``; nothing is written into its environment.
+    The rank of LoRA adapters is rounded up to one that vLLM knows.
 
-    Args:
-        model_dir: Hugging Face checkpoint directory.
-        host: address to listen on.
-        port: 0 picks a free one.
-        dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        tensor_parallel_size: workers that share the model.
-        max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
-        lora_rank: greatest rank of the LoRA adapters that it is to serve, rounded up to one that vLLM knows; None for a
-            server without LoRA.
-        lora_adapters: adapters that requests may use at the same time.
+    Attributes:
         plain_linears: CPU only: keep linear weights as plain tensors, as a GPU does, instead of packing them.
-        sleep_mode: let the server give device memory back (``--enable-sleep-mode``); nothing on a CPU, which has none.
-        extra_args: more arguments for the server.
-        environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
-        log_path: file for what the server prints; None takes a temporary one.
-        python: interpreter with vLLM; None finds or makes one.
-        report: takes a line of progress at a time.
-        start_timeout_s: deadline of the start, in seconds; making an environment does not count.
-        cancel: set by another thread that wants the start given up.
-
-    Raises:
-        ConfigError: ``model_dir`` is no directory, the port is taken, or there is no vLLM to be had.
-        EngineError: it ended while starting, or was given up; the message has the end of its log.
-        DeadlineError: it was not healthy in time.
     """
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        dtype: str = "auto",
-        tensor_parallel_size: int = 1,
-        max_model_len: int | None = None,
-        lora_rank: int | None = None,
-        lora_adapters: int = 1,
-        plain_linears: bool = False,
-        sleep_mode: bool = False,
-        extra_args: Sequence[str] = (),
-        environ: Mapping[str, str] | None = None,
-        log_path: str | Path | None = None,
-        python: str | Path | None = None,
-        report: Callable[[str], None] = to_stderr,
-        start_timeout_s: float = 300.0,
-        cancel: threading.Event | None = None,
-    ) -> None:
-        model = checkpoint_folder(model_dir)
-        port = usable_port(port, host)
-        python = Path(python or vllm_python(report))
+    name: ClassVar[str] = "vllm"
+    shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
+
+    plain_linears: bool = False
+
+    def interpreter(self) -> Path:
+        return VLLM_CPU.python(self.report)
+
+    def command(self, python: Path, port: int) -> list[str]:
         cpu = on_cpu(python)
-        arguments: dict[str, Any] = {
-            "model": model,
-            "host": host,
+        arguments = {
+            "model": self.model,
+            "host": self.host,
             "port": port,
-            "dtype": dtype,
-            "tensor-parallel-size": tensor_parallel_size,
-            "max-model-len": max_model_len,
+            "dtype": self.dtype,
+            "tensor-parallel-size": self.tensor_parallel_size,
+            "max-model-len": self.max_model_len,
             "served-model-name": "policy",
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
         }
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
         command += ["--enable-scale-out"]  # /inference/v1/generate
-        command += [*(["--enforce-eager"] if cpu else []), *_lora(lora_rank, lora_adapters)]
-        command += [*(["--enable-sleep-mode"] if sleep_mode and not cpu else []), *extra_args]
-        process, overlay = start_with_plugin(
-            command,
-            name="vllm",
-            host=host,
-            port=port,
-            environ=lambda overlay: {
-                **vllm_environ(overlay, python, cpu=cpu, plain_linears=plain_linears),
-                **(environ or {}),
-            },
-            log_path=log_path,
-            start_timeout_s=start_timeout_s,
-            cancel=cancel,
-            shared_memory=("vllm_dist_",),
-        )
-        super().__init__(process, overlay)
+        command += [*(["--enforce-eager"] if cpu else []), *_lora(self.lora_rank, self.lora_adapters)]
+        return [*command, *(["--enable-sleep-mode"] if self.sleep_mode and not cpu else []), *self.extra_args]
+
+    def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
+        return _variables(python, cpu=on_cpu(python), plain_linears=self.plain_linears)
+
+
+class VLLMServer(Server):
+    """Starts a stock vLLM server and waits until it is healthy; takes what `VLLMSpec` has."""
+
+    spec = VLLMSpec
 
 
 def _lora(rank: int | None, adapters: int) -> list[str]:
@@ -128,17 +83,19 @@ def _lora(rank: int | None, adapters: int) -> list[str]:
     ]
 
 
-def vllm_environ(overlay: Path, python: Path, *, cpu: bool, plain_linears: bool = False) -> dict[str, str]:
-    """Variables under which vLLM, as a server or in a process of its own, has our plugin and its RL routes.
+def vllm_environ(overlay: Path, python: Path, *, cpu: bool) -> dict[str, str]:
+    """Variables under which vLLM, in a process of one's own, has our plugin and its RL routes.
 
     Args:
         overlay: filled by `make_overlay`.
         python: the interpreter with vLLM.
         cpu: whether it computes on the CPU.
-        plain_linears: as for `VLLMServer`.
     """
+    return {"PYTHONPATH": on_path(overlay), **_variables(python, cpu=cpu)}
+
+
+def _variables(python: Path, *, cpu: bool, plain_linears: bool = False) -> dict[str, str]:
     environ = {
-        "PYTHONPATH": on_path(overlay),
         "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -109,8 +109,8 @@ def _engines(
     progress.say(f"starting the {args.engine} engine")
     cls = launchers.load(args.engine)
     threads = None if args.model else 1
-    settings = _taken(cls, dtype="float32", threads=threads, log_path=root / "engine.log", report=progress.say)
-    server = cls(model_dir, **settings)
+    wanted = {"dtype": "float32", "threads": threads, "log_path": root / "engine.log", "report": progress.say}
+    server = cls(model_dir, **{name: value for name, value in wanted.items() if name in cls.settings()})
     return [stack.enter_context(server).url], model_dir
 
 

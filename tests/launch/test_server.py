@@ -3,14 +3,17 @@
 import re
 import socket
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.launch.embedded import EmbeddedServer
 from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.launch.server import Server, ServerSpec, as_flags, usable_port
 from torchrl_ext.launch.sglang import SGLangServer
-from torchrl_ext.launch.stock import as_flags, start_with_plugin, usable_port
 from torchrl_ext.launch.vllm import VLLMServer
 
 ENGINES = [EmbeddedServer, VLLMServer, SGLangServer]
@@ -50,25 +53,43 @@ def test_only_arguments_with_a_value_become_flags():
     assert as_flags({"port": 0, "max-model-len": None, "dtype": "auto"}) == ["--port=0", "--dtype=auto"]
 
 
-@pytest.mark.parametrize("plugin", [True, False])
-def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
-    folders = []
+@dataclass(frozen=True, kw_only=True)
+class BrokenSpec(ServerSpec):
+    """A server that says where its plugin was, and ends."""
 
-    def environ(folder):
-        folders.append(folder)
-        assert (folder / "torchrl_ext").is_dir() == plugin
+    name: ClassVar[str] = "broken"
+    plugin: bool = True
+
+    def check(self):
+        pass
+
+    def interpreter(self):
+        return Path(sys.executable)
+
+    def command(self, python, port):
+        look = "next((p for p in sys.path if os.path.isdir(os.path.join(p, 'torchrl_ext')) and 'overlay' in p), None)"
+        return [str(python), "-c", f"import os, sys; print('plugin:', {look}); sys.exit('no such thing')"]
+
+    def variables(self, python, command):
         return {}
 
-    with pytest.raises(EngineError, match="no such thing"):
-        start_with_plugin(
-            [sys.executable, "-c", "raise SystemExit('no such thing')"],
-            name="broken",
-            host="127.0.0.1",
-            port=usable_port(0),
-            environ=environ,
-            plugin=plugin,
-        )
-    assert len(folders) == 1 and not folders[0].exists()
+
+class Broken(Server):
+    spec = BrokenSpec
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
+    with pytest.raises(EngineError, match="no such thing") as caught:
+        Broken(plugin=plugin)
+    (folder,) = re.findall(r"plugin: (\S+)", caught.value.what)
+    assert (folder != "None") == plugin and not Path(folder).exists()
+
+
+@pytest.mark.parametrize("launcher", [*ENGINES, Broken])
+def test_a_setting_that_a_server_has_not_is_refused_with_those_that_it_has(tmp_path, launcher):
+    with pytest.raises(ConfigError, match=r"has no setting threds.*some of .*port, environ"):
+        launcher(tmp_path, threds=1)
 
 
 @pytest.mark.parametrize(
