@@ -55,11 +55,7 @@ def infos(urls, types=("regular",) * 3):
 
 
 def listed(url):
-    client = RouterClient(url)
-    try:
-        return {worker.url for worker in client.workers()}
-    finally:
-        client.close()
+    return {worker.url for worker in RouterClient(url).workers()}
 
 
 class Many(Gateway):

@@ -127,9 +127,7 @@ def port():
 
 @pytest.fixture
 def session(port):
-    session = HTTPSession(f"127.0.0.1:{port}", timeout_s=10)
-    yield session
-    session.close()
+    return HTTPSession(f"127.0.0.1:{port}", timeout_s=10)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,6 @@ def test_bodies_queries_and_keys_arrive(port):
     }
     assert session.get("/echo")["method"] == "GET"
     assert session.get("/empty") == {}
-    session.close()
 
 
 @pytest.mark.parametrize(("route", "reason"), [("/nested", "the worker said no"), ("/flat", "flat reason")])
@@ -191,7 +188,6 @@ def test_an_answer_above_the_limit_is_refused(port):
     with pytest.raises(EngineRefusedError, match="more than 1000 bytes"):
         session.get("/large")
     assert session.get("/echo")["path"] == "/echo"
-    session.close()
 
 
 def test_a_dripping_body_ends_at_the_deadline(session):
@@ -265,7 +261,6 @@ def test_the_first_address_that_takes_a_connection_answers_under_the_name_that_w
     addresses(monkeypatch, port, "127.0.0.2", "127.0.0.1")
     session = HTTPSession(f"engine.example:{port}", timeout_s=10)
     assert session.get("/echo")["host"] == f"engine.example:{port}"
-    session.close()
 
 
 def test_nobody_there_is_unreachable():
@@ -308,7 +303,6 @@ def test_one_session_serves_many_threads(port, eager_threads):
     session, calls = HTTPSession(f"127.0.0.1:{port}", timeout_s=60), range(1500)
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda i: session.post("/echo", i)["body"], calls))
-    session.close()
     assert answers == list(calls)
 
 

@@ -155,8 +155,6 @@ class SGLangWeightSender(_GroupSender):
             server.post("/flush_cache", {})
         except WeightSyncError:
             return False
-        finally:
-            server.close()
         return True
 
 

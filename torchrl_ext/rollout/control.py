@@ -205,11 +205,7 @@ class EngineControl(ABC):
 
     async def _refuse_routers(self) -> None:
         def look(url: str) -> None:
-            session = HTTPSession(url, api_key=self._engines[2]["api_key"], timeout_s=_LOOK_TIMEOUT_S)
-            try:
-                refuse_router(session)
-            finally:
-                session.close()
+            refuse_router(HTTPSession(url, api_key=self._engines[2]["api_key"], timeout_s=_LOOK_TIMEOUT_S))
 
         await asyncio.gather(*(asyncio.to_thread(look, url) for url in self._engines[1]))
 

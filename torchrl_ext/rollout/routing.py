@@ -197,7 +197,6 @@ class Routing:
         """End the router where it is ours; leave one that was given as it is. May be called twice."""
         if self._process is not None:
             self._process.stop()
-        self._client.close()
 
     def __enter__(self) -> Routing:
         return self
@@ -224,14 +223,11 @@ class Routing:
         kind = next(iter(self._engines.values())).kind
         settings = {"kind": kind, "health_route": self._health_route(kind), **self._settings, **more}
         process = RouterProcess(by_type["regular"], prefill=prefill, decode=by_type["decode"], **settings)
-        client = RouterClient(process.url, api_key=self._api_key)
         try:
-            client.expect(ports)
+            RouterClient(process.url, api_key=self._api_key).expect(ports)
         except BaseException:
             process.stop()
             raise
-        finally:
-            client.close()
         return process
 
     def _health_route(self, kind: str) -> str | None:

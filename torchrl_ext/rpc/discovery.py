@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from threading import Thread
+from functools import partial
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
@@ -15,6 +15,7 @@ from torchrl_ext.rpc.http import HTTPSession, normalise_url
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.rpc.server_info import is_sglang_info, parse_server_info
 from torchrl_ext.types import EngineInfo
+from torchrl_ext.waiting import in_thread
 
 __all__ = ["connect", "discover"]
 
@@ -48,28 +49,11 @@ def discover(
 
     def ask(url: str) -> EngineInfo:
         session = HTTPSession(url, timeout_s=timeout_s, api_key=api_key, max_body_bytes=_MAX_BODY_BYTES)
-        try:
-            return _describe(session, api_key, time.monotonic() + timeout_s)
-        finally:
-            session.close()
+        return _describe(session, api_key, time.monotonic() + timeout_s)
 
-    jobs = {url: _in_thread(ask, url) for url in urls}
+    jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in urls}
     until = time.monotonic() + timeout_s + _GRACE_S
     return [_result(job, url, until, timeout_s) for url, job in jobs.items()]
-
-
-def _in_thread(call: Callable[[str], EngineInfo], url: str) -> Future[EngineInfo]:
-    """Run ``call`` beside this thread; nobody has to wait for it, whatever the other side does."""
-    job: Future[EngineInfo] = Future()
-
-    def work() -> None:
-        try:
-            job.set_result(call(url))
-        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
-            job.set_exception(error)
-
-    Thread(target=work, name=f"discover {url}", daemon=True).start()
-    return job
 
 
 def _result(job: Future[EngineInfo], url: str, until: float, timeout_s: float) -> EngineInfo:

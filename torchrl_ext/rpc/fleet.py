@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
-from threading import Thread
 from typing import ClassVar
 
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.types import EngineInfo, EngineRow, Info, least
+from torchrl_ext.waiting import in_thread
 
 __all__ = ["Fleet"]
 
@@ -214,7 +214,7 @@ class Fleet(EngineClient):
         answers: dict[EngineClient, EngineInfo | Exception] = {}
         for engine in engines:
             if engine not in self._probes:
-                self._probes[engine] = _in_thread(engine.info)
+                self._probes[engine] = in_thread(engine.info, f"probe {engine.url}")
         until = time.monotonic() + _PROBE_S
         for engine in engines:
             known = self._lost.get(engine)
@@ -287,20 +287,6 @@ class Fleet(EngineClient):
             "serve the new one",
             hint="mend the cause and call update_weights again: engines that answer then take part",
         )
-
-
-def _in_thread(call: Callable[[], EngineInfo]) -> Future[EngineInfo]:
-    """A daemon thread's result: nobody waits for it at the end of the process."""
-    future: Future[EngineInfo] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:  # noqa: BLE001 - carried over to whoever asks
-            future.set_exception(error)
-
-    Thread(target=run, name="probe", daemon=True).start()
-    return future
 
 
 def _number(weight_version: str) -> int:

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +26,7 @@ from urllib.parse import quote, urlsplit
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
+from torchrl_ext.waiting import wait_until
 
 __all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "is_router", "place", "refuse_router"]
 
@@ -157,20 +156,12 @@ class RouterClient:
         """
         self._http.call("POST", "/finish_session", query={"session_id": session_id})
 
-    def close(self) -> None:
-        """Drop the connection. May be called twice."""
-        self._http.close()
-
     def _find(self, url: str) -> RouterWorker | None:
         return next((worker for worker in self.workers() if place(worker.url) == place(url)), None)
 
     def _check_health(self, url: str) -> None:
-        engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s)
-        try:
-            refuse_router(engine)
-            health = engine.call("GET", "/health")
-        finally:
-            engine.close()
+        engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s, check=refuse_router)
+        health = engine.call("GET", "/health")
         if not health.ok:
             raise EngineRefusedError(f"{url}/health answered {health.status}", expected="200", status=health.status)
 
@@ -194,11 +185,12 @@ class RouterClient:
 
     def _until(self, happened: Callable[[], bool], what: str) -> None:
         """Routers may say yes first and act later."""
-        until, pause = time.monotonic() + self._timeout_s, threading.Event()
-        while not happened():
-            if time.monotonic() > until:
-                raise DeadlineError(f"{self.url} did not {what} within {self._timeout_s:g} s")
-            pause.wait(_LOOK_S)
+        wait_until(
+            happened,
+            self._timeout_s,
+            lambda: DeadlineError(f"{self.url} did not {what} within {self._timeout_s:g} s"),
+            longest_s=_LOOK_S,
+        )
 
 
 def place(url: str) -> tuple[str, str, int | None, str]:

@@ -222,14 +222,10 @@ def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
 
     own = {name: tensor_digest(tensor) for name, tensor in as_source(model)}
     for url in urls:
-        session = HTTPSession(url)
-        try:
-            answer = session.call("GET", "/weights_digest")
-            held = answer.json()["digests"] if answer.ok else own
-            if any(held.get(name) != digest for name, digest in own.items()):
-                return False  # what else it lists are second names of tied tensors, and buffers that no checkpoint has
-        finally:
-            session.close()
+        answer = HTTPSession(url).call("GET", "/weights_digest")
+        held = answer.json()["digests"] if answer.ok else own
+        if any(held.get(name) != digest for name, digest in own.items()):
+            return False  # what else it lists are second names of tied tensors, and buffers that no checkpoint has
     return last.verified
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -121,13 +122,8 @@ def _tidy(shared: SharedChecks, every: list[Examined], api_key: str | None) -> N
         if one.info is None:
             continue
         for asked in filter(None, map(shared.forget, one.answers)):
-            session = HTTPSession(one.info.url, api_key=api_key)
-            try:
-                ask_workers(session, one.info.kind, asked)
-            except WeightSyncError:
-                continue  # a hidden file of a few bytes stays; the next trainer sweeps it
-            finally:
-                session.close()
+            with contextlib.suppress(WeightSyncError):  # a hidden file of a few bytes stays; the next trainer sweeps it
+                ask_workers(HTTPSession(one.info.url, api_key=api_key), one.info.kind, asked)
 
 
 def _show(findings: list[Finding]) -> None:

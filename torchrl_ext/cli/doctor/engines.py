@@ -94,8 +94,6 @@ def examine(address: str, patient: Patient) -> Examined:
     except WeightSyncError as error:  # it went away between two questions
         notes.error("reachable", error)
         return Examined(address=address, findings=notes.found())
-    finally:
-        session.close()
 
 
 def _examine(address: str, url: str, session: HTTPSession, patient: Patient, notes: Notes) -> Examined:
@@ -180,10 +178,7 @@ def _keys(notes: Notes, session: HTTPSession, info: EngineInfo, patient: Patient
             notes.warning("key", whoever, "an API key", "start the engine with one, or keep its port from strangers")
         return
     stranger = HTTPSession(session.url, timeout_s=patient.timeout_s, max_body_bytes=16 << 20)
-    try:
-        tried = {route: stranger.call(method, route, body).status for method, route, body in _asked(info.kind)}
-    finally:
-        stranger.close()
+    tried = {route: stranger.call(method, route, body).status for method, route, body in _asked(info.kind)}
     opened = [route for route, status in tried.items() if status not in (401, 403, 404)]
     if opened:
         notes.warning("key", f"without the key it answers at {', '.join(opened)}", "the key on every route", _OPEN)
