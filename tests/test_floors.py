@@ -26,7 +26,7 @@ FLOORS = [
     {"rollout", "sync"},
     {"collectors"},
     {"configs", "embedded", "planning", "plugins"},
-    {"bench", "cli"},
+    {"bench", "cli", "testing"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 HOMES = {
@@ -36,6 +36,7 @@ HOMES = {
     "ray": {"rpc", "launch", "sync"},
     "vllm": {"plugins"},
     "sglang": {"plugins"},
+    "pytest": {"testing"},
 }
 IN_ENGINES = {
     "types", "errors", "registry", "files", "waiting", "kernels", "weights", "codecs", "landing", "stores", "versions",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 import torchrl_ext as tx
@@ -82,8 +80,3 @@ def test_what_a_trainer_registered_is_not_said_to_be_known_by_an_engine():
         assert set(parse_server_info("http://x:1", told).transports) == {"collective", "delta", "disk", "ipc"}
     finally:
         del transports._entries["here alone"]
-
-
-@pytest.mark.xfail(strict=True, raises=ModuleNotFoundError, reason="the contract of transports lies with our own tests")
-def test_the_contract_of_transports_is_shipped_for_those_who_write_one():
-    importlib.import_module("torchrl_ext.testing")

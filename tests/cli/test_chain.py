@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.transports.chains import checkpoint, folder, published, step, weights
-from tests.transports.contract import same_bits
 from tests.versions.test_slime_chains import renumber, settle, write_slime
 from torchrl_ext.cli.main import main
+from torchrl_ext.testing import same_bits
 
 
 @pytest.fixture

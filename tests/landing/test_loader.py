@@ -8,9 +8,9 @@ from tensordict import TensorDict
 from torch import nn
 
 from tests.models import tiny_model
-from tests.transports.contract import same_bits
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
+from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 

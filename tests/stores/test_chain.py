@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.transports.contract import WAIT_S, same_bits
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
@@ -20,6 +19,7 @@ from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.stores.manifest import Manifest
 from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import version_name
+from torchrl_ext.testing import WAIT_S, same_bits
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
 

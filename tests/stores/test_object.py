@@ -11,11 +11,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
-from tests.transports.contract import same_bits
 from tests.transports.test_contract import free_port
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.testing import same_bits
 
 
 @pytest.fixture(params=["s3", "memory"])

@@ -8,9 +8,9 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 import torchrl_ext as tx
 from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
-from tests.transports.contract import same_bits
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.transports.contract import WAIT_S, same_bits
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.testing import WAIT_S, same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 

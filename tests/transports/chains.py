@@ -9,7 +9,7 @@ import zstandard
 from safetensors.torch import save_file
 
 import torchrl_ext as tx
-from tests.transports.contract import any_bits, same_bits
+from torchrl_ext.testing import any_bits, same_bits
 
 
 def weights(seed=0):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.transports.contract import WAIT_S
+from torchrl_ext.testing import WAIT_S
 
 SMALL_BYTES = 4096
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tests.transports.contract import any_bits, same_bits
+from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 
 WAIT_S = 60

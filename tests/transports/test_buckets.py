@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from tests.transports.contract import DTYPES, any_bits, same_bits
+from torchrl_ext.testing import DTYPES, any_bits, same_bits
 from torchrl_ext.transports.buckets import Lander, Packer, Plan, layout
 from torchrl_ext.transports.collective.stream import DIRECT_BYTES, buckets_of
 from torchrl_ext.transports.copies import BufferPool, copy_each, landing, plain

@@ -8,7 +8,6 @@ import socket
 import pytest
 import torch
 
-from tests.transports.contract import any_bits, same_bits
 from tests.transports.members import BUCKET, SHORT_S, WAIT_S, beside, enter, free_port, group, member, same, weights
 from torchrl_ext.errors import (
     ConfigError,
@@ -17,6 +16,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     TransportError,
 )
+from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 
 

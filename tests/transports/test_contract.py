@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-
 import torchrl_ext as tx
-from tests.transports.contract import SMALL_BYTES, WAIT_S, Ends, TransportContract
+from torchrl_ext.testing import SMALL_BYTES, WAIT_S, Ends, TransportContract, free_port
 
 
 class TestMemory(TransportContract):
@@ -45,7 +43,6 @@ class TestDisk(TransportContract):
 
 class TestDelta(TransportContract):
     name = "delta"
-    whole = False
     encoding = "auto"
     keyframe_every = 2
 
@@ -100,18 +97,11 @@ class TestCollective(InGroup):
 
 class TestDeltaByBroadcast(InGroup):
     name = "delta"
-    whole = False
 
     def make_member(self, rank, port):
         return tx.make_transport(
             "delta", carrier="collective", master_port=port, rank=rank, world_size=2, timeout_s=WAIT_S
         )
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_every_registered_transport_is_under_the_contract():

@@ -8,10 +8,10 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
-from tests.transports.contract import WAIT_S
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.source import MappingSource, as_source
 
 ENCODINGS = list(tx.DeltaTransport.encodings())

@@ -11,10 +11,10 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.processes import python
-from tests.transports.contract import WAIT_S
 from tests.transports.members import beside, free_port, same
 from torchrl_ext.errors import ConfigError, StoreError, TransportError, WeightSyncError
 from torchrl_ext.stores import version_name
+from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta_broadcast import Broadcast
 

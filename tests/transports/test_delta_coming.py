@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
-from tests.transports.contract import WAIT_S
 from tests.versions.test_slime_chains import renumber, settle, write_slime
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import open_store
+from torchrl_ext.testing import WAIT_S
 from torchrl_ext.versions.slime import chains as foreign
 
 

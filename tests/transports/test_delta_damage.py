@@ -10,10 +10,10 @@ import torch
 import torchrl_ext as tx
 from tests.processes import python
 from tests.transports.chains import flip, folder, published, rewrite, same, step, trainer_at, weights
-from tests.transports.contract import WAIT_S
 from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.testing import WAIT_S
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 
 from tests.processes import python, running_python
 from tests.transports.chains import folder, published, same, step, trainer_at, weights
-from tests.transports.contract import WAIT_S
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.testing import WAIT_S
 
 
 @pytest.fixture

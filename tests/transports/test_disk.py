@@ -15,9 +15,9 @@ import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_config, tiny_model
 from tests.processes import python, running_python
 from tests.transports import disk_ends
-from tests.transports.contract import WAIT_S, any_bits, same_bits
 from tests.transports.disk_ends import everything, versions, weights
 from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 from torchrl_ext.weights.derived import CastSource
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, as_source

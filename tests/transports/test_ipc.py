@@ -19,13 +19,13 @@ import torch
 import torchrl_ext as tx
 from tests.processes import running_python
 from tests.transports import ipc_ends
-from tests.transports.contract import WAIT_S
 from tests.transports.ipc_ends import FATAL_TRAINER, FROZEN_WORKER, SMALL_BYTES, WORKER, everywhere, weights
 from torchrl_ext.errors import (
     DeadlineError,
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc.host_memory import create
 from torchrl_ext.transports.ipc.unix_socket import shared_address
 

@@ -16,7 +16,6 @@ import torch
 import torchrl_ext as tx
 from tests.processes import python
 from tests.transports import ipc_ends
-from tests.transports.contract import WAIT_S
 from tests.transports.ipc_ends import joined, weights
 from torchrl_ext.errors import (
     ConfigError,
@@ -26,6 +25,7 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.transports.ipc import transport as ipc
 from torchrl_ext.transports.ipc import worker as ipc_worker

@@ -15,9 +15,9 @@ import torch
 import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.processes import running_python
-from tests.transports.contract import WAIT_S, any_bits, same_bits
 from tests.transports.ipc_ends import WORKER, joined, weights
 from torchrl_ext.errors import ManifestError, TransportError, WeightSyncError
+from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 from torchrl_ext.transports.ipc import in_place
 from torchrl_ext.transports.ipc.in_place import groups, offer
 from torchrl_ext.types import ParamMeta

@@ -10,9 +10,9 @@ import torch
 
 from tests.processes import python, running_python
 from tests.transports import ipc_ends
-from tests.transports.contract import WAIT_S, any_bits, same_bits
 from tests.transports.ipc_ends import WORKER
 from torchrl_ext.bench.runner import track_peak
+from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 
 channel, make = ipc_ends.channel, ipc_ends.make
 

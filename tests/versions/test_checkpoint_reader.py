@@ -12,9 +12,9 @@ import torch
 import torchrl_ext as tx
 from tests.processes import running_python
 from tests.transports import disk_ends
-from tests.transports.contract import WAIT_S
 from tests.transports.disk_ends import weights
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
+from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.source import MappingSource, as_source
 
 root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker

@@ -10,8 +10,8 @@ import torch
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S, running_python
-from tests.transports.contract import same_bits
 from torchrl_ext.errors import StoreError
+from torchrl_ext.testing import same_bits
 from torchrl_ext.versions.host_copies import HostCopies
 
 READER = """

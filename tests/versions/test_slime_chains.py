@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.hostile import refused_or_right, worse_text
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
-from tests.transports.contract import WAIT_S
 from torchrl_ext.codecs.slime.flush import build_flush, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.testing import WAIT_S
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 

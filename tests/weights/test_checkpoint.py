@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models import tiny_checkpoint, tiny_model
-from tests.transports.contract import same_bits
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files
 from torchrl_ext.weights.source import checked
 

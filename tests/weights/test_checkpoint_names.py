@@ -12,11 +12,11 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import CONVERTED, converted_model, tiny_model
-from tests.transports.contract import same_bits
 from torchrl_ext.collectors.policy_loader import ModelLoader, other_names
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
+from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.groups import groups_of

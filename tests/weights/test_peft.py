@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.models import tiny_model
 from tests.processes import python
-from tests.transports.contract import same_bits
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.peft import PeftSource, is_peft
 from torchrl_ext.weights.source import as_source, checked
 

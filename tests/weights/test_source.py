@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
-from tests.transports.contract import same_bits
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import CastSource, RenamedSource, regex_mapper

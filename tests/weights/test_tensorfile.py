@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.transports.contract import DTYPES, any_bits, same_bits
 from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.testing import DTYPES, any_bits, same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, Layout, TensorFile, plan_shards

@@ -1,0 +1,34 @@
+"""What every transport promises, as a suite of tests that whoever writes one runs over it.
+
+    from torchrl_ext.testing import Ends, TransportContract
+
+pytest is needed here, and nowhere else in this package: ``pip install torchrl_ext[testing]``.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite("torchrl_ext.testing.transports")
+
+from torchrl_ext.testing.transports import (  # noqa: E402 - whose assertions explain themselves from here on
+    DTYPES,
+    SMALL_BYTES,
+    WAIT_S,
+    Ends,
+    TransportContract,
+    any_bits,
+    assert_arrived,
+    free_port,
+    same_bits,
+)
+
+__all__ = [
+    "DTYPES",
+    "SMALL_BYTES",
+    "WAIT_S",
+    "Ends",
+    "TransportContract",
+    "any_bits",
+    "assert_arrived",
+    "free_port",
+    "same_bits",
+]
