@@ -15,7 +15,7 @@ from tests.models import tiny_checkpoint
 from tests.processes import ROOT
 from tests.rpc.servers import CONFIG, rehearsing, running
 from tests.rpc.test_discovery import scripted, told
-from torchrl_ext.cli.doctor.engines import Patient
+from torchrl_ext.cli.doctor.findings import Examination
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.http import HTTPSession
@@ -335,7 +335,7 @@ def test_routes_that_answer_without_the_key_are_named(engine, capsys):
 
 
 def test_a_key_is_not_printed_with_what_is_asked():
-    assert "sesame" not in repr(Patient(api_key="sesame", question={}))
+    assert "sesame" not in repr(Examination(api_key="sesame", question={}))
 
 
 def test_a_key_that_would_travel_in_the_clear_is_worth_a_word(caplog):

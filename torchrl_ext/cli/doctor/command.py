@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -12,17 +13,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_ext.cli.doctor.engines import Examined, Patient, compare, examine
-from torchrl_ext.cli.doctor.findings import Finding
-from torchrl_ext.cli.doctor.rehearsed import rehearsed
+from torchrl_ext import registry
+from torchrl_ext.cli.doctor.engines import compare, examine
+from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding
 from torchrl_ext.cli.doctor.shared import SharedChecks, check_checkpoint
 from torchrl_ext.cli.keys import add_api_key
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.inspection import ask_workers
+from torchrl_ext.types import PROOFS, Info
 
 __all__ = ["add_parser", "run"]
 
+_BACK = "every layer as a cold start makes it"
 _COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         more, every = _look(args, addresses, transport, root)
         findings += more
         for one in every if args.rehearse else ():
-            findings += rehearsed(one, args.api_key)
+            findings += _rehearsed(one, args.api_key)
     sick = [one for one in findings if one.level == "failure"]
     if args.json:
         rows = [asdict(one.info) for one in every if one.info is not None]
@@ -104,8 +107,8 @@ def _look(
     model, size = check_checkpoint(args.model, []) if args.model else ([], 0)
     shared = SharedChecks(root, transport, size)
     with shared.asking(addresses) as question, ThreadPoolExecutor(min(64, len(addresses))) as pool:
-        patient = Patient(api_key=args.api_key, timeout_s=args.timeout_s, transport=transport, question=question)
-        every = list(pool.map(lambda address: examine(address, patient), addresses))
+        asked = Examination(api_key=args.api_key, timeout_s=args.timeout_s, transport=transport, question=question)
+        every = list(pool.map(lambda address: examine(address, asked), addresses))
         judged = shared.judge(every)
         _tidy(shared, every, args.api_key)
     if args.model:
@@ -114,6 +117,47 @@ def _look(
     for one in every:
         findings += [*one.findings, *(found for found in judged if found.where == one.address)]
     return [*findings, *compare(every)], every
+
+
+def _rehearsed(one: Examined, api_key: str | None) -> Iterator[Finding]:
+    """Rehearse one engine; a finding per verdict of its layers.
+
+    Args:
+        one: the engine, looked at before; nothing where it could not be reached.
+        api_key: sent as a bearer token.
+    """
+    bare = one.info is not None and (one.info.kind, one.info.transports) == ("sglang", ("disk",))
+    if one.info is None or not one.info.transports or bare:  # other findings say what is missing there
+        return
+    client = registry.engines.make(one.info.kind, url=one.info.url, api_key=api_key)
+    try:
+        client.info()
+        client.rehearse("once")
+    except WeightSyncError as error:
+        yield Finding(
+            where=one.address,
+            check="rehearsal",
+            level="failure",
+            found=f"{error.what}. State: {error.state or 'unknown'}",
+            expected=_BACK,
+            remedy=error.hint or "",
+        )
+        return
+    finally:
+        client.close()
+    level = "warning" if client.proof == PROOFS[0] else "ok"
+    for told in client.rehearsed or ({},):
+        where = f"{one.address} worker {told['worker']}" if told.get("worker") else one.address
+        words = {} if level == "ok" else {"expected": _BACK, "remedy": str(told.get("why", ""))}
+        yield Finding(where=where, check="rehearsal", level=level, found=_verdicts(told), **words)
+
+
+def _verdicts(told: Info) -> str:
+    rows = [
+        f"{row['layers']} {row['kernel']} {row['verdict']}" + (f" ({row['why']})" if row["why"] else "")
+        for row in told.get("layers", ())
+    ]
+    return f"proof {told.get('proof', PROOFS[0])!r}; " + ("; ".join(rows) if rows else "nothing was rehearsed")
 
 
 def _tidy(shared: SharedChecks, every: list[Examined], api_key: str | None) -> None:

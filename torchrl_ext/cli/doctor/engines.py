@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import email.utils
 import time
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import torchrl_ext
-from torchrl_ext.cli.doctor.findings import Finding, Notes
+from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding, Notes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
@@ -17,7 +16,7 @@ from torchrl_ext.rpc.inspection import ask_workers, has_route
 from torchrl_ext.rpc.server_info import kv_connectors
 from torchrl_ext.types import ADAPTERS_ROUTE, BACKEND, EngineInfo, Info, is_loopback
 
-__all__ = ["Examined", "Patient", "compare", "examine"]
+__all__ = ["compare", "examine"]
 
 SKEW_S, WRONG_S = 5.0, 600.0
 """Clocks further apart than the first are worth a word; than the second, object stores refuse signed requests."""
@@ -43,43 +42,7 @@ _PLUGIN = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patient:
-    """What is asked of every engine.
-
-    Attributes:
-        api_key: sent as a bearer token.
-        timeout_s: deadline of each engine's discovery, in seconds.
-        transport: the transport that is wanted; None for any.
-        question: for the engine's workers, see `torchrl_ext.sync.inspection`.
-    """
-
-    api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 10.0
-    transport: str | None = None
-    question: Info
-
-
-@dataclass(frozen=True, kw_only=True)
-class Examined:
-    """What is known of one engine.
-
-    Attributes:
-        address: as it was given.
-        findings: in the order in which they were made.
-        info: None where discovery failed.
-        answers: of its workers; empty where they gave none.
-        dtype: of its weights, as far as it says.
-    """
-
-    address: str
-    findings: tuple[Finding, ...]
-    info: EngineInfo | None = None
-    answers: tuple[Info, ...] = ()
-    dtype: str = ""
-
-
-def examine(address: str, patient: Patient) -> Examined:
+def examine(address: str, asked: Examination) -> Examined:
     """Look at one engine. Nothing is changed there; a connected trainer is not disturbed."""
     notes = Notes(address)
     try:
@@ -88,15 +51,15 @@ def examine(address: str, patient: Patient) -> Examined:
         notes.failure("address", error.what, error.expected or "", "write IPv6 addresses in brackets: [::1]:8000")
         return Examined(address=address, findings=notes.found())
     notes.ok("address", url if "://" in address else f"{url} (http, as no scheme is given)")
-    session = HTTPSession(url, api_key=patient.api_key, timeout_s=patient.timeout_s, max_body_bytes=16 << 20)
+    session = HTTPSession(url, api_key=asked.api_key, timeout_s=asked.timeout_s, max_body_bytes=16 << 20)
     try:
-        return _examine(address, url, session, patient, notes)
+        return _examine(address, url, session, asked, notes)
     except WeightSyncError as error:  # it went away between two questions
         notes.error("reachable", error)
         return Examined(address=address, findings=notes.found())
 
 
-def _examine(address: str, url: str, session: HTTPSession, patient: Patient, notes: Notes) -> Examined:
+def _examine(address: str, url: str, session: HTTPSession, asked: Examination, notes: Notes) -> Examined:
     began = time.time()
     answer = session.call("GET", "/server_info", query={"config_format": "json"})
     ended = time.time()
@@ -111,21 +74,21 @@ def _examine(address: str, url: str, session: HTTPSession, patient: Patient, not
         return Examined(address=address, findings=notes.found())
     notes.ok("router", "the engine itself, no router")
     try:
-        (info,) = discover(url, timeout_s=patient.timeout_s, api_key=patient.api_key)
+        (info,) = discover(url, timeout_s=asked.timeout_s, api_key=asked.api_key)
     except WeightSyncError as error:
         notes.error("routes", error)
         return Examined(address=address, findings=notes.found())
     notes.ok("reachable", f"{info.kind} {info.version}, {info.worker_type}, serves {info.model or 'a model'}")
     _clock(notes, answer, began, ended)
     _routes(notes, session, info)
-    _keys(notes, session, info, patient)
-    _transports(notes, info, patient)
+    _keys(notes, session, info, asked)
+    _transports(notes, info, asked)
     _paused(notes, session, info)
     _world(notes, info)
     _kept(notes, answer)
     answers: list[Info] = []
     try:
-        answers = ask_workers(session, info.kind, patient.question, timeout_s=max(30.0, patient.timeout_s))
+        answers = ask_workers(session, info.kind, asked.question, timeout_s=max(30.0, asked.timeout_s))
     except (EngineRefusedError, DeadlineError) as error:
         if info.transports and info.transports != ("disk",):
             notes.warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
@@ -170,15 +133,15 @@ def _routes(notes: Notes, session: HTTPSession, info: EngineInfo) -> None:
         notes.ok("routes", "every route of a weight update is there")
 
 
-def _keys(notes: Notes, session: HTTPSession, info: EngineInfo, patient: Patient) -> None:
+def _keys(notes: Notes, session: HTTPSession, info: EngineInfo, asked: Examination) -> None:
     """Which routes that change an engine answer who has no key; asked in ways that change nothing."""
-    if patient.api_key is None:
+    if asked.api_key is None:
         if not is_loopback(urlsplit(session.url).hostname or ""):
             whoever = f"whoever reaches {session.url} can pause it and change its weights"
             notes.warning("key", whoever, "an API key", "start the engine with one, or keep its port from strangers")
         return
-    stranger = HTTPSession(session.url, timeout_s=patient.timeout_s, max_body_bytes=16 << 20)
-    tried = {route: stranger.call(method, route, body).status for method, route, body in _asked(info.kind)}
+    stranger = HTTPSession(session.url, timeout_s=asked.timeout_s, max_body_bytes=16 << 20)
+    tried = {route: stranger.call(method, route, body).status for method, route, body in _harmless_calls(info.kind)}
     opened = [route for route, status in tried.items() if status not in (401, 403, 404)]
     if opened:
         notes.warning("key", f"without the key it answers at {', '.join(opened)}", "the key on every route", _OPEN)
@@ -186,7 +149,7 @@ def _keys(notes: Notes, session: HTTPSession, info: EngineInfo, patient: Patient
         notes.ok("key", "every route of a weight update wants the key")
 
 
-def _asked(kind: str) -> list[tuple[str, str, Any]]:
+def _harmless_calls(kind: str) -> list[tuple[str, str, Any]]:
     """Method, route and body of calls that change nothing: by another method than the route's, or without content."""
     if kind == "sglang":  # which looks at methods first; one rule holds for all of its routes that change something
         return [("POST", "/weights_checker", {}), ("GET", "/server_info", None)]
@@ -195,8 +158,8 @@ def _asked(kind: str) -> list[tuple[str, str, Any]]:
     return [*found, *ours]
 
 
-def _transports(notes: Notes, info: EngineInfo, patient: Patient) -> None:
-    wanted = patient.transport
+def _transports(notes: Notes, info: EngineInfo, asked: Examination) -> None:
+    wanted = asked.transport
     if not info.transports:
         notes.failure(
             "plugin", "follows by no transport", f"weight-transfer backend {BACKEND!r}", _PLUGIN.get(info.kind, "")

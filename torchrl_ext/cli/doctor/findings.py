@@ -1,12 +1,13 @@
-"""What `torchrl-ext doctor` writes down."""
+"""What `torchrl-ext doctor` asks of every engine, and what it writes down."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.types import EngineInfo, Info
 
-__all__ = ["Finding", "Notes"]
+__all__ = ["Examination", "Examined", "Finding", "Notes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,42 @@ class Finding:
     found: str
     expected: str = ""
     remedy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What is asked of every engine.
+
+    Attributes:
+        api_key: sent as a bearer token.
+        timeout_s: deadline of each engine's discovery, in seconds.
+        transport: the transport that is wanted; None for any.
+        question: for the engine's workers, see `torchrl_ext.sync.inspection`.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 10.0
+    transport: str | None = None
+    question: Info
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What is known of one engine.
+
+    Attributes:
+        address: as it was given.
+        findings: in the order in which they were made.
+        info: None where discovery failed.
+        answers: of its workers; empty where they gave none.
+        dtype: of its weights, as far as it says.
+    """
+
+    address: str
+    findings: tuple[Finding, ...]
+    info: EngineInfo | None = None
+    answers: tuple[Info, ...] = ()
+    dtype: str = ""
 
 
 class Notes:

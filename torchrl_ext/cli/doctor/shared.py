@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchrl_ext.cli.doctor.engines import Examined
-from torchrl_ext.cli.doctor.findings import Finding
+from torchrl_ext.cli.doctor.findings import Examined, Finding
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.stores import Root, open_store
