@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from torchrl_ext.embedded.protocol import GenerateRequest
-from torchrl_ext.embedded.sequences import Cohort, Job, Sequence
+from torchrl_ext.embedded.sequences import Batch, Job, Sequence
 from torchrl_ext.errors import ConfigError, DeadlineError
 
 __all__ = ["PauseMode", "Scheduler"]
@@ -42,7 +42,7 @@ class Scheduler:
         self._model = threading.Lock()
         self._arrived: list[Sequence] = []
         self._waiting: list[Sequence] = []
-        self._cohorts: list[Cohort] = []
+        self._batch = Batch(model)
         self._state: Literal["serving", "draining", "paused", "stopped"] = "serving"
         self.version = "default"  # vLLM's label for the weights that it was started with
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
@@ -61,8 +61,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Sequences that have at least begun."""
-        with self._changed:
-            return sum(len(cohort.sequences) for cohort in self._cohorts)
+        return len(self._batch.sequences)
 
     def submit(self, request: GenerateRequest) -> Job:
         """Queue a request; while paused it waits for the resume.
@@ -139,8 +138,7 @@ class Scheduler:
     def forget(self) -> None:
         """Drop the keys and values of what runs: old weights made them. The next step computes them anew."""
         with self._model:
-            for cohort in self._cohorts:
-                cohort.forget()
+            self._batch.forget()
 
     @contextmanager
     def weights(self) -> Iterator[None]:
@@ -149,7 +147,7 @@ class Scheduler:
             yield
 
     def _has_work(self) -> bool:
-        return bool(self._cohorts or self._waiting or (self._arrived and self._state == "serving"))
+        return bool(self._batch.sequences or self._waiting or (self._arrived and self._state == "serving"))
 
     def _run(self) -> None:
         while True:
@@ -166,55 +164,25 @@ class Scheduler:
                     if self._state == "serving":
                         self._waiting += self._arrived
                         self._arrived = []
-                    self._admit()
-                self._round()
+                    room = self._max_rows - len(self._batch.sequences)
+                    self._batch.add(self._waiting[:room])
+                    self._waiting = self._waiting[room:]
+                self._step()
             with self._changed:
                 self._changed.notify_all()
 
-    def _admit(self) -> None:
-        """Make cohorts of what waits, by prompt length."""
-        by_length: dict[int, list[Sequence]] = {}
-        for sequence in self._waiting:
-            by_length.setdefault(len(sequence.job.request.token_ids), []).append(sequence)
-        self._waiting = []
-        for group in by_length.values():
-            for start in range(0, len(group), self._max_rows):
-                self._cohorts.append(Cohort(self._llm, group[start : start + self._max_rows]))
-
-    def _round(self) -> None:
-        """One token for all, and a second one for the shortest cohort, which so catches up with the next and joins."""
-        for cohort in self._cohorts:
-            self._step(cohort)
-        self._merge()
-        if len(self._cohorts) > 1:
-            self._step(self._cohorts[0])
-            self._merge()
-
-    def _step(self, cohort: Cohort) -> None:
+    def _step(self) -> None:
         try:
-            cohort.step(self.version)
+            self._batch.step(self.version)
         except Exception as error:
             log.exception("generation failed")
-            for sequence in cohort.sequences:
+            for sequence in self._batch.sequences:
                 sequence.job.fail(error)
-            cohort.sequences = []
-
-    def _merge(self) -> None:
-        merged: list[Cohort] = []
-        for cohort in sorted(self._cohorts, key=lambda cohort: cohort.length):
-            if not cohort.sequences:
-                continue
-            last = merged[-1] if merged else None
-            fits = last is not None and len(last.sequences) + len(cohort.sequences) <= self._max_rows
-            if not (fits and last.absorb(cohort)):
-                merged.append(cohort)
-        with self._changed:
-            self._cohorts = merged
+            self._batch = Batch(self._llm)
 
     def _abort(self) -> None:
         with self._model, self._changed:
-            running = [sequence for cohort in self._cohorts for sequence in cohort.sequences]
-            running += self._waiting + self._arrived
-            self._cohorts, self._waiting, self._arrived = [], [], []
+            running = self._batch.sequences + self._waiting + self._arrived
+            self._batch, self._waiting, self._arrived = Batch(self._llm), [], []
         for sequence in running:
             sequence.finish("abort")

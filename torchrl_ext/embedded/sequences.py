@@ -1,4 +1,4 @@
-"""What runs: sequences, the jobs they belong to, and cohorts of equally long sequences that share a forward pass."""
+"""What runs: sequences, the jobs they belong to, and the batch whose forward passes they share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torchrl_ext.embedded.protocol import GenerateRequest, Output, TokenLogprobs
 from torchrl_ext.embedded.sampling import pick
 
-__all__ = ["Cohort", "Job", "Sequence"]
+__all__ = ["Batch", "Job", "Sequence"]
 
 
 class Job:
@@ -93,19 +93,24 @@ class Sequence:
         self.job.settle()
 
 
-class Cohort:
-    """Sequences of one length with one key/value cache: no padding, so a row's numbers are its own.
+class Batch:
+    """Sequences that share forward passes and one key/value cache; shorter ones are padded on the left.
 
     Args:
         model: a causal LM of `transformers`.
-        sequences: with prompts of one length.
     """
 
-    def __init__(self, model: Any, sequences: ListLike[Sequence]) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self.sequences = list(sequences)
         self._cache: Any = None
-        self.length = len(sequences[0].job.request.token_ids)
+        self._widest = 0  # positions that the cache has, padding included
+        self.sequences: list[Sequence] = []
+
+    def add(self, sequences: ListLike[Sequence]) -> None:
+        """Take more in; the next step computes keys and values of all of them."""
+        if sequences:
+            self.sequences += sequences
+            self.forget()
 
     @torch.inference_mode()
     def step(self, version: str) -> None:
@@ -114,11 +119,11 @@ class Cohort:
         if not self.sequences:
             return
         rows = [sequence.tokens() for sequence in self.sequences]
-        self.length = len(rows[0])
-        if self._cache is not None:
-            rows = [row[-1:] for row in rows]
-        ids = torch.tensor(rows, device=self._model.device)
-        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        self._widest = max(map(len, rows)) if self._cache is None else self._widest + 1
+        fed = rows if self._cache is None else [row[-1:] for row in rows]
+        width = max(map(len, fed))
+        ids = torch.tensor([(0,) * (width - len(row)) + row for row in fed], device=self._model.device)
+        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._padding(rows, width))
         self._cache = out.past_key_values
         tokens, logprobs = pick(
             out.logits[:, -1].cpu(),
@@ -134,19 +139,13 @@ class Cohort:
         """Drop the cache: the next step computes it anew, with the weights of then."""
         self._cache = None
 
-    @torch.inference_mode()
-    def absorb(self, other: Cohort) -> bool:
-        """Take over the rows of ``other`` where both caches are of one length and plain; returns whether it did."""
-        if self.length != other.length or self._cache is None or other._cache is None:
-            return False
-        pairs = list(zip(self._cache.layers, other._cache.layers, strict=True))
-        if any(type(layer).__name__ != "DynamicLayer" for pair in pairs for layer in pair):
-            return False  # sliding windows and recurrent states hold more than keys and values
-        for mine, theirs in pairs:
-            mine.keys = torch.cat([mine.keys, theirs.keys])
-            mine.values = torch.cat([mine.values, theirs.values])
-        self.sequences += other.sequences
-        return True
+    def _padding(self, rows: ListLike[tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:
+        """What tells the model of padding; nothing where no row has any, so that such a row's numbers are its own."""
+        lengths = torch.tensor([len(row) for row in rows], device=self._model.device)
+        if bool((lengths == self._widest).all()):
+            return {}
+        places = torch.arange(self._widest, device=lengths.device) - (self._widest - lengths)[:, None]
+        return {"attention_mask": (places >= 0).long(), "position_ids": places[:, -width:].clamp(min=0)}
 
     def _keep(self, rows: list[int]) -> None:
         if len(rows) == len(self.sequences):
@@ -154,3 +153,5 @@ class Cohort:
         self.sequences = [self.sequences[row] for row in rows]
         if self._cache is not None and rows:
             self._cache.batch_select_indices(torch.tensor(rows, device=self._model.device))
+        if not rows:
+            self.forget()
