@@ -23,7 +23,7 @@ EXTRAS = {
 }
 EXTRAS["testing"] = ["pytest>=8"]
 EXTRAS["test"] = [*EXTRAS["testing"], "pytest-timeout>=2.3", "pytest-xdist>=3.5", "psutil>=5.9", "moto[server]>=5"]
-EXTRAS["test"] += ["pytest-cov>=5"]  # which tests run a line, for tests/mutants.py
+EXTRAS["test"] += ["httpx>=0.27", "pytest-cov>=5"]  # which tests run a line, for tests/mutants.py
 EXTRAS["test"] += ['triton>=3.6; platform_system == "Linux"']  # its interpreter and compiler need no GPU
 EXTRAS["test"] += [*EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"]]
 
@@ -48,7 +48,6 @@ setup(
         "numba>=0.60",  # compiled loops of the codecs; imported when a delta is first coded
         "aiohttp>=3.11",
         "certifi",
-        "httpx>=0.27",
         "rich>=13",
         "transformers>=4.56",
         "starlette>=0.37",

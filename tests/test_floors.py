@@ -21,8 +21,8 @@ FLOORS = [
     {"codecs"},
     {"landing"},
     {"versions"},
-    {"launch", "rpc", "transports"},
-    {"proof"},
+    {"rpc", "transports"},
+    {"launch", "proof"},
     {"rollout", "sync"},
     {"collectors"},
     {"configs", "embedded", "planning", "plugins"},
@@ -31,8 +31,8 @@ FLOORS = [
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 HOMES = {
     "aiohttp": {"rpc"},
-    "httpx": {"launch"},
-    "requests": {"rpc", "launch"},
+    "httpx": set(),
+    "requests": set(),
     "ray": {"rpc", "launch", "sync"},
     "vllm": {"plugins"},
     "sglang": {"plugins"},

@@ -10,11 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.launch.launchers import EngineLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
+from torchrl_ext.rpc.http import HTTPSession
 
 __all__ = ["Keeper", "Kept"]
 
@@ -190,8 +189,8 @@ class Keeper:
 
     def _answers(self, url: str) -> bool:
         try:
-            return httpx.get(url, timeout=self._timeout_s, trust_env=False).status_code == 200
-        except (httpx.HTTPError, OSError):
+            return HTTPSession(url, timeout_s=self._timeout_s).call("GET", "").status == 200
+        except WeightSyncError:
             return False
 
     def _restart(self, kept: Kept) -> None:

@@ -19,10 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
-from torchrl_ext.errors import DeadlineError, EngineError
+from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.launch.guard import descendants
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ __all__ = ["ServerProcess", "free_port", "reachable"]
 log = logging.getLogger("torchrl_ext")
 
 _GUARD = Path(__file__).with_name("guard.py")
-_POLL_S = 0.1
+_POLL_S, _ANSWER_S = 0.1, 5.0
 _GRACE_S = 15.0
 _LOWEST_PORT, _PORT_TRIES = 16384, 64
 _LOG_CHARS = 4000
@@ -178,8 +177,8 @@ class ServerProcess:
                     f"its log ends with: {self.log() or 'nothing'}",
                     hint=f"the whole log is {self.log_path}",
                 )
-            with contextlib.suppress(httpx.HTTPError):
-                return client.get(self.url + route).status_code == 200
+            with contextlib.suppress(WeightSyncError):
+                return server.call("GET", route).status == 200
             return False
 
         def late() -> EngineError | DeadlineError:
@@ -191,8 +190,8 @@ class ServerProcess:
                 hint=f"the whole log is {self.log_path}",
             )
 
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
-            wait_until(healthy, timeout_s, late, stop=cancel, longest_s=_POLL_S)
+        server = HTTPSession(self.url, timeout_s=_ANSWER_S)
+        wait_until(healthy, timeout_s, late, stop=cancel, longest_s=_POLL_S)
 
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
