@@ -14,6 +14,8 @@ import pytest
 from tests.processes import WAIT_S
 from torchrl_ext.launch.processes import free_port
 
+collect_ignore = ["third_party"]  # a package of its own, whose tests run where it is installed
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("tiers")

@@ -1,0 +1,95 @@
+"""A transport of another package, installed as packages are: its own tests, and engines that follow it by its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
+from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.models import tiny_checkpoint, tiny_model
+from tests.processes import ROOT
+
+TRAINER = """
+import sys
+import torchrl_ext as tx
+from tests.models import tiny_model
+
+engine = tx.connect(sys.argv[1])
+sender = tx.WeightSender(tx.make_transport("courier"), engine)
+for seed in (3, 4):
+    report = sender.update_weights(tiny_model(seed))
+    assert report.transport == "courier" and report.verified and report.proof in ("in place", "rehearsed"), report
+    assert report.engines[0].state == "serving" and report.version == int(sys.argv[2]) + seed - 3, report
+print(sorted(engine.info().transports))
+sender.shutdown()
+"""
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory):
+    """The package's files, away from ours."""
+    return shutil.copytree(ROOT / "tests/third_party", tmp_path_factory.mktemp("third") / "party")
+
+
+@pytest.fixture(scope="session")
+def site(package, tmp_path_factory):
+    """A directory into which it is installed."""
+    site = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    subprocess.run([*command, "--target", str(site), str(package)], check=True, timeout=300)
+    return site
+
+
+@pytest.fixture
+def installed(site, monkeypatch):
+    """It is installed for the processes that a test starts, engines among them."""
+    there = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), str(ROOT), there))))
+
+
+def run(*command, cwd=ROOT):
+    done = subprocess.run([sys.executable, *command], cwd=cwd, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_it_is_as_short_as_the_page_says():
+    assert len((ROOT / "tests/third_party/courier.py").read_text().splitlines()) <= 150
+
+
+def test_it_passes_the_contract_that_is_shipped(package, installed):
+    assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package)
+
+
+def test_it_carries_weights_into_an_embedded_engine(site, installed, tmp_path):
+    with EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32", site=site) as server:
+        assert "'courier'" in run("-c", TRAINER, server.url, "1")
+        served = tx.connect(server.url).info()
+        assert served.weight_version == "2"
+
+
+def serve(served, tmp_path):
+    server = served.launcher(
+        tiny_checkpoint(tmp_path / "model"), dtype="float32", max_model_len=256, log_path=tmp_path / "log"
+    )
+    with server:
+        run("-c", TRAINER, server.url, "1")
+        engine = served(server)
+        assert engine.says(tiny_model(4))
+        assert engine.version() == "2"
+
+
+@pytest.mark.engine
+def test_it_carries_weights_into_vllm(installed, tmp_path):
+    serve(ServedVLLM, tmp_path)
+
+
+@pytest.mark.engine
+def test_it_carries_weights_into_sglang(installed, tmp_path):
+    serve(ServedSGLang, tmp_path)
