@@ -22,9 +22,12 @@ from torchrl_ext.codecs.slime.container import decompress, parse_safetensors
 from torchrl_ext.codecs.slime.flush import build_flush, parse_flush
 from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, full_index, parse_shard
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.stores.delta_manifest import DeltaManifest
+from torchrl_ext.stores.delta_manifest import DeltaManifest, read_manifest
+from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.types import ParamMeta, adapter_version, dtype_from_name
-from torchrl_ext.versions.delta_files import Heading, container_of, containers
+from torchrl_ext.versions.containers import CONTAINERS, container_of
+from torchrl_ext.versions.delta_files import DeltaFiles
+from torchrl_ext.versions.open_route import read_files
 from torchrl_ext.weights.checkpoint import CheckpointSource, with_dtype
 from torchrl_ext.weights.tensorfile import TensorFile
 
@@ -236,7 +239,7 @@ def test_files_and_manifests_of_deltas(name, chance):
             held[file] = worse_bytes(held[file], chance) if name == "packed" else worse_file_of(held[file], chance)
         else:
             try:
-                found = DeltaManifest.from_bytes(worse_text(document, chance), "m")
+                found = read_manifest(worse_text(document, chance), "m")
             except WeightSyncError:
                 refused += 1
                 continue
@@ -250,34 +253,29 @@ def worse_file_of(data, chance):
 
 def written(name, codec):
     files = {}
-    container = containers.make(name)
+    container = CONTAINERS[name]
     scanner = container.scanner(codec)
     encoded = [scanner.encode(METAS[key], OLD[key], NEW[key]) for key in OLD]
-    heading = Heading(version=2, base_version=1, codec=codec, tensor=NEW.__getitem__)
-    done = container.write(heading, encoded, files.__setitem__)
+    done = DeltaFiles(2, 1, codec, NEW.__getitem__, files.__setitem__)
+    container.write(done, encoded)
     rows = tuple(
         SimpleNamespace(**{**vars(done.params[key]), "digest": "0" * 32}) if key in done.params else None for key in OLD
     )
     manifest = DeltaManifest(
         version=2, base_version=1, run_id="r", base_run_id="r", container=name, codecs=tuple(done.codecs),
-        params=rows, files=done.files,
+        params=rows, files=done.sizes,
     )  # fmt: skip
-    return files, DeltaManifest.from_bytes(manifest.to_bytes(), "m")
+    return files, read_manifest(manifest.to_bytes(), "m")
 
 
 def read_delta(manifest, files):
-    def get(name):
-        if name not in files:
-            raise FileNotFoundError(name)
-        return files[name]
-
-    try:
-        steps = container_of(manifest, "w").read(manifest, get, "w")
-    except FileNotFoundError:  # what `ways` tells
-        return {}
+    store = MemoryStore()
+    for name, data in {**files, "manifest.json": b""}.items():
+        store.put(f"w/{name}", data)
+    steps = container_of(manifest.container, "w").read(manifest, read_files(store, "w", manifest), "w")
     held = {key: tensor.clone() for key, tensor in OLD.items()}
     for row in manifest.params:
-        if METAS.get(row.meta.name) == row.meta and row.meta.name in steps:  # else `same_params` refuses before
+        if METAS.get(row.meta.name) == row.meta and row.meta.name in steps:  # else `check_params` refuses before
             apply_patch(steps[row.meta.name](held[row.meta.name]), held[row.meta.name])
     return held
 

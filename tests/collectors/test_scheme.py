@@ -35,7 +35,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
-from torchrl_ext.versions.host_copies import HostCopies
+from torchrl_ext.versions import reader
 
 Scheme = tx.TransportWeightSyncScheme
 
@@ -180,8 +180,8 @@ def test_a_policy_without_storage_gets_it_from_the_first_weights_and_ties_stay_t
 
 
 def test_no_host_copies_are_kept_for_a_policy_that_had_no_storage(monkeypatch):
-    copied, copy = [], HostCopies.copy
-    monkeypatch.setattr(HostCopies, "copy", lambda copies, tensor: copied.append(tensor) or copy(copies, tensor))
+    copied, copy = [], reader.host_copy
+    monkeypatch.setattr(reader, "host_copy", lambda tensor, folder: copied.append(tensor) or copy(tensor, folder))
     trained, bare, scheme = make_policy(), make_policy(), Scheme("delta")
     TensorDict.from_module(bare).data.to("meta").apply(nn.Parameter, filter_empty=False).to_module(bare)
     with followers(scheme, [bare], model=trained):

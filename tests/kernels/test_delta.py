@@ -48,9 +48,9 @@ def test_an_engine_follows_and_the_files_are_those_of_the_host(working, tmp_path
     plain = trainer_at(tmp_path / "host", encoding=encoding, keyframe_every=0, keep_files=True)
     for version, held in enumerate(history, 1):
         plain.send_weights("policy", held)
-        rows = [Chain(LocalStore(tmp_path / side)).version(version)[1] for side in ("own", "host")]
+        rows = [Chain(LocalStore(tmp_path / side)).version(version).delta for side in ("own", "host")]
         if version > 1:
-            assert rows[0][1].params == rows[1][1].params and rows[0][1].changed
+            assert rows[0].params == rows[1].params and rows[0].changed
         for file in folder(tmp_path / "host", version).iterdir():
             if file.name != "manifest.json":  # which names the run
                 assert file.read_bytes() == (folder(tmp_path / "own", version) / file.name).read_bytes(), file

@@ -218,17 +218,17 @@ def special(path, kind):
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder", "a link out"])
 def test_what_is_no_file_of_the_store_is_refused_at_once(store, kind):
     special(store.root / "key", kind)
-    for read in (store.get, lambda key: store.get_at_most(key, 100)):
+    for read in (store.get, lambda key: store.get(key, at_most=100)):
         with pytest.raises(IntegrityError, match=r"key is (no regular file|a link to)"):
             read("key")
 
 
 def test_a_value_that_has_to_be_small_is_not_read_beyond_that(store):
     store.put("key", bytes(100))
-    assert store.get_at_most("key", 100) == bytes(100)
+    assert store.get("key", at_most=100) == bytes(100)
     os.truncate(store.root / "key", 1 << 40)
     with pytest.raises(IntegrityError, match="at most 100"):
-        store.get_at_most("key", 100)
+        store.get("key", at_most=100)
 
 
 def test_a_link_within_the_store_is_followed_and_so_is_one_to_the_store(store):

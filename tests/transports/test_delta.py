@@ -73,7 +73,7 @@ class TestVersions:
         second.send_weights("policy", own)
         assert same(reader.receive_weights(WAIT_S), own)
         assert reader.received_version == 4
-        assert Chain(LocalStore(root)).version(4)[0] is not None
+        assert Chain(LocalStore(root)).version(4).full is not None
 
     def test_a_failed_publication_leaves_nothing_and_makes_the_next_one_a_keyframe(self, root):
         class Failing(MappingSource):
@@ -216,7 +216,7 @@ class TestFleet:
         receiver.finish(5)
         assert same(second, own) and same(first, own)
         changes = sum(
-            manifest.changed for version in range(2, 6) for manifest in [Chain(LocalStore(root)).version(version)[1][1]]
+            manifest.changed for version in range(2, 6) for manifest in [Chain(LocalStore(root)).version(version).delta]
         )
         assert changes > 0
 

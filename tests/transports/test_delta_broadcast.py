@@ -73,9 +73,9 @@ def test_ends_that_left_keep_no_weights():
         for step in range(3):
             received, error = exchange(trainer, worker, value=float(step))
             assert error is None and same(received[0], weights(float(step)))
-            assert not trainer._store.tensors(version_name(1)) and not worker._store.tensors(version_name(1))
-        assert worker._store.list() == ["latest", version_name(3)]
-    assert trainer._store.list() == worker._store.list() == ["latest"]
+            assert not trainer._carrier.full.tensors and not worker._carrier.full.tensors
+        assert worker._carrier.store.list() == ["latest", version_name(3)]
+    assert trainer._carrier.store.list() == worker._carrier.store.list() == ["latest"]
 
 
 def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
@@ -83,7 +83,7 @@ def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
         exchange(trainer, worker, value=1.0)
         exchange(trainer, worker, value=2.0)
         worker.shutdown()
-        again = member(trainer._carrier._group.master_port, 1)
+        again = member(trainer._carrier.link.master_port, 1)
         assert beside(*(lambda one=one: one.init_all_workers_group({}) for one in (trainer, again))) == [None, None]
         for value in (3.0, 4.0, 5.0):
             (received,), error = exchange(trainer, again, value=value)
@@ -94,7 +94,7 @@ def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
 def test_a_worker_that_lacks_the_base_is_named_and_the_version_after_is_a_full_one():
     with group(3) as (trainer, whole, lacking):
         exchange(trainer, whole, lacking, value=1.0)
-        lacking._store.delete(version_name(1))
+        lacking._carrier.store.delete(version_name(1))
         received, error = exchange(trainer, whole, lacking, value=2.0)
         assert same(received[0], weights(2.0)) and isinstance(received[1], StoreError)
         assert isinstance(error, TransportError)
@@ -128,9 +128,9 @@ def test_damage_on_the_way_is_found_by_name_and_changes_no_model():
     policy, served = nn.Linear(30, 40), nn.Linear(30, 40)
     before = served.weight.detach().clone()
     with group() as (trainer, worker):
-        receive = worker._carrier._group.receive
-        worker._carrier._group.receive = lambda info, into: (
-            (name, tensor + 1 if name.endswith("/weight") else tensor) for name, tensor in receive(info, into)
+        receive = worker._carrier.link.receive
+        worker._carrier.link.receive = lambda info, into: (
+            (name, tensor + 1 if name == "weight" else tensor) for name, tensor in receive(info, into)
         )
         error, _ = beside(
             lambda: worker.receive_weights(WAIT_S, model=served), lambda: trainer.send_weights("policy", policy)
@@ -140,9 +140,9 @@ def test_damage_on_the_way_is_found_by_name_and_changes_no_model():
 
 
 def test_a_trainer_of_another_release_is_refused_before_anything_is_joined():
-    worker = Broadcast(VLLMCollectiveTransport("127.0.0.1", 1, 1, 2, "cpu"))
-    with pytest.raises(ConfigError, match="broadcasts versions in format 1"):
-        worker.join({"wire": {}, "rank": 1}, WAIT_S, None)
+    for wire, number in ({}, 1), ({"format": 2}, 2):
+        with pytest.raises(ConfigError, match=f"broadcasts versions in format {number}"):
+            tx.DeltaTransport.from_info({"wire": wire, "base": None})
 
 
 class _Told:
@@ -166,20 +166,23 @@ class _Told:
 def test_whatever_a_trainer_announces_ends_in_a_version_or_an_error_of_ours():
     draw, ended = random.Random(7), {True: 0, False: 0}
     odd = [None, -1, 1.5, "1", [], {}, True, 1 << 80]
-    names = ["file/manifest.json", "file/../x", "file/", "tensor/a", "x", "file//etc/passwd", "file/delta/changes"]
-    tensors = [torch.zeros(4, dtype=torch.uint8), torch.zeros(2), torch.zeros(2, 2, dtype=torch.uint8)]
-    for _ in range(300):
-        info = {"version": draw.choice([1, 2, 7]), "base": draw.choice([None, 0, 1])}
-        pairs = [("file/manifest.json", tensors[0]), ("file/changes", tensors[0]), ("tensor/a", tensors[1])]
+    sizes = [{"../x": 8}, {"manifest.json": -1}, {"": 8}, {"manifest.json": 4, "/etc/passwd": 4}, {"delta/changes": 8}]
+    bytes_of = [torch.zeros(count, dtype=torch.uint8) for count in (0, 8, 9)]
+    tensors = [*bytes_of, torch.zeros(2), torch.zeros(2, 4, dtype=torch.uint8)]
+    for _ in range(400):
+        files = {"manifest.json": 4, "delta-00001.bin": 4}
+        info = {"version": draw.choice([1, 2, 7]), "base": draw.choice([None, 0, 1]), "files": files}
+        pairs = [("a", torch.zeros(2)), ("/files", bytes_of[1])]
         for _ in range(draw.randrange(3)):
-            info[draw.choice([*info])] = draw.choice(odd)
-            pairs[draw.randrange(3)] = (draw.choice(names), draw.choice(tensors))
+            info[draw.choice([*info])] = draw.choice([*odd, *sizes])
+            pairs[draw.randrange(2)] = (draw.choice(["a", "/files", "../x"]), draw.choice(tensors))
         carrier = Broadcast(_Told(info, pairs))
         before = carrier.store.list()
         try:
-            assert carrier.newer(lambda: 0, 0.0, None) == info["version"]
+            carrier.fetch(0.0)
+            assert carrier.store.list() == ["latest", version_name(info["version"])]
             ended[True] += 1
         except WeightSyncError:
-            assert carrier.store.list() == before
+            assert carrier.store.list() == before and not carrier.full.tensors
             ended[False] += 1
     assert min(ended.values()) > 10, ended

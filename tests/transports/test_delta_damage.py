@@ -165,7 +165,7 @@ def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):
         other.send_weights("policy", tensors)
         tensors["z"] += 1
     reader = trainer_at(root)
-    run = Chain(LocalStore(root)).run_id(1)
+    run = Chain(LocalStore(root)).version(1).run_id
     shutil.copytree(folder(tmp_path / "other", 2), folder(root, 3))
     rewrite(folder(root, 3) / "manifest.json", lambda m: m.update(version=3, base_version=2, base_run_id=run))
     (root / "latest").write_text("3\n")

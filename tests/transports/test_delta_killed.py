@@ -82,11 +82,11 @@ KILLED_READER = """
 import sys, torchrl_ext as tx
 from torchrl_ext.stores import LocalStore
 real = LocalStore.get
-def get(self, key):
+def get(self, key, at_most=None):
     if key.endswith(".bin"):
         print("reading", flush=True)
         sys.stdin.read()
-    return real(self, key)
+    return real(self, key, at_most)
 LocalStore.get = get
 tx.DeltaTransport(sys.argv[1]).receive_weights(60)
 """
@@ -153,12 +153,12 @@ class TestCollection:
     def test_a_lease_keeps_versions_and_an_expired_one_does_not(self, root):
         trainer, own, _ = published(root, 2, keyframe_every=2)
         chain = Chain(LocalStore(root))
-        with chain.lease(chain.route(2)):
+        with chain.leases.held(chain.route(2).first):
             for version in range(3, 8):
                 step(own, version)
                 trainer.send_weights("policy", own)
             assert folder(root, 2).exists()
         expired = Chain(LocalStore(root), lease_s=-1.0)
-        with expired.lease(expired.route(7)):
+        with expired.leases.held(expired.route(7).first):
             trainer.send_weights("policy", own)
             assert not folder(root, 2).exists()

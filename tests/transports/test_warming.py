@@ -85,7 +85,7 @@ event.register("numba:compile", compiling)
 run = subprocess.run
 warming.subprocess.run = lambda command, **how: asked.append(command) or run(command, **how)
 params = [ParamMeta("x", torch.bfloat16, (4,))]
-ready = warming.warming(make_codec("overwrite").to_json(), params, beside=True)
+ready = warming.Warming(make_codec("overwrite"), params, beside=True)
 assert ready.wait(120)
 assert LOOPS and not compiling.buffer, len(compiling.buffer)
 assert len(asked) == first
@@ -97,7 +97,7 @@ def test_what_two_ends_need_is_made_once(monkeypatch):
     monkeypatch.setattr(warming, "_WARM", {})
     monkeypatch.setattr(warming, "rehearse", lambda codec, widths: made.extend(widths))
     params = [ParamMeta(str(dtype), dtype, (3,)) for dtype in DTYPES]
-    both = [warming.warming(make_codec("ulp"), params, beside=beside) for beside in (False, True)]
+    both = [warming.Warming(make_codec("ulp"), params, beside=beside) for beside in (False, True)]
     assert all(one.wait(WAIT_S) for one in both)
     assert sorted(made) == [1, 2, 4, 8]
 
@@ -112,7 +112,7 @@ def test_only_an_engine_whose_cache_is_not_complete_asks_another_process(beside,
     monkeypatch.setattr(warming, "rehearse", lambda codec, widths: done.append("here"))
     if complete:
         (tmp_path / "stamp").touch()
-    assert warming.warming(make_codec("ulp"), [ParamMeta("x", torch.bfloat16, (4,))], beside=beside).wait(WAIT_S)
+    assert warming.Warming(make_codec("ulp"), [ParamMeta("x", torch.bfloat16, (4,))], beside=beside).wait(WAIT_S)
     other = [["-m", "torchrl_ext.transports.warming"]] if beside and not complete else []
     assert done == [*other, "here"]
 
@@ -127,7 +127,7 @@ def test_a_rehearsal_that_fails_or_takes_long_keeps_nobody_from_an_update(monkey
 
     monkeypatch.setattr(warming, "rehearse", broken)
     policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
-    late = warming.warming(make_codec("ulp"), [ParamMeta("x", torch.float32, (4,))], beside=False)
+    late = warming.Warming(make_codec("ulp"), [ParamMeta("x", torch.float32, (4,))], beside=False)
     assert not late.wait(0.01)
     go_on.set()
     assert late.wait(WAIT_S)

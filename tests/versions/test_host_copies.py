@@ -12,7 +12,7 @@ import torchrl_ext as tx
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.errors import StoreError
 from torchrl_ext.testing import same_bits
-from torchrl_ext.versions.host_copies import HostCopies
+from torchrl_ext.versions.reader import host_copy
 
 READER = """
 import sys, torchrl_ext as tx
@@ -24,11 +24,10 @@ sys.stdin.read()
 
 
 def test_a_copy_has_the_same_bits_and_no_name(tmp_path):
-    copies = HostCopies(tmp_path / "made" / "here")
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8):
         for shape in ((3, 5), (), (0, 4)):
             tensor = torch.randint(0, 2, shape).to(dtype)
-            copied = copies.copy(tensor)
+            copied = host_copy(tensor, tmp_path / "made" / "here")
             assert same_bits(copied, tensor) and not list(tmp_path.rglob("*.*")), (dtype, shape)
             assert not copied.nbytes or copied.data_ptr() != tensor.data_ptr()
 
@@ -36,7 +35,7 @@ def test_a_copy_has_the_same_bits_and_no_name(tmp_path):
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=rf"{tmp_path}/file/copies cannot take a copy of 12 bytes"):
-        HostCopies(tmp_path / "file" / "copies").copy(torch.ones(3))
+        host_copy(torch.ones(3), tmp_path / "file" / "copies")
 
 
 def test_a_reader_with_copies_in_files_follows_and_nothing_is_left_when_it_is_killed(tmp_path):

@@ -97,7 +97,7 @@ def test_tensors_are_decoded_beside_each_other_and_come_in_order(chain, monkeypa
         return patch(route, meta, base)
 
     monkeypatch.setattr(OpenRoute, "patch", meeting)
-    monkeypatch.setattr("torchrl_ext.versions.reader.spare_threads", lambda: 2)
+    monkeypatch.setattr("torchrl_ext.versions.open_route.spare_threads", lambda: 2)
     second = reader.changes(2)
     changed = [meta.name for meta in second.params if not torch.equal(history[1][meta.name], history[2][meta.name])]
     pair = changed[:2]

@@ -34,7 +34,7 @@ from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, s
 from torchrl_ext.codecs.units import Layout, units
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.delta_files import Heading, Packed
+from torchrl_ext.versions.delta_files import DeltaFiles, Packed
 from torchrl_ext.weights.digests import position_digest
 
 __all__ = ["add_arguments", "measure", "measure_encode", "measure_sizes", "tables"]
@@ -126,9 +126,9 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
 def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
     """Files and manifest of a version in our own container."""
     sizes: list[int] = []
-    heading = Heading(version=2, base_version=1, codec=codec, tensor=dict((n, new) for n, _, new in pair).__getitem__)
-    encoded = encode_tensors(pair, codec, threads=threads)
-    written = Packed().write(heading, encoded, lambda name, data: sizes.append(len(data)))
+    tensors = {name: new for name, _, new in pair}
+    written = DeltaFiles(2, 1, codec, tensors.__getitem__, lambda name, data: sizes.append(len(data)))
+    Packed().write(written, encode_tensors(pair, codec, threads=threads))
     rows = [
         replace(
             written.params.get(name) or DeltaParam(meta=ParamMeta.of(name, new), digest=""),
@@ -144,7 +144,7 @@ def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
         container=Packed.name,
         codecs=tuple(written.codecs),
         params=tuple(rows),
-        files=written.files,
+        files=written.sizes,
     )
     return sum(sizes) + len(manifest.to_bytes())
 

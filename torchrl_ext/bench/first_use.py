@@ -137,15 +137,17 @@ def _trainer(root: str) -> None:
 
 
 def _engine(info: Mapping[str, Any]) -> None:
+    from torchrl_ext.codecs.base import codec_from_json
     from torchrl_ext.sync.receiver import WeightReceiver
-    from torchrl_ext.transports.warming import warming
+    from torchrl_ext.transports.warming import Warming
     from torchrl_ext.weights.source import MappingSource
 
     served = _model()
     receiver, clock = WeightReceiver(served), _Clock()
     receiver.connect(dict(info))
     clock.lap("connect")
-    warming(info["codec"], MappingSource(served).params(), beside=True).wait(_DEADLINE_S)  # the one on its way
+    codec = codec_from_json(info["codec"])
+    Warming(codec, MappingSource(served).params(), beside=True).wait(_DEADLINE_S)  # the one on its way
     clock.lap("ready")
     clock.compiled()
     for version, step in _VERSIONS.items():

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
-from torchrl_ext.stores import LocalStore, Root, open_store, version_name
+from torchrl_ext.stores import LocalStore, Store, open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 class Reader:
     """The chain under a root, and ways to read it."""
 
-    def __init__(self, store: Root, base: str | None) -> None:
+    def __init__(self, store: Store, base: str | None) -> None:
         self.store, self.base = store, base and os.path.abspath(base)
         self.chain = Chain(store, foreign=ForeignVersions(store, self.base, settles=True))
 
@@ -99,7 +99,7 @@ class Reader:
 
     def route(self, version: int, follower: ChainReader) -> OpenRoute:
         try:
-            if self.base is None and self.chain.origin(version) is not None:
+            if self.base is None and self.chain.route(version, based=True).start is not None:
                 raise ConfigError(
                     f"version {version} in {self.store.url} leads back to a checkpoint that is not among its versions",
                     hint="name its directory with --base",
@@ -115,19 +115,20 @@ class Reader:
         return follower.tensors(self.route(version, follower), {})
 
     def summary(self, number: int) -> Info:
-        full, delta = self.chain.version(number)
-        total = sum(meta.numel for meta in self.chain.params(number))
-        changed = delta[1].changed if delta else None
-        known = delta is not None and not delta[1].container.startswith("foreign")
+        version = self.chain.version(number)
+        full, delta = version.full, version.delta
+        total = sum(meta.numel for meta in version.params)
+        changed = delta.changed if delta else None
+        known = delta is not None and not delta.container.startswith("foreign")
         return {
             "version": number,
             "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
-            "base": delta[1].base_version if delta else None,
-            "bytes": delta[1].nbytes if delta else 0,
+            "base": delta.base_version if delta else None,
+            "bytes": delta.nbytes if delta else 0,
             "keyframe_bytes": sum(full.files.values()) if full else 0,
-            "encoding": sorted({codec["name"] for codec in delta[1].codecs}) if delta else [],
+            "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
             "density": changed / max(1, total) if known else None,
-            "run_id": self.chain.run_id(number),
+            "run_id": version.run_id,
         }
 
 
@@ -154,11 +155,12 @@ def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
         document = reader.summary(args.version)
     except FileNotFoundError:
         raise ConfigError(f"{reader.store.url} holds no version {args.version}") from None
-    full, delta = reader.chain.version(args.version)
-    changes = {row.meta.name: row for row in delta[1].params} if delta else {}
-    names = delta[1].codecs if delta else ()
+    version = reader.chain.version(args.version)
+    full, delta = version.full, version.delta
+    changes = {row.meta.name: row for row in delta.params} if delta else {}
+    names = delta.codecs if delta else ()
     tensors = []
-    for meta in reader.chain.params(args.version):
+    for meta in version.params:
         row = changes.get(meta.name)
         changed = row.changed if row else None
         tensors.append(
@@ -173,7 +175,7 @@ def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
                 "digest": row.digest if row else None,
             }
         )
-    document |= {"files": {**(full.files if full else {}), **(delta[1].files if delta else {})}, "tensors": tensors}
+    document |= {"files": {**(full.files if full else {}), **(delta.files if delta else {})}, "tensors": tensors}
     lines = [_line(document), *(f"    {name}  {size:,} bytes" for name, size in document["files"].items())]
     lines += [f"    {t['name']}  {t['dtype']}{t['shape']}  {t['changed'] or 0:,} changed" for t in tensors]
     return document, lines
@@ -186,7 +188,7 @@ def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     for number in reader.numbers():
         try:
             route = reader.route(number, follower)
-            full = reader.chain.version(number)[0]
+            full = reader.chain.version(number).full
             checksums = {row.meta.name: row.checksum for row in full.params if row.checksum} if full else {}
             for name, tensor in follower.tensors(route, {}):
                 if name in checksums and tensor_digest(tensor) != checksums[name]:
@@ -243,14 +245,14 @@ def _materialize(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[s
         raise ConfigError(f"{out} exists already", expected="a new or empty directory", state="nothing was written")
     follower = reader.follower()
     route = reader.route(args.version, follower)
-    with route:
+    with closing(route):
         source = _Unpacked(reader, route, follower)
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.exists():
             out.rmdir()
         with LocalStore(out.parent).draft(out.name, needed_bytes=sum(m.nbytes for m in route.params)) as draft:
             manifest = FullWriter(args.shard_bytes).write(
-                draft, source, args.version, reader.chain.run_id(args.version)
+                draft, source, args.version, reader.chain.version(args.version).run_id
             )
     document = {"version": args.version, "path": str(out), "bytes": sum(manifest.files.values())}
     return document, [f"version {args.version} is in {out}, {document['bytes']:,} bytes"]

@@ -1,6 +1,6 @@
 """Keys <-> bytes, durably: stores, the layout of version directories, and their manifests."""
 
-from torchrl_ext.stores.base import Root, Store
+from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.local import LocalStore
 from torchrl_ext.stores.manifest import Manifest, Placed
 from torchrl_ext.stores.opening import open_store
@@ -10,7 +10,6 @@ __all__ = [
     "LocalStore",
     "Manifest",
     "Placed",
-    "Root",
     "Store",
     "Versions",
     "open_store",

@@ -11,28 +11,117 @@ deltas after it. A reader that is under way says so in a lease, `readers/<id>`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-
-import xxhash
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
 
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.delta_manifest import DeltaManifest, read_manifest
+from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.stores.leases import Leases
-from torchrl_ext.stores.manifest import LARGEST, MANIFEST, Manifest
-from torchrl_ext.stores.routes import Foreign, Found, Held, Route
+from torchrl_ext.stores.manifest import Manifest
 from torchrl_ext.stores.versions import Versions, version_name
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["BESIDE", "Chain"]
+__all__ = ["BESIDE", "Chain", "Foreign", "Held", "Route", "Version"]
 
 BESIDE = "delta"
-_PARSED = 2  # manifests that are kept for whoever looks again: of a keyframe and its delta
+
+Held = tuple[str, int]
+"""Run id and number of a version: numbers alone could belong to a run before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One version of a chain: a keyframe may have both manifests, other versions have one.
+
+    Attributes:
+        full: its full manifest.
+        delta: the manifest of its delta.
+        folder: where the files of the delta are, under the store.
+    """
+
+    full: Manifest | None = None
+    delta: DeltaManifest | None = None
+    folder: str = ""
+
+    @property
+    def run_id(self) -> str:
+        """The run that published it."""
+        return (self.full or self.delta).run_id  # type: ignore[union-attr] - it has one of the two
+
+    @property
+    def params(self) -> tuple[ParamMeta, ...]:
+        """Every parameter, in order."""
+        return tuple(row.meta for row in (self.full or self.delta).params)  # type: ignore[union-attr]
+
+
+class Foreign(Protocol):
+    """Reads versions that another library wrote, which have no manifest of ours."""
+
+    def finished(self, number: int) -> bool:
+        """Return whether all of a version is there, as far as whoever was not told of it can know.
+
+        Raises:
+            FileNotFoundError: there is no such version.
+            IntegrityError: it is damaged.
+        """
+
+    def replaced(self, number: int, run_id: str) -> bool:
+        """Return whether all of another version is there than the one that was read, under its number, as ``run_id``.
+
+        Raises:
+            FileNotFoundError: there is none, or a part of it only.
+            IntegrityError: it is damaged.
+        """
+
+    def base(self, number: int) -> int | None:
+        """Return the earlier version that is a version's base, 0 being the first checkpoint; None for a full version.
+
+        Raises:
+            FileNotFoundError: there is no such version, or a part of it only, and it is being written.
+            IntegrityError: it is damaged, or was left unfinished.
+        """
+
+    def read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
+        """Return a version.
+
+        Args:
+            number: the version.
+            params: those of its base; None where that is the checkpoint that everything began with.
+
+        Raises:
+            FileNotFoundError: there is no such version.
+            IntegrityError: it is damaged.
+            ConfigError: the checkpoint that everything began with is needed, and was not given.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """What a reader has to read.
+
+    Attributes:
+        start: the version to start from, which the reader holds: number 0 is its base checkpoint. None at a keyframe.
+        keyframe: the full version to start from.
+        deltas: the deltas to apply, in order, each with the folder of its files.
+        nbytes: bytes of all payload files on it.
+    """
+
+    start: Held | None
+    keyframe: Manifest | None
+    deltas: tuple[tuple[str, DeltaManifest], ...]
+    nbytes: int
+
+    @property
+    def first(self) -> int:
+        """The oldest version on it, which a reader needs until it is there."""
+        numbers = [manifest.version for manifest in (self.keyframe, *(delta for _, delta in self.deltas)) if manifest]
+        return numbers[0] if numbers else self.start[1] if self.start else 0
 
 
 class Chain:
-    """Ways through the versions of a store.
+    """The routes through the versions of a store.
 
     Args:
         store: where the versions are.
@@ -41,14 +130,13 @@ class Chain:
     """
 
     def __init__(self, store: Store, *, foreign: Foreign | None = None, lease_s: float = 600.0) -> None:
-        self.store, self.versions = store, Versions(store)
-        self._foreign, self._leases = foreign, Leases(store, lease_s)
-        self._known: dict[int, Found] = {}
+        self.store, self.versions, self.leases = store, Versions(store), Leases(store, lease_s)
+        self._foreign = foreign
+        self._known: dict[int, Version] = {}
         self._keyframes: dict[int, bool] = {}
-        self._parsed: dict[bytes, Manifest | DeltaManifest] = {}
 
     def latest(self) -> int:
-        """The newest version: what the pointer says, else the newest that another library completed; 0 if none.
+        """Return the newest version: what the pointer says, else the newest that another library completed, or 0.
 
         Raises:
             IntegrityError: the pointer holds something else than a number.
@@ -63,7 +151,7 @@ class Chain:
         return 0
 
     def replaced(self, number: int, run_id: str) -> bool:
-        """Whether a version, read as one of the run ``run_id``, is another one now. What is there is read only then.
+        """Return whether a version, read as one of the run ``run_id``, is another one now; only then is it read.
 
         Raises:
             FileNotFoundError: it is gone meanwhile, or a part of it only is there.
@@ -73,8 +161,8 @@ class Chain:
             return True
         return self._foreign is not None and self._foreign.replaced(number, run_id)
 
-    def version(self, number: int) -> Found:
-        """What a version is.
+    def version(self, number: int) -> Version:
+        """Return what a version is.
 
         Raises:
             FileNotFoundError: there is no such version (any more).
@@ -89,32 +177,17 @@ class Chain:
                 self._read_foreign(self._foreign, number)
         return self._known[number]
 
-    def _own(self, number: int) -> Found:
-        folder = version_name(number)
-        found = self._manifest(folder, number)
+    def _own(self, number: int) -> Version:
+        folder, found = version_name(number), self.versions.manifest(number)
         if isinstance(found, DeltaManifest):
-            return None, (folder, found)
-        folder = f"{folder}/{BESIDE}"
+            return Version(delta=found, folder=folder)
         try:
-            beside = self._manifest(folder, number)
+            beside = self.versions.manifest(number, f"/{BESIDE}")
         except FileNotFoundError:
-            return found, None
+            return Version(full=found)
         if not isinstance(beside, DeltaManifest):
-            raise IntegrityError(f"{self.store.url}/{folder}/{MANIFEST} is that of a full version, and no delta's")
-        return found, (folder, beside)
-
-    def _manifest(self, folder: str, number: int) -> Manifest | DeltaManifest:
-        """A folder's manifest. A version is looked for more than once while it is followed, and parsed once."""
-        where = f"{self.store.url}/{folder}/{MANIFEST}"
-        data = self.store.get_at_most(f"{folder}/{MANIFEST}", LARGEST)
-        mark = xxhash.xxh3_128_digest(data)
-        found = self._parsed.pop(mark, None) or read_manifest(data, where)
-        if found.version != number:
-            raise IntegrityError(f"{where} says that it is version {found.version}")
-        self._parsed[mark] = found  # the newest last
-        while len(self._parsed) > _PARSED:
-            del self._parsed[next(iter(self._parsed))]
-        return found
+            raise IntegrityError(f"{self.store.url}/{folder}/{BESIDE} holds a full version, and no delta")
+        return Version(full=found, delta=beside, folder=f"{folder}/{BESIDE}")
 
     def _read_foreign(self, foreign: Foreign, number: int) -> None:
         """Their deltas do not say what does not change, so what a version holds is known from its base on only."""
@@ -129,130 +202,87 @@ class Chain:
                     f"{version_name(at)} in {self.store.url}, to which version {number} leads back, is missing",
                     state="nothing was read",
                 ) from error
-            below.append(at)
+            below.append((at, base))
             if not base:
                 break
             at = base
             with suppress(FileNotFoundError):
                 self._known[at] = self._known.get(at) or self._own(at)
-        for version in reversed(below):
-            base = foreign.base(version)
-            params = () if base is None else self.params(base) if base else foreign.start()
-            self._known[version] = foreign.read(version, params)
-
-    def run_id(self, number: int) -> str:
-        """The run that published a version; raises as `version`."""
-        full, delta = self.version(number)
-        return full.run_id if full is not None else delta[1].run_id  # type: ignore[index]
-
-    def _run_there(self, number: int) -> str:
-        """The run that published a version, where that can still be found out, else ""."""
-        with suppress(FileNotFoundError, IntegrityError):
-            return self.run_id(number) if number else ""
-        return ""
-
-    def params(self, number: int) -> tuple[ParamMeta, ...]:
-        """Every parameter of a version; raises as `version`."""
-        full, delta = self.version(number)
-        return tuple(param.meta for param in (full.params if full is not None else delta[1].params))  # type: ignore[index]
+        for version, base in reversed(below):
+            self._known[version] = foreign.read(version, self.version(base).params if base else None)
 
     def forget(self) -> None:
         """Look at the store again: its versions may be those of another run."""
         self._known.clear()
         self._keyframes.clear()
 
-    def back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
-        """The deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap.
-
-        Raises:
-            FileNotFoundError: ``target`` is not there (any more).
-            IntegrityError: a manifest is damaged.
-        """
-        number = target
-        while number:
-            try:
-                full, delta = self.version(number)
-            except FileNotFoundError:
-                if number == target:
-                    raise
-                return
-            if delta is not None:
-                yield delta
-            if full is not None or delta is None:
-                return
-            number = delta[1].base_version
-
-    def origin(self, target: int) -> DeltaManifest | None:
-        """The delta on version 0 that leads, with those after it and without a keyframe between, to ``target``.
-
-        Raises:
-            FileNotFoundError: ``target`` is not there (any more).
-            IntegrityError: a manifest is damaged.
-        """
-        deltas = list(self.back(target))
-        first = deltas[-1][1] if deltas else None
-        keyframe = first is not None and self.version(first.version)[0] is not None
-        return first if first is not None and first.base_version == 0 and not keyframe else None
-
-    def route(self, target: int, held: Held | None = None) -> Route:
-        """The way to ``target`` that reads the fewest bytes.
+    def route(self, target: int, held: Held | None = None, *, based: bool = False) -> Route:
+        """Return the route to ``target`` that reads the fewest bytes.
 
         Args:
             target: the version to get to.
             held: the version that the reader holds.
+            based: the reader has the checkpoint that is version 0, from which it starts where nothing else will do.
 
         Raises:
             FileNotFoundError: ``target`` is not there (any more).
             IntegrityError: a link is missing, and neither a keyframe nor the version held lies after it; names it.
         """
         deltas: list[tuple[str, DeltaManifest]] = []
-        routes: list[Route] = []
-        number, missing = target, None
+        best: Route | None = None
+        number, nbytes = target, 0
         while True:
+            base_run = deltas[-1][1].base_run_id if deltas else ""
             if held is not None and number == held[1]:
-                run = (deltas and deltas[-1][1].base_run_id) or self._run_there(number)
-                if run in ("", held[0]):
-                    routes.append(Route(keyframe=None, deltas=tuple(reversed(deltas))))
+                if not base_run and number:
+                    with suppress(FileNotFoundError, IntegrityError):  # where it can still be found out
+                        base_run = self.version(number).run_id
+                if base_run in ("", held[0]):
+                    if best is None or nbytes < best.nbytes:
+                        best = Route(start=held, keyframe=None, deltas=tuple(reversed(deltas)), nbytes=nbytes)
                     break
+            if based and deltas and not number and best is None:
+                best = Route(start=(base_run, 0), keyframe=None, deltas=tuple(reversed(deltas)), nbytes=nbytes)
+                break
             try:
-                full, delta = self.version(number)
+                version = self.version(number)
             except FileNotFoundError:
                 if not deltas:
                     raise
-                missing = number
                 break
             except IntegrityError:
-                if routes:  # what lies below the keyframe need not be right
+                if best is not None:  # what lies below the keyframe need not be right
                     break
                 raise
-            if deltas and deltas[-1][1].base_run_id not in ("", self.run_id(number)):
-                if not routes:
-                    raise IntegrityError(
-                        f"version {deltas[-1][1].version} in {self.store.url} is a delta on version {number} of run "
-                        f"{deltas[-1][1].base_run_id!r}",
-                        expected=f"run {self.run_id(number)!r}, which published version {number} there",
-                        state="nothing was read",
-                        hint="let the trainer publish a keyframe",
-                    )
+            if deltas and deltas[-1][1].base_run_id not in ("", version.run_id):
+                if best is not None:
+                    break
+                raise IntegrityError(
+                    f"version {deltas[-1][1].version} in {self.store.url} is a delta on version {number} of run "
+                    f"{deltas[-1][1].base_run_id!r}",
+                    expected=f"run {version.run_id!r}, which published version {number} there",
+                    state="nothing was read",
+                    hint="let the trainer publish a keyframe",
+                )
+            if version.full is not None and best is None:
+                total = nbytes + sum(version.full.files.values())
+                best = Route(start=None, keyframe=version.full, deltas=tuple(reversed(deltas)), nbytes=total)
+            if version.delta is None or (best is not None and (held is None or number <= held[1])):
                 break
-            if full is not None and not any(route.keyframe for route in routes):
-                routes.append(Route(keyframe=full, deltas=tuple(reversed(deltas))))
-            if delta is None or (routes and (held is None or number <= held[1])):
-                break
-            deltas.append(delta)
-            number = delta[1].base_version
-            if routes and sum(manifest.nbytes for _, manifest in deltas) > routes[0].nbytes:
+            deltas.append((version.folder, version.delta))
+            number, nbytes = version.delta.base_version, nbytes + version.delta.nbytes
+            if best is not None and nbytes > best.nbytes:
                 break  # further down it gets no shorter
-        if not routes:
+        if best is None:
             raise IntegrityError(
-                f"version {target} in {self.store.url} cannot be reached: {version_name(missing or number)}, the base "
-                f"of version {deltas[-1][1].version if deltas else target}, is missing",
+                f"version {target} in {self.store.url} cannot be reached: {version_name(number)}, the base of version "
+                f"{deltas[-1][1].version if deltas else target}, is missing",
                 expected="a keyframe, or deltas from the version that the reader holds"
                 + (f" ({held[1]})" if held is not None else ""),
                 state="nothing was read",
                 hint="wait for the next keyframe, or let the trainer publish one",
             )
-        return min(routes, key=lambda route: route.nbytes)
+        return best
 
     def collect(self, keep_keyframes: int = 1) -> list[int]:
         """Remove versions that neither the newest keyframes nor readers under way need.
@@ -266,32 +296,16 @@ class Chain:
         keyframes, numbers = 0, self.versions.numbers()
         needed = numbers[0] if numbers else 0
         for number in reversed(numbers):
-            with suppress(FileNotFoundError, IntegrityError):
-                keyframes += self._is_keyframe(number)
+            if number not in self._keyframes:
+                with suppress(FileNotFoundError, IntegrityError):
+                    self._keyframes[number] = self.version(number).full is not None
+                    self._known.pop(number)  # a long chain's manifests are not kept for this
+            keyframes += self._keyframes.get(number, False)
             if keyframes >= keep_keyframes:
                 needed = number
                 break
-        needed = min([needed, *self._leases.firsts()])
-        removed = [number for number in numbers if number < needed]
-        self.versions.prune(before=needed)
+        removed = self.versions.prune(before=min([needed, *self.leases.firsts()]))
         for number in removed:
             self._known.pop(number, None)
             self._keyframes.pop(number, None)
         return removed
-
-    def _is_keyframe(self, number: int) -> bool:
-        if number not in self._keyframes:
-            self._keyframes[number] = self.version(number)[0] is not None
-            self._known.pop(number, None)  # a long chain's manifests are not kept for this
-        return self._keyframes[number]
-
-    @contextmanager
-    def lease(self, route: Route) -> Iterator[None]:
-        """Keep collection away from ``route`` while the block reads it.
-
-        A store that this process may not write to gives no lease: the reader starts over when something is gone.
-        """
-        steps = [route.keyframe.version] if route.keyframe is not None else []
-        steps += [delta.version for _, delta in route.deltas]
-        with self._leases.held(min(steps)) if steps else nullcontext():
-            yield

@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import zstandard
 
+from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.manifest import (
     FORMAT_NUMBER,
-    Document,
     Manifest,
-    checked_count,
-    checked_text,
+    check_content,
     closed,
-    plain_name,
+    count,
+    file_sizes,
+    parsed,
+    reported,
+    text,
 )
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["DELTA_FORMAT", "DeltaManifest", "DeltaParam", "read_manifest"]
+__all__ = ["DeltaManifest", "DeltaParam", "read_manifest"]
 
-DELTA_FORMAT = "torchrl_ext.delta"
-_DIGEST = "position-2x64"
 _LEVEL = 1  # of zstd: 19 took 13 to 25 times as long, on the way of every version, for 6 to 8 % fewer bytes
 
 
@@ -68,6 +69,9 @@ class DeltaManifest:
         base_digests: position digest of every tensor of the base, where that is version 0, a checkpoint.
     """
 
+    FORMAT: ClassVar[str] = "torchrl_ext.delta"
+    SUMS: ClassVar[tuple[str, str]] = ("digest", "position-2x64")
+
     version: int
     base_version: int
     run_id: str
@@ -80,16 +84,16 @@ class DeltaManifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all payload files."""
+        """The bytes of all payload files."""
         return sum(self.files.values())
 
     @property
     def changed(self) -> int:
-        """Units that changed in all parameters."""
+        """The units that changed, in all parameters."""
         return sum(param.changed for param in self.params)
 
     def to_bytes(self) -> bytes:
-        """JSON, UTF-8, in a zstd frame. A parameter is ``[name, dtype, shape, digest]``, or that and its change."""
+        """Return JSON, UTF-8, in a zstd frame. A row is ``[name, dtype, shape, digest]``, or that and the change."""
         rows, ends = [], dict[str, int]()
         for param in self.params:
             row = [*param.meta.to_json(), param.digest]
@@ -100,13 +104,13 @@ class DeltaManifest:
                 row += [param.checksum] if param.checksum else []
             rows.append(json.dumps(row, separators=(",", ":")))
         head = {
-            "format": DELTA_FORMAT,
+            "format": self.FORMAT,
             "format_number": FORMAT_NUMBER,
             "version": self.version,
             "base_version": self.base_version,
             "run_id": self.run_id,
             "base_run_id": self.base_run_id,
-            "digest": _DIGEST,
+            "digest": self.SUMS[1],
             "container": self.container,
             "codecs": list(self.codecs),
             "files": dict(self.files),
@@ -115,58 +119,61 @@ class DeltaManifest:
         return zstandard.ZstdCompressor(level=_LEVEL).compress(closed(head, rows))
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> DeltaManifest:
-        """Inverse of `to_bytes`.
-
-        Args:
-            data: the file's content; untrusted.
-            where: its path, for messages.
-
-        Raises:
-            IntegrityError: no manifest of a format that this version of the library reads, or a hostile one.
-        """
-        return cls.of(Document.of(data, where))
-
-    @classmethod
-    def of(cls, document: Document) -> DeltaManifest:
-        """As `from_bytes`, of what was read already."""
-        with document.reported() as found:
-            document.check_format(DELTA_FORMAT, "digest", _DIGEST)
-            files = {plain_name(name): checked_count(size) for name, size in found["files"].items()}
-            codecs = tuple(found["codecs"])
-            if not all(isinstance(codec, dict) and isinstance(codec.get("name"), str) for codec in codecs):
-                raise ValueError("its codecs are no list of names and settings")
-            params = tuple(_params(found["params"], files, len(codecs)))
-            if len({param.meta.name for param in params}) != len(params):
-                raise ValueError("a parameter is listed twice")
-            manifest = cls(
-                version=checked_count(found["version"]),
-                base_version=checked_count(found["base_version"]),
-                run_id=checked_text(found["run_id"]),
-                base_run_id=checked_text(found["base_run_id"]),
-                container=checked_text(found["container"]),
-                codecs=codecs,
-                params=params,
-                files=files,
-                base_digests={str(name): _digest(name, text) for name, text in found.get("base_digests", {}).items()},
-            )
-            if not manifest.base_version < manifest.version:
-                raise ValueError(f"its base is version {manifest.base_version}")
-            document.check_content()
+    def of(cls, found: Mapping[str, Any]) -> DeltaManifest:
+        """Return what a document says; where it says something else, whatever error that makes."""
+        files, codecs = file_sizes(found), tuple(found["codecs"])
+        for codec in codecs:
+            text(codec["name"])
+        manifest = cls(
+            version=count(found["version"]),
+            base_version=count(found["base_version"]),
+            run_id=text(found["run_id"]),
+            base_run_id=text(found["base_run_id"]),
+            container=text(found["container"]),
+            codecs=codecs,
+            params=tuple(_params(found["params"], files, len(codecs))),
+            files=files,
+            base_digests=found.get("base_digests", {}),
+        )
+        for name, digest in manifest.base_digests.items():
+            _check_digest(name, digest)
+        if not manifest.base_version < manifest.version:
+            raise ValueError(f"its base is version {manifest.base_version}")
         return manifest
 
 
 def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
-    """A manifest of whichever kind it says that it is; arguments and errors as those of `DeltaManifest.from_bytes`."""
-    document = Document.of(data, where)
-    return DeltaManifest.of(document) if document.format == DELTA_FORMAT else Manifest.of(document)
+    """Return a manifest of whichever kind it says that it is.
+
+    Args:
+        data: the file's content; untrusted.
+        where: its path, for messages.
+
+    Raises:
+        IntegrityError: no manifest of a format that this version of the library reads, or a hostile one.
+    """
+    with reported(where):
+        content, found = parsed(data)
+        name, number = found["format"], found["format_number"]
+        kind = DeltaManifest if name == DeltaManifest.FORMAT else Manifest
+        if name != kind.FORMAT or number not in (1, FORMAT_NUMBER) or found.get(kind.SUMS[0]) != kind.SUMS[1]:
+            raise IntegrityError(
+                f"{where} is format {name!r} number {number!r}",
+                expected=f"{kind.FORMAT!r} number {FORMAT_NUMBER} or 1, with {kind.SUMS[1]} as its {kind.SUMS[0]}",
+                hint="use the same torchrl_ext version on both sides",
+            )
+        check_content(content, found)
+        return kind.of(found)
 
 
 def _params(rows: list[list[Any]], files: Mapping[str, int], codecs: int) -> Iterator[DeltaParam]:
-    ends: dict[str, int] = {}
+    ends, names = dict[str, int](), set[str]()
     for row in rows:
         meta, digest, rest = ParamMeta.from_json(row[:3]), row[3], row[4:]
-        _digest(meta.name, digest)
+        _check_digest(meta.name, digest)
+        if meta.name in names:
+            raise ValueError("a parameter is listed twice")
+        names.add(meta.name)
         if not rest:
             yield DeltaParam(meta=meta, digest=digest)
             continue
@@ -174,12 +181,12 @@ def _params(rows: list[list[Any]], files: Mapping[str, int], codecs: int) -> Ite
         param = DeltaParam(
             meta=meta,
             digest=digest,
-            changed=checked_count(changed),
-            codec=checked_count(codec),
-            file=checked_text(file),
-            offset=ends.get(file, 0) if offset is None else checked_count(offset),
-            nbytes=checked_count(nbytes),
-            checksum=checked_text(checksum),
+            changed=count(changed),
+            codec=count(codec),
+            file=text(file),
+            offset=ends.get(file, 0) if offset is None else count(offset),
+            nbytes=count(nbytes),
+            checksum=text(checksum),
         )
         ends[param.file] = param.offset + param.nbytes
         if param.codec >= codecs or (file and param.offset + param.nbytes > files.get(param.file, -1)):
@@ -187,7 +194,6 @@ def _params(rows: list[list[Any]], files: Mapping[str, int], codecs: int) -> Ite
         yield param
 
 
-def _digest(name: str, text: Any) -> str:
-    if not isinstance(text, str) or len(text) != 32:
-        raise ValueError(f"digest of {name!r} is {text!r}")
-    return text
+def _check_digest(name: str, digest: Any) -> None:
+    if not isinstance(digest, str) or len(digest) != 32:
+        raise ValueError(f"digest of {name!r} is {digest!r}")

@@ -36,7 +36,10 @@ class Leases:
 
     @contextmanager
     def held(self, first: int) -> Iterator[None]:
-        """Keep version ``first`` and those after it while the block runs, where this process may write to the store."""
+        """Keep version ``first`` and those after it while the block runs.
+
+        A store that this process may not write to gives no lease: the reader starts over when something is gone.
+        """
         key = f"{_FOLDER}/{uuid.uuid4().hex}"
         with suppress(StoreError):
             self._store.put(key, json.dumps({"first": first, "until": time.time() + self._lease_s}).encode())
@@ -47,7 +50,9 @@ class Leases:
                 self._store.delete(key)
 
     def firsts(self) -> list[int]:
-        """The oldest version that each reader needs. What has run out is removed; what is no lease holds nothing.
+        """Return the oldest version that each reader needs.
+
+        What has run out is removed; what is no lease holds nothing.
 
         A lease is a word of somebody else's. One that would hold for longer than any reader of ours asks for, or that
         names no version, is passed over with a warning: its reader starts over when something is gone.
@@ -56,7 +61,7 @@ class Leases:
         for name in self._store.list(_FOLDER):
             key = f"{_FOLDER}/{name}"
             try:
-                lease = json.loads(self._store.get_at_most(key, _LARGEST))
+                lease = json.loads(self._store.get(key, at_most=_LARGEST))
                 first, left_s = lease["first"], seconds_left(lease["until"])
                 if type(first) is not int or first < 0 or left_s is None or left_s > 2 * self._lease_s:
                     raise ValueError(f"it holds version {first!r} until {lease['until']!r}")
@@ -76,7 +81,7 @@ class Leases:
 
 
 def seconds_left(until: Any) -> float | None:
-    """How long it is to a moment that somebody else wrote down, in seconds since 1970; None where it is none."""
+    """Return how long it is to a moment that somebody else wrote down, in seconds since 1970; None where it is none."""
     if isinstance(until, bool) or not isinstance(until, (int, float)) or abs(until) > 1e15 or math.isnan(until):
         return None
     return until - time.time()

@@ -15,11 +15,12 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchrl_ext.errors import StoreError, WeightSyncError
 from torchrl_ext.files import read_regular
-from torchrl_ext.stores.base import Draft, Root, checked_key
+from torchrl_ext.stores.base import Draft, Store, checked_key
 
 __all__ = ["TEMPORARY", "LocalStore"]
 
@@ -32,11 +33,11 @@ _HELD: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
+@dataclass
 class _LocalDraft(Draft):
     """A temporary sibling of the folder's name, until `LocalStore.draft` renames it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def write(self, name: str, data: bytes) -> None:
         path = self.path / checked_key(name)
@@ -46,7 +47,7 @@ class _LocalDraft(Draft):
             _sync_folder(path.parent)
 
 
-class LocalStore(Root):
+class LocalStore(Store):
     """Files under ``root``.
 
     Args:
@@ -55,27 +56,16 @@ class LocalStore(Root):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
+        self.url = str(self.root)
         self._unlock: weakref.finalize | None = None
-
-    @property
-    def url(self) -> str:
-        return str(self.root)
 
     # writer
 
-    @property
-    def owned(self) -> bool:
-        """Whether this object is the root's one writer."""
-        return self._unlock is not None and self._unlock.alive
-
     def own(self) -> None:
-        """Become the root's one writer, make the root, and sweep what a killed writer left. May be called again.
+        """Lock the root, make it, and sweep what a killed writer left; as `Store.own`.
 
         The lock is on the directory itself, so nothing is left in it, and the kernel drops it with the process. It
         belongs to the open directory: a forked child closes its copy, and so cannot keep the lock.
-
-        Raises:
-            StoreError: another writer has the root, or it cannot be made.
         """
         if self.owned:
             return
@@ -88,17 +78,19 @@ class LocalStore(Root):
             os.close(descriptor)
             raise
         self._unlock = weakref.finalize(self, _release, descriptor, os.getpid())
+        self.owned = True
         _HELD.add(self)
         if locked:
             self._sweep()
 
     def disown(self) -> None:
         """Let another writer have the root."""
+        self.owned = False
         if self._unlock is not None:
             self._unlock()
 
     def put(self, key: str, data: bytes) -> None:
-        path = self.root / checked_key(key)
+        path = self.path(key)
         temporary = _temporary(path)
         with self._reported("write", needed=len(data)):
             try:
@@ -113,18 +105,11 @@ class LocalStore(Root):
 
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
-        """Write a folder of files that appears as a whole when the block ends, and not at all when it fails.
+        """Write a folder, as `Store.draft`; an error says what is needed and what is free.
 
         Files must be fsynced by the block; the folder, its rename and the root are fsynced here.
-
-        Args:
-            folder: its name under the root.
-            needed_bytes: refuse at once when the filesystem has less than this free.
-
-        Raises:
-            StoreError: no space (says what is needed and what is free), no permission, or the name is taken.
         """
-        path = self.root / checked_key(folder)
+        path = self.path(folder)
         if path.exists():
             raise StoreError(f"{path} exists already", state="nothing was written", hint="pick the next version number")
         temporary = _temporary(path)
@@ -142,7 +127,7 @@ class LocalStore(Root):
             _sync_folder(self.root)
 
     def delete(self, key: str) -> None:
-        path = self.root / checked_key(key)
+        path = self.path(key)
         gone = _temporary(path)
         with self._reported("remove"):
             try:
@@ -155,14 +140,14 @@ class LocalStore(Root):
                 gone.unlink()
 
     def free_bytes(self) -> int:
-        """Bytes that this process may still write on the root's filesystem."""
+        """Return the bytes that this process may still write on the root's filesystem."""
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 
     # reader
 
     def path(self, key: str) -> Path:
-        """Where the value of ``key`` lies, for readers that want a file."""
+        """Return where the value of ``key`` lies."""
         return self.root / checked_key(key)
 
     @contextmanager
@@ -172,13 +157,9 @@ class LocalStore(Root):
     def available(self) -> bool:
         return self.root.is_dir()
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, at_most: int | None = None) -> bytes:
         with self._reported("read", missing=True):
-            return read_regular(self.path(key), within=self.root)
-
-    def get_at_most(self, key: str, limit_bytes: int) -> bytes:
-        with self._reported("read", missing=True):
-            return read_regular(self.path(key), within=self.root, at_most=limit_bytes)
+            return read_regular(self.path(key), within=self.root, at_most=at_most)
 
     def stamp(self, key: str) -> str | None:
         with self._reported("read"):
@@ -194,7 +175,7 @@ class LocalStore(Root):
                 names = os.listdir(self.path(folder) if folder else self.root)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        return sorted(name for name in names if not name.startswith("."))
+        return [name for name in sorted(names) if not name.startswith(".")]
 
     def sizes(self, folder: str) -> dict[str, int]:
         found = {}

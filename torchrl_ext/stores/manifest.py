@@ -1,4 +1,4 @@
-"""`Manifest`: the last file of a version, and the only one that a reader believes before it has checked."""
+"""`Manifest`: the last file of a full version; and how the text of a manifest of either kind is written and read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 import zstandard
@@ -16,26 +16,27 @@ from torchrl_ext.stores.base import checked_key
 from torchrl_ext.types import ParamMeta, dtype_name
 
 __all__ = [
-    "FORMAT",
     "FORMAT_NUMBER",
     "LARGEST",
     "MANIFEST",
-    "Document",
     "Manifest",
     "Placed",
-    "checked_count",
-    "checked_text",
+    "check_content",
     "closed",
+    "count",
+    "file_sizes",
+    "parsed",
     "plain_name",
+    "reported",
+    "text",
 ]
 
 MANIFEST = "manifest.json"
-FORMAT, FORMAT_NUMBER = "torchrl_ext.weights", 2
-_CHECKSUM = "xxh3-128"
-_ZSTD = b"\x28\xb5\x2f\xfd"
+FORMAT_NUMBER = 2
 LARGEST = 1 << 28
 """Bytes of a manifest, packed or not: a million parameters take less."""
 
+_ZSTD = b"\x28\xb5\x2f\xfd"
 _PARAMETERS = 1 << 20
 _SMALL, _RATIO = 1 << 20, 256  # a frame grows to one MiB, or to so many times its size: digests hardly compress
 _DAMAGE = (
@@ -56,24 +57,25 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a version directory holds.
+    """What the directory of a full version holds.
 
     Attributes:
         version: its number, 1 and up.
-        base_version: the version that a reader must hold to apply this one; None for a full version.
         run_id: names the trainer process that published it.
         params: every parameter, in the order of the source.
         files: size in bytes of every file beside the manifest, by name.
     """
 
+    FORMAT: ClassVar[str] = "torchrl_ext.weights"
+    SUMS: ClassVar[tuple[str, str]] = ("checksum", "xxh3-128")
+
     version: int
-    base_version: int | None = None
     run_id: str
     params: tuple[Placed, ...]
     files: Mapping[str, int]
 
     def to_bytes(self) -> bytes:
-        """JSON, UTF-8, one parameter per line."""
+        """Return JSON in UTF-8, one parameter per line."""
         params = [
             {
                 "name": placed.meta.name,
@@ -85,140 +87,27 @@ class Manifest:
             for placed in self.params
         ]
         head = {
-            "format": FORMAT,
+            "format": self.FORMAT,
             "format_number": FORMAT_NUMBER,
             "version": self.version,
-            "base_version": self.base_version,
+            "base_version": None,
             "run_id": self.run_id,
-            "checksum": _CHECKSUM,
+            "checksum": "xxh3-128",
             "files": dict(self.files),
         }
         return closed(head, ["    " + json.dumps(param) for param in params])
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Manifest:
-        """Inverse of `to_bytes`.
-
-        Args:
-            data: the file's content.
-            where: its path, for messages.
-
-        Raises:
-            IntegrityError: not a manifest of a format that this version of the library reads, or a hostile one.
-        """
-        return cls.of(Document.of(data, where))
-
-    @classmethod
-    def of(cls, document: Document) -> Manifest:
-        """As `from_bytes`, of what was read already."""
-        with document.reported() as found:
-            document.check_format(FORMAT, "checksum", _CHECKSUM)
-            params = tuple(_placed(row) for row in found["params"])
-            files = {plain_name(name): checked_count(size) for name, size in found["files"].items()}
-            base = found["base_version"]
-            manifest = cls(
-                version=checked_count(found["version"]),
-                base_version=None if base is None else checked_count(base),
-                run_id=checked_text(found["run_id"]),
-                params=params,
-                files=files,
-            )
-            if not {placed.file for placed in params} <= set(files):
-                raise ValueError("a parameter lies in a file that is not listed")
-            if len({placed.meta.name for placed in params}) != len(params):
-                raise ValueError("a parameter is listed twice")
-            document.check_content()
-        return manifest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """A manifest of either kind, parsed, and not believed yet.
-
-    Attributes:
-        where: its path, for messages.
-        text: the JSON.
-        found: what it says; may be anything.
-    """
-
-    where: str
-    text: bytes
-    found: Any
-
-    @classmethod
-    def of(cls, data: bytes, where: str) -> Document:
-        """Read JSON as it is, or in one zstd frame, told apart by the frame's first four bytes.
-
-        Raises:
-            IntegrityError: neither, or one that would take far more memory than a manifest does.
-        """
-        with _reported(where):
-            text = _unpacked(data)
-            parts = text.count(b",") + text.count(b"[") + text.count(b"{")
-            if len(text) > LARGEST or parts > min(len(text) // 4 + 1000, 16 * _PARAMETERS):
-                raise ValueError(f"it has {parts:,} parts in {len(text):,} bytes, which no manifest has")
-            return cls(where=where, text=text, found=json.loads(text, parse_constant=_refuse))
-
-    @property
-    def format(self) -> Any:
-        """The format that it claims to have."""
-        return self.found.get("format") if isinstance(self.found, dict) else None
-
-    @contextmanager
-    def reported(self) -> Iterator[dict[str, Any]]:
-        """What the document says; whatever is wrong with it becomes an `IntegrityError` that names it."""
-        with _reported(self.where):
-            if not isinstance(self.found, dict):
-                raise ValueError(f"it is a {type(self.found).__name__}")
-            yield self.found
-
-    def check_format(self, name: str, key: str, value: str) -> None:
-        """Whether it is of a format that is read here.
-
-        Raises:
-            IntegrityError: it is not.
-        """
-        number = self.found["format_number"]
-        if (self.format, self.found.get(key)) != (name, value) or number not in (1, FORMAT_NUMBER):
-            raise IntegrityError(
-                f"{self.where} is format {self.found['format']!r} number {number!r}",
-                expected=f"{name!r} number {FORMAT_NUMBER} or 1, with {value} as its {key}",
-                hint="use the same torchrl_ext version on both sides",
-            )
-        if not isinstance(self.found["params"], list) or len(self.found["params"]) > _PARAMETERS:
-            raise ValueError(f"its parameters are no list of at most {_PARAMETERS:,}")
-
-    def check_content(self) -> None:
-        """Hold the text against the checksum at its end; the first format had none.
-
-        Raises:
-            ValueError: it is another text.
-        """
-        body = self.text[: max(0, self.text.rfind(_CONTENT))]
-        if self.found["format_number"] != 1 and self.text != _summed(body):
-            raise ValueError("its content is not that of its checksum")
-
-
-def closed(head: Mapping[str, Any], rows: Iterable[str]) -> bytes:
-    """A manifest: its head, one line per parameter, and the checksum of all that."""
-    lines = ",\n".join(rows)
-    return _summed(f'{json.dumps(head, indent=2)[:-2]},\n  "params": [\n{lines}\n  ]'.encode())
-
-
-def _summed(body: bytes) -> bytes:
-    return b'%s%s%s"\n}\n' % (body, _CONTENT, xxhash.xxh3_128_hexdigest(body).encode())
-
-
-@contextmanager
-def _reported(where: str) -> Iterator[None]:
-    try:
-        yield
-    except _DAMAGE as error:
-        raise IntegrityError(
-            f"{where} is damaged: {error}",
-            state="nothing was read from this version",
-            hint="let the trainer publish again, and check the disk",
-        ) from None
+    def of(cls, found: Mapping[str, Any]) -> Manifest:
+        """Return what a document says; where it says something else, whatever error that makes (see `reported`)."""
+        params, files = tuple(_placed(row) for row in found["params"]), file_sizes(found)
+        if found["base_version"] is not None:
+            raise ValueError(f"it is a full version, and says that it is a delta on version {found['base_version']!r}")
+        if not {placed.file for placed in params} <= set(files):
+            raise ValueError("a parameter lies in a file that is not listed")
+        if len({placed.meta.name for placed in params}) != len(params):
+            raise ValueError("a parameter is listed twice")
+        return cls(version=count(found["version"]), run_id=text(found["run_id"]), params=params, files=files)
 
 
 def _placed(row: Mapping[str, Any]) -> Placed:
@@ -229,39 +118,102 @@ def _placed(row: Mapping[str, Any]) -> Placed:
     return Placed(meta=meta, file=plain_name(row["file"]), checksum=checksum)
 
 
-def _unpacked(data: bytes) -> bytes:
-    if data[:4] != _ZSTD:
-        return data
+# writing
+
+
+def closed(head: Mapping[str, Any], rows: Iterable[str]) -> bytes:
+    """Return the text of a manifest: its head, one line per parameter, and the checksum of all that."""
+    lines = ",\n".join(rows)
+    return _summed(f'{json.dumps(head, indent=2)[:-2]},\n  "params": [\n{lines}\n  ]'.encode())
+
+
+def _summed(body: bytes) -> bytes:
+    return b'%s%s%s"\n}\n' % (body, _CONTENT, xxhash.xxh3_128_hexdigest(body).encode())
+
+
+# reading what may be anything
+
+
+@contextmanager
+def reported(where: str) -> Iterator[None]:
+    """Turn whatever is wrong with a manifest into an `IntegrityError` that names it."""
     try:
-        size = zstandard.frame_content_size(data)
-        most = min(LARGEST, max(_SMALL, _RATIO * len(data)))
-        if not 0 <= size <= most:
-            raise ValueError(f"its zstd frame declares {size} bytes, and a manifest of its size takes at most {most}")
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"its zstd frame cannot be read: {error}") from None
+        yield
+    except _DAMAGE as error:
+        raise IntegrityError(
+            f"{where} is damaged: {error}",
+            state="nothing was read from this version",
+            hint="let the trainer publish again, and check the disk",
+        ) from None
+
+
+def parsed(data: bytes) -> tuple[bytes, Any]:
+    """Return the JSON text of a manifest, and what it says, which is not believed yet.
+
+    Args:
+        data: JSON as it is, or in one zstd frame, told apart by the frame's first four bytes.
+
+    Raises:
+        ValueError: neither, or one that would take far more memory than a manifest does.
+    """
+    if data[:4] == _ZSTD:
+        try:
+            size = zstandard.frame_content_size(data)
+            most = min(LARGEST, max(_SMALL, _RATIO * len(data)))
+            if not 0 <= size <= most:
+                raise ValueError(
+                    f"its zstd frame declares {size} bytes, and a manifest of its size takes at most {most}"
+                )
+            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"its zstd frame cannot be read: {error}") from None
+    parts = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if len(data) > LARGEST or parts > min(len(data) // 4 + 1000, 16 * _PARAMETERS):
+        raise ValueError(f"it has {parts:,} parts in {len(data):,} bytes, which no manifest has")
+    found = json.loads(data, parse_constant=_refuse)
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__}")
+    return data, found
+
+
+def check_content(data: bytes, found: Mapping[str, Any]) -> None:
+    """Hold a text against the checksum at its end, which the first format has not, and bound its parameters.
+
+    Raises:
+        ValueError: it is another text.
+    """
+    if not isinstance(found["params"], list) or len(found["params"]) > _PARAMETERS:
+        raise ValueError(f"its parameters are no list of at most {_PARAMETERS:,}")
+    body = data[: max(0, data.rfind(_CONTENT))]
+    if found["format_number"] != 1 and data != _summed(body):
+        raise ValueError("its content is not that of its checksum")
 
 
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def file_sizes(found: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ``files`` of a manifest, whose names are plain ones; else raise a ValueError."""
+    return {plain_name(name): count(size) for name, size in found["files"].items()}
+
+
 def plain_name(name: Any) -> str:
-    """``name``, if it is that of a file beside the manifest; else a ValueError."""
+    """Return ``name``, if it is that of a file beside the manifest; else raise a ValueError."""
     if not isinstance(name, str) or "/" in checked_key(name):
         raise ValueError(f"{name!r} is not a file name")
     return name
 
 
-def checked_count(value: Any) -> int:
-    """``value``, if it is an integer of 0 or more that fits into 8 bytes; else a ValueError."""
+def count(value: Any) -> int:
+    """Return ``value``, if it is an integer of 0 or more that fits into 8 bytes; else raise a ValueError."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def checked_text(value: Any) -> str:
-    """``value``, if it is text; else a ValueError."""
+def text(value: Any) -> str:
+    """Return ``value``, if it is text; else raise a ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value

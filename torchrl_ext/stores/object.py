@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, WeightSyncError
-from torchrl_ext.stores.base import Draft, Root, checked_key
+from torchrl_ext.stores.base import Draft, Store, checked_key
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.stores.owners import Owners
 
@@ -33,7 +33,7 @@ _CLAIM = ".claim"
 _Result = TypeVar("_Result")
 
 
-class ObjectStore(Root):
+class ObjectStore(Store):
     """Objects under a URL.
 
     Args:
@@ -56,34 +56,28 @@ class ObjectStore(Root):
             raise ConfigError(
                 f"{url} cannot be opened: {error}", hint="pip install fsspec, and the package for the protocol (s3fs)"
             ) from error
-        self._url, self._path = url.rstrip("/"), path.rstrip("/")
+        self.url, self._path = url.rstrip("/"), path.rstrip("/")
         self._owners = Owners(self)
         self._creates = _creates(self._fs)
 
-    @property
-    def url(self) -> str:
-        return self._url
-
     # writer
-
-    @property
-    def owned(self) -> bool:
-        return self._owners.number > 0
 
     def own(self) -> None:
         if self.owned:
             return
         self._owners.enter()
+        self.owned = True
         if self._creates:  # some take the condition and pay no heed to it
             self._creates = not self._overwrites()
         if not self._creates:
             log.warning(
                 "%s cannot create a key only where there is none: of two trainers that begin at the same moment, or "
                 "publish the same version at the same moment, neither would be noticed",
-                self._url,
+                self.url,
             )
 
     def disown(self) -> None:
+        self.owned = False
         with suppress(StoreError):  # then it counts as dead a little later
             self._owners.leave()
 
@@ -91,7 +85,7 @@ class ObjectStore(Root):
         self._call("write", key, lambda path: self._fs.pipe_file(path, bytes(data)))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Put a value where there is none.
+        """Put a value where there is none; return whether it is there.
 
         Returns:
             Whether ``data`` is what lies there now: an answer that was lost, and the put repeated, looks as if another
@@ -161,25 +155,20 @@ class ObjectStore(Root):
 
     # reader
 
-    def get(self, key: str) -> bytes:
-        return self._call("read", key, self._fs.cat_file)
+    def get(self, key: str, at_most: int | None = None) -> bytes:
+        def read(path: str) -> bytes:
+            size = None if at_most is None else self._fs.info(path)["size"]
+            if at_most is not None and size is not None and size > at_most:
+                raise IntegrityError(f"{path} has {size:,} bytes", expected=f"at most {at_most:,}", state="not read")
+            return self._fs.cat_file(path)
 
-    def get_at_most(self, key: str, limit_bytes: int) -> bytes:
-        return self._call("read", key, lambda path: self._small(path, limit_bytes))
+        return self._call("read", key, read)
 
     def stamp(self, key: str) -> str | None:
         try:
             return str(self._call("look for", key, self._fs.ukey))
         except FileNotFoundError:
             return None
-
-    def _small(self, path: str, limit_bytes: int) -> bytes:
-        size = self._fs.info(path)["size"]
-        if size is not None and size > limit_bytes:
-            raise IntegrityError(
-                f"{path} has {size:,} bytes", expected=f"at most {limit_bytes:,}", state="it was not read"
-            )
-        return self._fs.cat_file(path)
 
     def list(self, folder: str = "") -> list[str]:
         try:
@@ -224,8 +213,8 @@ class ObjectStore(Root):
             if isinstance(error, (FileNotFoundError, WeightSyncError)):
                 raise
             raise StoreError(
-                f"cannot stage {folder} of {self._url} in {tempfile.gettempdir()}: {error}",
-                state=f"{self._url} holds what it held",
+                f"cannot stage {folder} of {self.url} in {tempfile.gettempdir()}: {error}",
+                state=f"{self.url} holds what it held",
                 hint="free some space, or point TMPDIR elsewhere",
             ) from error
 
@@ -247,7 +236,7 @@ class ObjectStore(Root):
             raise
         except Exception as error:
             raise StoreError(
-                f"cannot {doing} {self._url}/{key}: {error!r}", hint="check address, credentials and network"
+                f"cannot {doing} {self.url}/{key}: {error!r}", hint="check address, credentials and network"
             ) from error
 
 

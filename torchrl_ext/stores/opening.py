@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.stores.base import Root
+from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.local import LocalStore
 
 __all__ = ["ROOTS_VARIABLE", "admit", "open_store"]
@@ -67,8 +67,8 @@ def _without_password(root: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}" if separator else root
 
 
-def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Root:
-    """The store at ``root``.
+def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
+    """Return the store at ``root``.
 
     Args:
         root: a directory, ``file://`` and a directory, or another URL that fsspec knows (``s3://bucket/prefix``).

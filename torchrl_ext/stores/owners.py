@@ -15,12 +15,15 @@ import time
 import uuid
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.leases import seconds_left
 
-__all__ = ["OWNED_S", "Creates", "Owners"]
+if TYPE_CHECKING:
+    from torchrl_ext.stores.object import ObjectStore
+
+__all__ = ["OWNED_S", "Owners"]
 
 OWNED_S = 300.0
 """How long an owner on another machine counts as alive after it began its last version, in seconds."""
@@ -29,27 +32,6 @@ _FOLDER = "owners"
 _LARGEST = 4096  # bytes
 _ATTEMPTS = 10
 _HERE: weakref.WeakValueDictionary[str, Owners] = weakref.WeakValueDictionary()
-
-
-class Creates(Protocol):
-    """What is needed of a store."""
-
-    url: str
-
-    def create(self, key: str, data: bytes) -> bool:
-        """Put a value where there is none; whether ``data`` is what lies there now."""
-
-    def put(self, key: str, data: bytes) -> None:
-        """As `Store.put`."""
-
-    def get_at_most(self, key: str, limit_bytes: int) -> bytes:
-        """As `Store.get_at_most`."""
-
-    def list(self, folder: str = "") -> list[str]:
-        """As `Store.list`."""
-
-    def delete(self, key: str) -> None:
-        """As `Store.delete`."""
 
 
 class Owners:
@@ -62,8 +44,8 @@ class Owners:
         number: of this writer; 0 while it is none.
     """
 
-    def __init__(self, store: Creates) -> None:
-        self._store: Creates = weakref.proxy(store)  # a store that is forgotten goes at once, and leaves its root
+    def __init__(self, store: ObjectStore) -> None:
+        self._store: ObjectStore = weakref.proxy(store)  # a store that is forgotten goes at once, and leaves its root
         self._token = uuid.uuid4().hex
         self.number = 0
 
@@ -139,9 +121,9 @@ class Owners:
         )
 
     def _said(self, number: int) -> dict[str, Any]:
-        """An owner's words; {} where they are gone, or are none."""
+        """Return an owner's words; {} where they are gone, or are none."""
         try:
-            found = json.loads(self._store.get_at_most(_key(number), _LARGEST))
+            found = json.loads(self._store.get(_key(number), at_most=_LARGEST))
         except (FileNotFoundError, IntegrityError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}

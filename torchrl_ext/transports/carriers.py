@@ -2,113 +2,86 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, final
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Protocol, final
 
-from torchrl_ext.stores import Manifest, open_store, version_name
-from torchrl_ext.stores.base import Root
-from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.hooks import load_hook
-from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import Handoff, Info
+from torchrl_ext.stores import Store
+from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
+from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.open_route import FullVersion
+from torchrl_ext.versions.open_route import OpenFull
+from torchrl_ext.versions.writer import WritesFull
 
-__all__ = ["Carrier", "SharedFiles"]
+__all__ = ["Carrier", "Link", "SharedFiles"]
 
-_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
+_PAUSE_S = 0.005  # between two looks at a version
 
 
-class Carrier(ABC):
-    """Both ends of one road.
+class Link(Protocol):
+    """Connects the ends of a carrier; its methods are as those of a transport."""
 
-    Attributes:
-        store: where this end has the versions.
-        run_id: names the trainer's run.
-        keeps_base: whether what workers hold is known when they come in again.
-    """
+    def init_all_workers_group(self, model_metadata: Mapping[str, Any]) -> None:
+        """Connect ends that no control layer connects."""
 
-    store: Root
-    keeps_base: ClassVar[bool]
+    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+        """Make ready for workers."""
 
-    def __init__(self) -> None:
-        self.run_id = uuid.uuid4().hex
+    def join(self, info: Info) -> None:
+        """Connect to the trainer that made ``info``."""
 
-    @abstractmethod
-    def open_full(self, number: int, manifest: Manifest) -> FullVersion:
-        """A keyframe, open for reading."""
-
-    def init_group(self) -> None:
-        """Enter the group of an address that every end was given, where there is one."""
-        return None
-
-    # trainer end
-
-    @abstractmethod
-    def open(self, workers: int) -> Handoff:
-        """As `Transport.open`; the info is for `join`."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """A version is about to be written.
-
-        Raises:
-            TransportError: this end does not send.
-        """
-
-    @abstractmethod
-    def keyframes(self, shard_bytes: int, files: Any) -> Any:
-        """Writes keyframes; has the methods of `FullWriter`, whose arguments these are."""
-
-    def written(self, version: int) -> None:
-        """A version is complete."""
-        return None
-
-    def push(self, version: int) -> None:
-        """Return when the workers have a version, as far as that is this end's to do."""
-        return None
-
-    # worker end
-
-    @abstractmethod
-    def join(self, info: Info, timeout_s: float, aborted: threading.Event) -> None:
-        """Be sure that what the trainer publishes will be seen here."""
-
-    @abstractmethod
-    def look(self, version: int) -> None:
-        """Make visible here what the trainer has published, ``version`` above all."""
-
-    @abstractmethod
-    def newer(self, unseen: Callable[[], int], timeout_s: float, aborted: threading.Event) -> int | None:
-        """A version that the reader has not, or None when none came within ``timeout_s`` seconds.
-
-        Args:
-            unseen: tells the newest one in the store, 0 where there is none or the reader has it.
-        """
-
-    def read(self) -> None:
-        """The newest version was read and is held."""
-        return None
-
-    # both ends
-
-    @abstractmethod
-    def alive(self) -> bool:
-        """Whether the road is open, once it was used."""
+    def check_connection(self) -> bool:
+        """Return whether this end is connected, once it was."""
 
     def abort(self) -> None:
         """End waits of other threads."""
-        return None
+
+    def shutdown(self) -> None:
+        """Leave. May be called twice."""
+
+
+class Carrier(ABC):
+    """Both ends of one route between stores.
+
+    Attributes:
+        store: where this end has the versions.
+        link: connects the ends.
+        full: writes keyframes into the store.
+        open_full: opens a keyframe of the store.
+        wait_s: how long a worker waits for a version that it was told of, in seconds.
+    """
+
+    keeps_versions: ClassVar[bool]
+    """Whether workers that come in again find the versions that they built on."""
+
+    told: ClassVar[Info]
+    """What a worker has to know to build its end, beside what the link says."""
+
+    wait_s: float
+    store: Store
+    link: Link
+    full: WritesFull
+    open_full: OpenFull
 
     @abstractmethod
-    def close(self) -> None:
-        """Leave. May be called twice."""
+    def send(self, version: int, base: int | None) -> None:
+        """Return when the workers have a version, as far as that is the trainer's to do.
+
+        Args:
+            version: it is complete in the store.
+            base: what it is a delta on, if it is one.
+        """
+
+    @abstractmethod
+    def fetch(self, until: float) -> None:
+        """Wait for something new in the store of a worker, at most until a monotonic moment."""
+
+    @abstractmethod
+    def landed(self) -> None:
+        """Let go of what was only kept until the newest version was read."""
 
 
 @final
@@ -116,60 +89,54 @@ class SharedFiles(Carrier):
     """A directory, or an object store, that both ends reach.
 
     Args:
-        root: its path or URL.
-        storage_options: of the fsspec filesystem behind a URL.
-        post_write_hook, pre_read_hook: as in `DeltaTransport`.
+        store: that.
+        run_id: names the trainer's run.
+        full: writes keyframes.
+        aborted: ends waits.
+        timeout_s: deadline of every wait, in seconds.
     """
 
-    keeps_base: ClassVar[bool] = True
+    keeps_versions: ClassVar[bool] = True
+    told: ClassVar[Info] = {}
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        storage_options: Mapping[str, Any] | None = None,
-        post_write_hook: str | None = None,
-        pre_read_hook: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.store = open_store(root, storage_options)
-        self._shared = SharedRoot(self.store, self.run_id)
-        self._wrote, self._reading = load_hook(post_write_hook), load_hook(pre_read_hook)
+    def __init__(self, store: Store, run_id: str, full: WritesFull, aborted: threading.Event, timeout_s: float) -> None:
+        self.store, self.full, self.open_full = store, full, partial(PublishedVersion, store)
+        self._aborted, self.wait_s = aborted, min(VISIBLE_S, timeout_s)
+        self._shared = SharedRoot(store, run_id)
+        self.link = _Probed(self._shared, store, aborted, timeout_s)
 
-    def keyframes(self, shard_bytes: int, files: Any) -> FullWriter:
-        return FullWriter(shard_bytes, files)
+    def send(self, version: int, base: int | None) -> None:
+        self._shared.clear()  # whoever came has found it
 
-    def open_full(self, number: int, manifest: Manifest) -> FullVersion:
-        return PublishedVersion(self.store, number, manifest)
+    def fetch(self, until: float) -> None:
+        self._aborted.wait(min(_PAUSE_S, max(0.0, until - time.monotonic())))
 
-    def open(self, workers: int) -> Handoff:
+    def landed(self) -> None:
+        """Do nothing: the trainer collects."""
+
+
+@final
+class _Probed:
+    """A link by a probe that the trainer leaves and workers find."""
+
+    def __init__(self, shared: SharedRoot, store: Store, aborted: threading.Event, timeout_s: float) -> None:
+        self._shared, self._store, self._aborted, self._timeout_s = shared, store, aborted, timeout_s
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, Any]) -> None:
+        """Do nothing: files need no group."""
+
+    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         return Handoff(info=self._shared.invite())
 
-    def begin(self) -> None:
-        self._shared.clear()
+    def join(self, info: Info) -> None:
+        self._shared.find(info, self._timeout_s, self._aborted)
 
-    def written(self, version: int) -> None:
-        self._wrote(self.store.url, version_name(version))
+    def check_connection(self) -> bool:
+        return self._store.available()
 
-    def join(self, info: Info, timeout_s: float, aborted: threading.Event) -> None:
-        self._shared.find(info, timeout_s, aborted)
+    def abort(self) -> None:
+        self._aborted.set()
 
-    def look(self, version: int) -> None:
-        self._reading(self.store.url)
-
-    def newer(self, unseen: Callable[[], int], timeout_s: float, aborted: threading.Event) -> int | None:
-        until, pause = deadline(timeout_s), _SHORTEST_S
-        while True:
-            self._reading(self.store.url)
-            newest = unseen()
-            if newest:
-                return newest
-            if aborted.wait(min(pause, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
-                return None
-            pause = min(2 * pause, _LONGEST_S)
-
-    def alive(self) -> bool:
-        return self.store.available()
-
-    def close(self) -> None:
-        if self.store.owned:
+    def shutdown(self) -> None:
+        if self._store.owned:
             self._shared.clear()

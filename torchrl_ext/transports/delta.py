@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.codecs.base import encodings, make_codec
+from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.errors import ConfigError, StoreError, TransportError
 from torchrl_ext.landing.changes import Changes
-from torchrl_ext.stores import version_name
+from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.carriers import Carrier, SharedFiles
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta_broadcast import Broadcast
-from torchrl_ext.transports.shared_root import VISIBLE_S
+from torchrl_ext.transports.hooks import load_hook
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.transports.warming import Warming, warming
+from torchrl_ext.transports.warming import Warming
 from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.versions.host_copies import HostCopies
+from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.slime.chains import ForeignVersions
@@ -36,7 +38,6 @@ from torchrl_ext.weights.source import WeightSource
 __all__ = ["DeltaTransport"]
 
 _HOOK = "TORCHRL_EXT_PRE_READ_HOOK"
-_PAUSE_S = 0.005  # between two looks at a version
 
 
 class DeltaTransport(StandaloneTransport, Incremental):
@@ -115,30 +116,34 @@ class DeltaTransport(StandaloneTransport, Incremental):
         if encoding == "auto":  # engines keep no copy of the base unless the caller asks for the tightest encoding
             settings = {"whole_base": False, "threads": worker_threads(), **(settings or {})}
         self._codec = make_codec(encoding, **(settings or {}))
-        if carrier == "collective":
+        self._rank = rank or 0
+        self._aborted, run_id = threading.Event(), uuid.uuid4().hex
+        self._carrier: Carrier
+        if root is None:
             group = VLLMCollectiveTransport(master_address, master_port, rank, world_size, device, timeout_s=timeout_s)
-            self._carrier: Carrier = Broadcast(group)
+            self._carrier = Broadcast(group)
         else:
-            self._carrier = SharedFiles(root, storage_options, post_write_hook, pre_read_hook)  # type: ignore[arg-type]
-        self._store = self._carrier.store
+            full = FullWriter(shard_bytes, files)
+            self._carrier = SharedFiles(open_store(root, storage_options), run_id, full, self._aborted, timeout_s)
+        self._wrote, self._reading = load_hook(post_write_hook), load_hook(pre_read_hook)
         self._base = None if base is None else os.path.abspath(base)
-        self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base, settles=True))
+        self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
+        store = self._carrier.store
+        self._chain = Chain(store, foreign=ForeignVersions(store, self._base, settles=True))
         self._writer = ChainWriter(
-            self._store,
+            store,
             self._chain,
-            self._carrier.run_id,
+            run_id,
             codec=self._codec,
-            full=self._carrier.keyframes(shard_bytes, files),
+            full=self._carrier.full,
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
             baseline_device=None if baseline_device is None else usable_device(baseline_device),
         )
-        self._reader = ChainReader(self._chain, self._carrier.open_full, self._base, HostCopies(local_dir))
-        self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
+        self._reader = ChainReader(self._chain, self._carrier.open_full, self._base, local_dir)
         self._opened: OpenRoute | None = None
         self._connected = self._alone = self._needs_base = False
-        self._aborted = threading.Event()
         self._warming: Warming | None = None
 
     @classmethod
@@ -148,60 +153,69 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     @classmethod
     def from_info(cls, info: Info) -> DeltaTransport:
-        if "wire" in info:
-            settings = {"carrier": "collective", "timeout_s": info["wire"]["timeout_s"]}
-        else:
-            settings = {"root": info["root"], "pre_read_hook": os.environ.get(_HOOK) or None}
-        return cls(**settings, base=info["base"], local_dir=info.get("local_dir"))
+        known = {"base": info["base"], "local_dir": info.get("local_dir")}
+        if "wire" not in info:
+            return cls(info["root"], pre_read_hook=os.environ.get(_HOOK) or None, **known)
+        carrier = Broadcast.joining(info)
+        made = cls(carrier="collective", timeout_s=carrier.link.timeout_s, **known)
+        made._carrier.link = carrier.link
+        return made
 
     @property
     def root(self) -> str:
         """The directory, as an absolute path; or the URL."""
-        return self._store.url
+        return self._carrier.store.url
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
-        if not self._carrier.keeps_base:  # who comes in may be new, and hold nothing
-            self._writer.restart()
-        params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-        self._warming = warming(self._codec, params, beside=False)
-        self._carrier.init_group()
+        self._begin(tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()))
+        self._carrier.link.init_all_workers_group({})  # what travels is versions, whatever the model
         self._connected = True
 
     # trainer end
 
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
-        self._store.own()
+        self._carrier.store.own()
         self._connected = True
+        warming = self._begin(params)
+        opening = self._carrier.link.open(workers, ())
         whole = self._codec.needs == "all" and self._codec.to_json().get("whole_base", True)
         info = {"transport": self.name, "base": self._base, "needs_base": whole, "local_dir": self._local_dir}
-        if not self._carrier.keeps_base:
-            self._writer.restart()
-        self._warming = warming(self._codec, params, beside=False)
-        opening = self._carrier.open(workers)
 
         def transfer() -> None:
             opening.transfer()
-            self._warm()
+            warming.wait(self.timeout_s)
 
-        return Handoff(info={**info, "codec": self._codec.to_json(), **opening.info}, transfer=transfer)
+        told = {**opening.info, **self._carrier.told, **info, "codec": self._codec.to_json()}
+        return Handoff(info=told, transfer=transfer)
+
+    def _begin(self, params: tuple[ParamMeta, ...]) -> Warming:
+        if not self._carrier.keeps_versions:  # who comes in may be new, and hold nothing
+            self._writer.restart()
+        self._warming = Warming(self._codec, params, beside=False)
+        return self._warming
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
+        if self._rank != 0:
+            raise TransportError(
+                f"send_weights was called on rank {self._rank}",
+                expected="rank 0, the trainer; other ranks receive",
+                state="nothing was sent",
+            )
         self._warm()
         began = time.perf_counter()
-        self._carrier.begin()
-        self._store.own()
-        manifest = self._writer.publish(source, version)
-        self._carrier.written(version)
+        self._carrier.store.own()
+        delta = self._writer.publish(source, version)
+        self._wrote(self.root, version_name(version))
         self._connected = True
         params = source.params()
-        total = sum(meta.numel for meta in params)
-        self.stats.bytes = None if manifest is None else manifest.nbytes
-        self.stats.density = 1.0 if manifest is None else manifest.changed / max(1, total)
+        self.stats.bytes = None if delta is None else delta.nbytes
+        self.stats.density = 1.0 if delta is None else delta.changed / max(1, sum(meta.numel for meta in params))
         self.stats.spans = {"publish": time.perf_counter() - began}
+        base = None if delta is None else delta.base_version
         return Handoff(
             info=self._info(version, params),
-            ahead=lambda: self._carrier.push(self._chain.versions.latest()),
-            acknowledge=lambda oldest: self._writer.acknowledge(),
+            ahead=partial(self._carrier.send, version, base),
+            acknowledge=self._writer.acknowledge,
         )
 
     def latest_version(self) -> int:
@@ -210,12 +224,12 @@ class DeltaTransport(StandaloneTransport, Incremental):
     # worker end
 
     def join(self, info: Info) -> None:
-        self._carrier.join(info, self.timeout_s, self._aborted)
+        self._carrier.link.join(info)
         self._needs_base = info["needs_base"]
         self._reader.retain(lambda name: self._needs_base)
         if "codec" in info:
             params = [ParamMeta.from_json(row) for row in info.get("params", ())]
-            self._warming = warming(info["codec"], params, beside=True)
+            self._warming = Warming(codec_from_json(info["codec"]), params, beside=True)
         self._connected = True
 
     def retain(self, names: Callable[[str], bool]) -> None:
@@ -227,16 +241,19 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> Changes | None:
         self._await_version(version)
-        changes = None if held is None else self._changes(version, held)
-        if changes is None:
-            route = self._open(version)
-            self._reader.check(route)
-            self._pin(route)
-        return changes
+        if held is not None:
+            self._warm()
+            if self._reader.held is None:
+                self._reader.adopt(version, held)
+            changes = self._reader.changes(version)
+            if changes is not None:
+                return changes
+        self._pin(self._open(version))
+        return None
 
     def landed(self, changes: Changes) -> None:
         self._reader.advance(changes)
-        self._carrier.read()
+        self._carrier.landed()
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         route, self._opened = self._opened, None
@@ -244,24 +261,26 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._await_version(info["version"])
             route = self._open(info["version"])
         yield from self._reader.tensors(route, into)
-        self._carrier.read()
+        self._carrier.landed()
 
     # both ends
 
     def abort(self) -> None:
         self._aborted.set()
-        self._carrier.abort()
+        self._carrier.link.abort()
 
     def check_connection(self) -> bool:
-        return self._connected and self._carrier.alive()
+        return self._connected and self._carrier.link.check_connection()
 
     def shutdown(self) -> None:
         self._connected = False
         self.abort()
-        self._carrier.close()
+        self._carrier.link.shutdown()
         self._pin(None)
-        if self._store.owned:
-            self._store.disown()
+        if not self._carrier.keeps_versions:  # the pointer stays, so that numbers go on
+            self._carrier.landed()
+            self._chain.versions.prune(before=self.latest_version() + 1)
+        self._carrier.store.disown()
 
     # alone, without a control layer
 
@@ -272,27 +291,20 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._reader.retain(lambda name: True)
         until = deadline(timeout_s)
         while True:
-            left_s = max(0.0, until - time.monotonic())
-            version = self._carrier.newer(self._unseen, left_s, self._aborted)
-            if version is None:
+            self._reading(self.root)
+            version = self._unseen()
+            if version:
+                with suppress(FileNotFoundError):  # collected since: a newer one is coming
+                    self._chain.forget()
+                    self._chain.versions.offered(version)
+                    self._pin(route := self._reader.open(version))
+                    self._connected = True
+                    return self._info(version, route.params)
+            if self._aborted.is_set() or time.monotonic() >= until:
                 return None
-            with suppress(FileNotFoundError):  # collected since: a newer one is coming
-                self._chain.forget()
-                self._chain.versions.offered(version)
-                route = self._reader.open(version)
-                self._pin(route)
-                self._connected = True
-                return self._info(version, route.params)
-            if self._aborted.wait(_PAUSE_S) or time.monotonic() >= until:
-                return None
+            self._carrier.fetch(until)
 
     # its helpers
-
-    def _changes(self, version: int, held: Callable[[], Mapping[str, str]]) -> Changes | None:
-        self._warm()
-        if self._reader.held is None:
-            self._reader.adopt(version, held)
-        return self._reader.changes(version)
 
     def _warm(self) -> None:
         """Compiled loops are ready, or as late as this transport waits for anything: then they are made when needed."""
@@ -300,7 +312,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._warming.wait(self.timeout_s)
 
     def _unseen(self) -> int:
-        """The newest version, 0 where there is none or it is the one that was received last."""
+        """Return the newest version, 0 where there is none or it is the one that was received last."""
         newest, held = self._chain.latest(), self._reader.held
         if newest != self.received_version:
             return newest
@@ -325,22 +337,23 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._opened = route
 
     def _await_version(self, version: int) -> None:
-        """A shared filesystem may show a new version a moment late."""
-        until = deadline(min(VISIBLE_S, self.timeout_s))
+        """Wait until a version is here: a shared filesystem may show it late, and a broadcast takes a while."""
+        until = deadline(self._carrier.wait_s)
         self._aborted.clear()  # an abort ends the waits of its moment, and this one comes after it
         self._chain.forget()
         while True:
-            self._carrier.look(version)
+            self._reading(self.root)
             try:
                 self._chain.version(version)
                 return
             except FileNotFoundError as error:
-                if self._aborted.wait(_PAUSE_S) or time.monotonic() > until:
+                if self._aborted.is_set() or time.monotonic() >= until:
                     raise self._lost(version) from error
+            self._carrier.fetch(until)
 
     def _lost(self, version: int) -> StoreError:
         return StoreError(
-            f"{self.root} holds no version {version}",
+            f"{self.root} holds no version {version}, and none came within {self._carrier.wait_s:g} s",
             expected=f"{version_name(version)}; the newest here is {self._chain.versions.latest()}",
             state="nothing was read",
             hint="send the weights again",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_ext.errors import StoreError
 from torchrl_ext.stores import LocalStore, Manifest, Versions, version_name
-from torchrl_ext.stores.routes import Held
+from torchrl_ext.stores.chain import Held
 from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport

@@ -10,7 +10,7 @@ import uuid
 from contextlib import suppress
 
 from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.stores.base import Root
+from torchrl_ext.stores import Store
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.types import Info
@@ -30,7 +30,7 @@ class SharedRoot:
         token: what the probe holds; names the trainer's run.
     """
 
-    def __init__(self, store: Root, token: str) -> None:
+    def __init__(self, store: Store, token: str) -> None:
         self._store, self._token = store, token
         self._probe: str | None = None
 

@@ -33,14 +33,14 @@ from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.process import ProcessRoot
-from torchrl_ext.transports.delta_broadcast import KeptTensors, KeptVersion
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.stores.memory import MemoryStore
+from torchrl_ext.transports.delta_broadcast import KeptTensors
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource
 
-__all__ = ["Warming", "cache_folder", "main", "rehearse", "warming", "widths_of"]
+__all__ = ["Warming", "cache_folder", "main", "rehearse"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -56,14 +56,14 @@ class Warming:
 
     Args:
         codec: the encoding.
-        widths: bytes per element, of the model's dtypes.
+        params: of the model that will be updated.
         beside: this process serves meanwhile: another one compiles.
     """
 
-    def __init__(self, codec: Codec, widths: Iterable[int], *, beside: bool) -> None:
+    def __init__(self, codec: Codec, params: Iterable[ParamMeta], *, beside: bool) -> None:
         self._codec, self._beside = codec, beside
         name = json.dumps(codec.to_json(), sort_keys=True)
-        keys = {width: (name, width) for width in sorted(set(widths))}
+        keys = {width: (name, width) for width in sorted(_widths(params))}
         with _LOCK:
             self._mine = [width for width, key in keys.items() if key not in _WARM]  # others are on their way, or here
             self._wanted = {width: _WARM.setdefault(key, threading.Event()) for width, key in keys.items()}
@@ -98,20 +98,8 @@ def _forget_others() -> None:
 os.register_at_fork(after_in_child=_forget_others)
 
 
-def warming(codec: Info | Codec, params: Iterable[ParamMeta], *, beside: bool) -> Warming:
-    """Begin to make ready what updates of ``params`` need.
-
-    Args:
-        codec: the encoding, or its JSON.
-        params: of the model.
-        beside: as in `Warming`.
-    """
-    made = codec if isinstance(codec, Codec) else codec_from_json(codec)
-    return Warming(made, widths_of(params), beside=beside)
-
-
-def widths_of(params: Iterable[ParamMeta]) -> set[int]:
-    """Bytes per unit of the dtypes that can be coded."""
+def _widths(params: Iterable[ParamMeta]) -> set[int]:
+    """Return the bytes per unit of the dtypes that can be coded."""
     widths = set()
     for dtype in {meta.dtype for meta in params}:
         try:
@@ -152,17 +140,16 @@ def _tensors(width: int, **sizes: int) -> dict[str, Tensor]:
 
 
 def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
-    root = ProcessRoot()
-    chain = Chain(root)
+    store, full = MemoryStore(), KeptTensors()
+    chain = Chain(store)
     writer = ChainWriter(
-        root, chain, "rehearsal", codec=codec, full=KeptTensors(), keyframe_every=0, base=None, keep_files=True
+        store, chain, "rehearsal", codec=codec, full=full, keyframe_every=0, base=None, keep_files=True
     )
     whole = codec.needs == "all" and codec.to_json().get("whole_base", True)
-    reader = ChainReader(chain, lambda number, manifest: KeptVersion(root, number, manifest))
+    reader = ChainReader(chain, full.open)
     reader.retain(lambda name: bool(whole))
     writer.publish(MappingSource(tensors), 1)
-    with reader.open(1) as way:
-        served = dict(reader.tensors(way, {}))
+    served = dict(reader.tensors(reader.open(1), {}))
     loader = TensorsLoader(served)
     loader.position_digests()
     for version, apart in enumerate(_APART, 2):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores import Manifest, Placed, Root, Versions, version_name
+from torchrl_ext.stores import Manifest, Placed, Store, Versions, version_name
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
 
@@ -30,9 +30,9 @@ class PublishedVersion:
         IntegrityError: its files are not what its manifest says.
     """
 
-    def __init__(self, store: Root, number: int, manifest: Manifest | None = None) -> None:
+    def __init__(self, store: Store, number: int, manifest: Manifest | None = None) -> None:
         self.number = number
-        self.manifest = Versions(store).manifest(number) if manifest is None else manifest
+        self.manifest = _full_manifest(store, number) if manifest is None else manifest
         self._files: dict[str, TensorFile] = {}
         self._verified = False
         self._staged = ExitStack()
@@ -114,12 +114,6 @@ class PublishedVersion:
         self._staged.close()
 
     def _open(self) -> None:
-        if self.manifest.base_version is not None:
-            raise IntegrityError(
-                f"{self._path} is a delta on version {self.manifest.base_version}",
-                expected="a full version",
-                hint="follow this root with the delta transport",
-            )
         for name in sorted({placed.file for placed in self.manifest.params}):
             file = self._files[name] = self._open_file(name)
             if file.nbytes != self.manifest.files[name]:
@@ -162,3 +156,14 @@ class PublishedVersion:
                 state=f"nothing of version {self.number} was used beyond the tensors before it",
                 hint="let the trainer send again, and check the disk",
             )
+
+
+def _full_manifest(store: Store, number: int) -> Manifest:
+    found = Versions(store).manifest(number)
+    if isinstance(found, Manifest):
+        return found
+    raise IntegrityError(
+        f"{store.url}/{version_name(number)} is a delta on version {found.base_version}",
+        expected="a full version",
+        hint="follow this root with the delta transport",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, final
 
 import xxhash
@@ -12,120 +12,109 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json
 from torchrl_ext.codecs.patch import Patch
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.registry import Registry
+from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, ParamMeta
 
-__all__ = [
-    "Container",
-    "Decode",
-    "Get",
-    "Heading",
-    "Put",
-    "Written",
-    "checked_files",
-    "container_of",
-    "containers",
-    "named",
-]
+__all__ = ["Container", "Decode", "DeltaFiles", "Files", "Packed", "damaged"]
 
-Put = Callable[[str, bytes], None]
-Get = Callable[[str], bytes]
+Files = Mapping[str, memoryview]
+"""Content of every payload file of a delta, by name."""
+
 Decode = Callable[[Tensor | None], Patch]
 """Decodes the change of one parameter; takes the old tensor where the codec needs one."""
 
-containers = Registry("container")
-containers.register("packed", "torchrl_ext.versions.delta_files:Packed", "payloads one after the other")
-containers.register("flushes", "torchrl_ext.versions.slime.first:Flushes", "slime's first files")
-containers.register("whole", "torchrl_ext.versions.slime.current:Whole", "slime's current files")
-containers.register("foreign flushes", "torchrl_ext.versions.slime.chains:ForeignFlushes", "flushes without a manifest")
-containers.register(
-    "foreign whole", "torchrl_ext.versions.slime.chains:ForeignWhole", "slime's files without a manifest"
-)
 
-
-def container_of(manifest: DeltaManifest, where: str) -> Container:
-    """The container that reads a delta.
+class DeltaFiles:
+    """The files of one delta that is being written, and what its manifest will say of them.
 
     Args:
-        manifest: of the delta.
-        where: its folder, for messages.
-
-    Raises:
-        ManifestError: no such container here.
-    """
-    try:
-        return containers.make(manifest.container)
-    except ConfigError as error:
-        raise ManifestError(f"{where} is laid out in a way unknown here: {error.what}", hint=error.hint) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heading:
-    """What a container may write beside the payloads.
-
-    Attributes:
         version, base_version: of the delta.
         codec: the encoding.
-        tensor: the new tensor of a name whose change was written.
-    """
-
-    version: int
-    base_version: int
-    codec: Codec
-    tensor: Callable[[str], Tensor]
-
-
-class Written:
-    """What a container wrote.
+        tensor: gives the new tensor of a name whose change was written.
+        write: writes one file.
 
     Attributes:
         codecs: JSON of the codecs used, in order of first use.
-        files: size in bytes by file name.
+        sizes: bytes by file name.
         params: the manifest's rows of changed parameters, by name, digests still empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        version: int,
+        base_version: int,
+        codec: Codec,
+        tensor: Callable[[str], Tensor],
+        write: Callable[[str, bytes], None],
+    ) -> None:
+        self.version, self.base_version, self.codec, self.tensor = version, base_version, codec, tensor
+        self._write = write
         self.codecs: list[Info] = []
-        self.files: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
         self.params: dict[str, DeltaParam] = {}
 
-    def codec(self, codec: Codec) -> int:
-        """Index of ``codec``."""
+    def put(self, name: str, data: bytes) -> None:
+        """Write one file."""
+        self._write(name, data)
+        self.sizes[name] = len(data)
+
+    def changed(
+        self, meta: ParamMeta, changed: int, codec: Codec, file: str, *, offset: int = 0, nbytes: int = 0,
+        checksum: str = "",
+    ) -> None:  # fmt: skip
+        """Note that a parameter changed, and where its payload is; as in `DeltaParam`."""
         info = codec.to_json()
         if info not in self.codecs:
             self.codecs.append(info)
-        return self.codecs.index(info)
+        self.params[meta.name] = DeltaParam(
+            meta=meta,
+            digest="",
+            changed=changed,
+            codec=self.codecs.index(info),
+            file=file,
+            offset=offset,
+            nbytes=nbytes,
+            checksum=checksum,
+        )
 
 
 class Container(ABC):
-    """One layout."""
+    """One layout of files."""
 
     name: ClassVar[str]
 
     def scanner(self, codec: Codec) -> Codec:
-        """The codec whose payloads `write` takes, where that is not the encoding itself."""
+        """Return the codec whose payloads `write` takes, where that is not the encoding itself."""
         return codec
 
     @abstractmethod
-    def write(self, heading: Heading, encoded: Iterable[Encoded], put: Put) -> Written:
-        """Write changes as they come; ``put`` takes a file's name and content."""
+    def write(self, files: DeltaFiles, changes: Iterable[Encoded]) -> None:
+        """Write changes as they come."""
 
     @abstractmethod
-    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
-        """For each changed parameter a call that decodes it; every file is fetched here.
+    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
+        """Return for each changed parameter a call that decodes it.
 
         Args:
             manifest: of the delta.
-            get: content of a file.
+            files: what it consists of.
             where: the folder, for messages.
 
         Raises:
-            FileNotFoundError: a file is not there.
             IntegrityError: a file is not what the manifest says; names it and a tensor in it.
             ManifestError: an encoding that is not known here.
         """
+
+
+def damaged(name: str, file: str, stated: str, found: str, version: int) -> IntegrityError:
+    """Return the error that says that a payload is not what its checksum says."""
+    return IntegrityError(
+        f"tensor {name!r} in {file} is damaged",
+        expected=f"xxh3-64 {stated}, found {found}",
+        state=f"nothing of version {version} was used",
+        hint="let the trainer publish again, and check the disk",
+    )
 
 
 @final
@@ -135,103 +124,40 @@ class Packed(Container):
     name: ClassVar[str] = "packed"
     FILE_BYTES: ClassVar[int] = 64 << 20
 
-    def write(self, heading: Heading, encoded: Iterable[Encoded], put: Put) -> Written:
-        written, parts, size = Written(), [], 0
-
-        def flush() -> None:
-            nonlocal parts, size
-            if parts:
-                put(name(), b"".join(parts))
-                written.files[name()] = size
-            parts, size = [], 0
-
-        def name() -> str:
-            return f"delta-{len(written.files) + 1:05d}.bin"
-
-        for change in encoded:
+    def write(self, files: DeltaFiles, changes: Iterable[Encoded]) -> None:
+        parts, size, file = list[bytes](), 0, "delta-00001.bin"
+        for change in changes:
             if not change.changed:
                 continue
-            written.params[change.meta.name] = DeltaParam(
-                meta=change.meta,
-                digest="",
-                changed=change.changed,
-                codec=written.codec(change.codec),
-                file=name(),
-                offset=size,
-                nbytes=len(change.payload),
-                checksum="" if change.codec.framed else xxhash.xxh3_64_hexdigest(change.payload),
+            payload = change.payload
+            checksum = "" if change.codec.framed else xxhash.xxh3_64_hexdigest(payload)
+            files.changed(
+                change.meta, change.changed, change.codec, file, offset=size, nbytes=len(payload), checksum=checksum
             )
-            parts.append(change.payload)
-            size += len(change.payload)
+            parts.append(payload)
+            size += len(payload)
             if size >= self.FILE_BYTES:
-                flush()
-        flush()
-        return written
+                files.put(file, b"".join(parts))
+                parts, size, file = [], 0, f"delta-{len(files.sizes) + 1:05d}.bin"
+        if parts:
+            files.put(file, b"".join(parts))
 
-    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
-        codecs = [codec_from_json(info) for info in manifest.codecs]
-        files = checked_files(manifest, get, where)
-
-        def decoder(param: DeltaParam) -> Decode:
+    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
+        codecs, found = list(map(codec_from_json, manifest.codecs)), dict[str, Decode]()
+        for param in manifest.params:
+            if not param.changed:
+                continue
             if param.file not in files:
                 raise IntegrityError(
                     f"the manifest in {where} names no file for tensor {param.meta.name!r}",
                     expected=f"one of {', '.join(files) or 'none'}",
                     state=f"nothing of version {manifest.version} was used",
                 )
-            payload = files[param.file][param.offset : param.offset + param.nbytes]
-            framed = codecs[param.codec].framed and not param.checksum  # then it ends with its checksum
-            found = xxhash.xxh3_64_hexdigest(payload[:-8] if framed else payload)
+            payload, codec = files[param.file][param.offset : param.offset + param.nbytes], codecs[param.codec]
+            framed = codec.framed and not param.checksum  # then it ends with its checksum
+            checksum = xxhash.xxh3_64_hexdigest(payload[:-8] if framed else payload)
             stated = bytes(payload[:-9:-1]).hex() if framed else param.checksum
-            if found != stated:
-                raise IntegrityError(
-                    f"tensor {param.meta.name!r} in {where}/{param.file} is damaged",
-                    expected=f"xxh3-64 {stated}, found {found}",
-                    state=f"nothing of version {manifest.version} was used",
-                    hint="let the trainer publish again, and check the disk",
-                )
-            return named(
-                f"{where}/{param.file}", lambda base: codecs[param.codec].decode(payload, param.meta, base), param
-            )
-
-        return {param.meta.name: decoder(param) for param in manifest.params if param.changed}
-
-
-def checked_files(manifest: DeltaManifest, get: Get, where: str) -> dict[str, memoryview]:
-    """Every file of a delta.
-
-    Raises:
-        FileNotFoundError: one is not there.
-        IntegrityError: one has not the size that the manifest gives; names it and a tensor in it.
-    """
-    files = {}
-    for name, size in manifest.files.items():
-        data = files[name] = memoryview(get(name))
-        if len(data) != size:
-            rows = [param for param in manifest.params if param.changed and param.file == name]
-            cut = next((p for p in rows if p.offset + p.nbytes > len(data)), rows[0] if rows else None)
-            tensor = f", so that tensor {cut.meta.name!r} cannot be read" if cut else ""
-            raise IntegrityError(
-                f"{where}/{name} has {len(data)} bytes{tensor}",
-                expected=f"{size}, as in the manifest",
-                state=f"nothing of version {manifest.version} was used",
-                hint="let the trainer publish again, and check the disk",
-            )
-    return files
-
-
-def named(file: str, decode: Decode, param: DeltaParam) -> Decode:
-    """``decode``, whose errors name tensor and file."""
-
-    def located(base: Tensor | None) -> Patch:
-        try:
-            return decode(base)
-        except IntegrityError as error:
-            raise IntegrityError(
-                f"tensor {param.meta.name!r} in {file} cannot be used: {error.what}",
-                expected=error.expected,
-                state=error.state,
-                hint=error.hint or "let the trainer publish again",
-            ) from error
-
-    return located
+            if checksum != stated:
+                raise damaged(param.meta.name, f"{where}/{param.file}", stated, checksum, manifest.version)
+            found[param.meta.name] = partial(codec.decode, payload, param.meta)
+        return found

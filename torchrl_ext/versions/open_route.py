@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
+from torchrl_ext.codecs.pipeline import decode_tensors, spare_threads
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.base import Store
+from torchrl_ext.stores.chain import Chain, Held, Route
 from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
-from torchrl_ext.stores.routes import Held, Route
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.delta_files import Decode, container_of
+from torchrl_ext.versions.containers import container_of
+from torchrl_ext.versions.delta_files import Decode
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["FullVersion", "OpenFull", "OpenRoute", "open_route", "patched", "same_params", "verified", "wrong_base"]
+__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "open_route", "read_files", "same_base"]
 
 _ATTEMPTS = 20
 
@@ -28,105 +30,184 @@ class FullVersion(Protocol):
     """A keyframe, open for reading."""
 
     def params(self) -> tuple[ParamMeta, ...]:
-        """What it holds, in order."""
+        """Return what it holds, in order."""
 
     def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in order, each verified before it is yielded, and filled into ``into`` where it can be."""
+        """Yield every tensor in order, each verified before, and filled into ``into`` where it can be."""
 
     def close(self) -> None:
         """Let go of it. May be called twice."""
 
 
 OpenFull = Callable[[int, Manifest], FullVersion]
+OpenBase = Callable[[], WeightSource]
 
 
 class OpenRoute:
     """What a reader has to read, read as far as that keeps it safe from collection.
 
-    Attributes:
-        digests: position digest of every tensor at the end, by name; none where a keyframe is the end.
-
     Args:
-        held: where it starts; None at a keyframe.
-        reached: where it leads.
+        chain: the versions.
+        route: what is to be read.
+        target: where it leads.
+        open_full: opens a keyframe.
+        held: the version that the reader holds.
+        base: opens what version 0 is, for a reader that holds nothing that it could start from.
+
+    Attributes:
+        held: the version that the reader holds, where the route starts from it.
+        reached: run id and number of the version that it leads to.
         params: every parameter there.
-        published: the keyframe, its files open.
-        base: what stands in for a keyframe where the route begins at version 0; with the digests it has to have.
-        manifests: of the deltas, each with its folder for messages.
-        steps: the deltas' decoders by name; their files were fetched.
+        published: the keyframe that it starts from, its files open.
+        base: what stands in for a keyframe where it starts at version 0; with the digests it has to have.
+        digests: position digest of every tensor at the end, by name; none where a keyframe is the end.
     """
 
     def __init__(
-        self,
-        held: Held | None,
-        reached: Held,
-        params: tuple[ParamMeta, ...],
-        published: FullVersion | None,
-        manifests: tuple[tuple[str, DeltaManifest], ...],
-        steps: tuple[Mapping[str, Decode], ...],
-        base: WeightSource | None = None,
+        self, chain: Chain, route: Route, target: int, open_full: OpenFull, held: Held | None, base: OpenBase | None
     ) -> None:
-        self.held, self.reached, self.params, self.published = held, reached, params, published
-        self.manifests, self._steps, self.base = manifests, steps, base
-        rows = manifests[-1][1].params if manifests else ()
+        end = chain.version(target)
+        self.held = held if route.start == held else None
+        self.reached, self.params = (end.run_id, target), end.params
+        self.base = base() if base is not None and route.start is not None and self.held is None else None
+        self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
+        self._deltas: list[tuple[str, DeltaManifest, Mapping[str, Decode]]] = []
+        try:
+            for folder, manifest in route.deltas:
+                where = f"{chain.store.url}/{folder}"
+                files = read_files(chain.store, folder, manifest)
+                decoders = container_of(manifest.container, where).read(manifest, files, where)
+                self._deltas.append((where, manifest, decoders))
+        except BaseException:
+            self.close()
+            raise
+        rows = self._deltas[-1][1].params if self._deltas else ()
         self.digests = {row.meta.name: row.digest for row in rows if row.digest}
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor where the route begins: of the keyframe, or of the base.
+        """Yield every tensor where the route starts: of the keyframe, or of the base.
 
         Raises:
             IntegrityError: a damaged tensor, or another base; names the tensor.
         """
         if self.published is not None:
-            yield from self.published.pairs({} if self.manifests else into)
+            yield from self.published.pairs({} if self._deltas else into)
         elif self.base is not None:
-            own, expected = {meta.name for meta in self.params}, self.manifests[0][1].base_digests
+            where, manifest, _ = self._deltas[0]
+            own = {meta.name for meta in self.params}
             for name, tensor in self.base:
                 if name in own:
-                    if expected:
-                        _same_base(name, position_digest(tensor).hex(), expected, self.manifests[0][0])
+                    if manifest.base_digests:  # another library's deltas name none
+                        same_base({name: position_digest(tensor).hex()}, manifest, where)
                     yield name, tensor
         else:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
 
-    def where(self, name: str) -> str:
-        """The files on the route that change a tensor, for messages."""
-        rows = [(where, row) for where, manifest in self.manifests for row in manifest.params if row.meta.name == name]
-        return ", ".join(f"{where}/{row.file}" for where, row in rows if row.changed) or "the keyframe"
+    def check_params(self, params: tuple[ParamMeta, ...]) -> None:
+        """Be sure that every delta is one of the model of ``params``, in whatever order.
 
-    def changes(self, name: str) -> bool:
-        """Whether a tensor changes on the route; nothing is decoded for that."""
-        return any(name in step for step in self._steps)
+        Raises:
+            ManifestError: names the first parameter that differs, and the delta's folder.
+        """
+        own = {meta.name: meta for meta in params}
+        for where, delta, _ in self._deltas:
+            for row in delta.params:
+                if own.get(row.meta.name) != row.meta:
+                    raise ManifestError(
+                        f"{where} changes {row.meta}",
+                        expected=str(own.get(row.meta.name, "a tensor of the model that is held")),
+                        state="nothing was read",
+                        hint="the delta belongs to another model",
+                    )
+            if len(delta.params) != len(own):
+                lost = min(own.keys() - {row.meta.name for row in delta.params})
+                raise ManifestError(f"{where} does not know tensor {lost!r}", state="nothing was read")
 
     def patch(self, meta: ParamMeta, base: Tensor | None) -> Patch | None:
-        """All changes of one tensor as one. With a base, each link is decoded against the result of the one before."""
-        links = [step[meta.name] for step in self._steps if meta.name in step]
-        if not links:
-            return None
-        if base is None or len(links) == 1:
-            return fold([decode(base) for decode in links])
-        work, patches = base.clone(), []
-        for decode in links:
-            patches.append(decode(work))
-            apply_patch(patches[-1], work)
-        return fold(patches)
+        """Return all changes of one tensor as one; None where there are none.
+
+        Args:
+            meta: the tensor.
+            base: the tensor where the route starts, for encodings that need it. It is left as it is.
+
+        Raises:
+            IntegrityError: a payload is damaged, or cannot be decoded without ``base``; names tensor and file.
+        """
+        patches, work = list[Patch](), base
+        for where, manifest, decoders in self._deltas:
+            if meta.name not in decoders:
+                continue
+            if patches and work is not None:  # each is decoded against the result of the one before
+                work = work.clone() if work is base else work
+                apply_patch(patches[-1], work)
+            try:
+                patches.append(decoders[meta.name](work))
+            except IntegrityError as error:
+                raise IntegrityError(
+                    f"tensor {meta.name!r} in {where}/{_file(manifest, meta.name)} cannot be used: {error.what}",
+                    expected=error.expected,
+                    state=error.state,
+                    hint=error.hint or "let the trainer publish again",
+                ) from error
+        return fold(patches) if patches else None
+
+    def patches(self, copies: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Iterator[Patch]:
+        """Yield the changes of the tensors that change and are wanted; others are not decoded.
+
+        Args:
+            copies: tensors where the route starts, as far as encodings need them.
+            wanted: says so of a name.
+        """
+        changed = frozenset[str]().union(*(decoders for _, _, decoders in self._deltas))
+        metas = [meta for meta in self.params if meta.name in changed and wanted(meta.name)]
+        decoding = (partial(self.patch, meta, copies.get(meta.name)) for meta in metas)
+        yield from decode_tensors(decoding, threads=spare_threads())  # type: ignore[misc] - they change
+
+    def whole(self, copies: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors as they are at the end, made from host copies of them where the route starts."""
+        wanted = frozenset(names)
+
+        def at_the_end(meta: ParamMeta) -> tuple[str, Tensor]:
+            return meta.name, self.applied(meta, copies[meta.name].clone())[0]
+
+        made = (partial(at_the_end, meta) for meta in self.params if meta.name in wanted)
+        yield from decode_tensors(made, threads=spare_threads())
+
+    def applied(self, meta: ParamMeta, tensor: Tensor) -> tuple[Tensor, Patch | None]:
+        """Return a tensor at the end, changed in place where it is contiguous; and what was applied to it."""
+        patch = self.patch(meta, tensor)
+        if patch is None:
+            return tensor, None
+        tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
+        apply_patch(patch, tensor)
+        return tensor, patch
+
+    def verify(self, name: str, tensor: Tensor) -> None:
+        """Hold a tensor against its digest.
+
+        Raises:
+            IntegrityError: it is another one; names it and the files that made it.
+        """
+        expected = self.digests.get(name)
+        if expected is None or (found := position_digest(tensor).hex()) == expected:
+            return
+        files = [f"{where}/{_file(manifest, name)}" for where, manifest, decoders in self._deltas if name in decoders]
+        raise IntegrityError(
+            f"tensor {name!r} does not come out as version {self.reached[1]} has it, by "
+            f"{', '.join(files) or 'the keyframe'}",
+            expected=f"digest {expected}, found {found}",
+            state="nothing of it was used",
+            hint="a delta was applied to another base; let the trainer publish a keyframe",
+        )
 
     def close(self) -> None:
         """Close the files. May be called twice."""
         if self.published is not None:
             self.published.close()
 
-    def __enter__(self) -> OpenRoute:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def open_route(
-    chain: Chain, open_full: OpenFull, target: int, held: Held | None, base: WeightSource | None = None
+    chain: Chain, open_full: OpenFull, target: int, held: Held | None, base: OpenBase | None = None
 ) -> OpenRoute:
     """Open the shortest route to ``target``; another one when a version on it is collected meanwhile.
 
@@ -134,8 +215,8 @@ def open_route(
         chain: the versions.
         open_full: opens a keyframe.
         target: where to.
-        held: where from; None to begin at a keyframe, or at ``base``.
-        base: what version 0 is.
+        held: where from; None to start at a keyframe, or at ``base``.
+        base: opens what version 0 is.
 
     Raises:
         FileNotFoundError: ``target`` is not there (any more).
@@ -143,15 +224,14 @@ def open_route(
     """
     for last in range(_ATTEMPTS - 1, -1, -1):
         try:
-            origin = chain.origin(target) if base is not None and held is None else None
-            route = chain.route(target, held if origin is None else (origin.base_run_id, 0))
+            route = chain.route(target, held, based=base is not None)
         except IntegrityError as error:
-            if last and chain.latest() > target:  # collection overtook us between two manifests
+            if last and held is None and chain.latest() > target:  # collection overtook us between two manifests
                 raise FileNotFoundError(f"version {target} in {chain.store.url}") from error
             raise
         try:
-            with chain.lease(route):
-                return _opened(chain, open_full, route, target, held, base)
+            with chain.leases.held(route.first):
+                return OpenRoute(chain, route, target, open_full, held, base)
         except FileNotFoundError:
             chain.forget()
             if not last:
@@ -159,115 +239,61 @@ def open_route(
     raise AssertionError("unreachable")
 
 
-def _opened(
-    chain: Chain, open_full: OpenFull, route: Route, target: int, held: Held | None, base: WeightSource | None
-) -> OpenRoute:
-    published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
-    try:
-        manifests = tuple((f"{chain.store.url}/{folder}", manifest) for folder, manifest in route.deltas)
-        steps = tuple(_step(chain, folder, manifest) for folder, manifest in route.deltas)
-        return OpenRoute(
-            held if published is None else None,
-            (chain.run_id(target), target),
-            chain.params(target),
-            published,
-            manifests,
-            steps,
-            base if published is None and held is None else None,
-        )
-    except BaseException:
-        if published is not None:
-            published.close()
-        raise
+def read_files(store: Store, folder: str, manifest: DeltaManifest) -> dict[str, memoryview]:
+    """Return the content of every file of a delta.
 
-
-def _step(chain: Chain, folder: str, manifest: DeltaManifest) -> Mapping[str, Decode]:
-    where = f"{chain.store.url}/{folder}"
-
-    def get(name: str) -> bytes:
+    Raises:
+        FileNotFoundError: the delta was collected in between.
+        IntegrityError: a file is missing, or has not the size that the manifest gives; names it and a tensor in it.
+    """
+    files = {}
+    for name, size in manifest.files.items():
         try:
-            return chain.store.get(f"{folder}/{name}")
+            data = files[name] = memoryview(store.get(f"{folder}/{name}"))
         except FileNotFoundError as error:
-            if MANIFEST not in chain.store.list(folder):  # collected in between
+            if MANIFEST not in store.list(folder):  # collected in between
                 raise
             row = next((row for row in manifest.params if row.changed and row.file == name), None)
             raise IntegrityError(
-                f"{where}/{name} is missing" + (f", which holds tensor {row.meta.name!r}" if row else ""),
+                f"{store.url}/{folder}/{name} is missing" + (f", which holds tensor {row.meta.name!r}" if row else ""),
                 expected="every file that the manifest names",
                 state=f"nothing of version {manifest.version} was used",
                 hint="let the trainer publish again",
             ) from error
+        if len(data) != size:
+            rows = [row for row in manifest.params if row.changed and row.file == name]
+            cut = next((row for row in rows if row.offset + row.nbytes > len(data)), rows[0] if rows else None)
+            tensor = f", so that tensor {cut.meta.name!r} cannot be read" if cut else ""
+            raise IntegrityError(
+                f"{store.url}/{folder}/{name} has {len(data)} bytes{tensor}",
+                expected=f"{size}, as in the manifest",
+                state=f"nothing of version {manifest.version} was used",
+                hint="let the trainer publish again, and check the disk",
+            )
+    return files
 
-    return container_of(manifest, where).read(manifest, get, where)
 
-
-def _same_base(name: str, found: str, expected: Mapping[str, str], where: str) -> None:
-    if expected and found != expected.get(name):
-        raise IntegrityError(
-            f"tensor {name!r} of the base checkpoint is not the one on which {where} was taken",
-            expected=f"digest {expected.get(name)}, found {found}",
-            state="nothing was changed",
-            hint="start from the checkpoint that the trainer names as base=",
-        )
-
-
-def wrong_base(digests: Mapping[str, str], origin: DeltaManifest, where: str) -> None:
+def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:
     """Hold what a worker has against the base of the first delta.
 
     Args:
-        digests: position digests of what it has, by name; of some tensors at least.
-        origin: the first delta.
+        digests: position digests of what it has, by name; of some of its tensors.
+        delta: the first delta, which names those of its base.
         where: its folder, for messages.
 
     Raises:
         IntegrityError: it has something else; names the first tensor.
     """
-    for param in origin.params:
-        if param.meta.name in digests:
-            _same_base(param.meta.name, digests[param.meta.name], origin.base_digests, where)
-
-
-def patched(tensor: Tensor, patch: Patch) -> Tensor:
-    """``tensor``, changed in place where it is contiguous."""
-    tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
-    apply_patch(patch, tensor)
-    return tensor
-
-
-def verified(route: OpenRoute, name: str, tensor: Tensor) -> None:
-    """Hold a tensor against its digest.
-
-    Raises:
-        IntegrityError: it is another one; names it and the files that made it.
-    """
-    expected = route.digests.get(name)
-    if expected is None:
-        return
-    found = position_digest(tensor).hex()
-    if found != expected:
-        raise IntegrityError(
-            f"tensor {name!r} does not come out as version {route.reached[1]} has it, by {route.where(name)}",
-            expected=f"digest {expected}, found {found}",
-            state="nothing of it was used",
-            hint="a delta was applied to another base; let the trainer publish a keyframe",
-        )
-
-
-def same_params(held: tuple[ParamMeta, ...], delta: DeltaManifest, where: str) -> None:
-    """Whether a delta is one of the model that is held, in whatever order.
-
-    Raises:
-        ManifestError: names the first parameter that differs, and the delta's folder.
-    """
-    own = {meta.name: meta for meta in held}
-    for param in delta.params:
-        if own.get(param.meta.name) != param.meta:
-            raise ManifestError(
-                f"{where} changes {param.meta}",
-                expected=str(own.get(param.meta.name, "a tensor of the model that is held")),
-                state="nothing was read",
-                hint="the delta belongs to another model",
+    for name, found in digests.items() if delta.base_digests else ():
+        expected = delta.base_digests.get(name)
+        if found != expected:
+            raise IntegrityError(
+                f"tensor {name!r} of the base checkpoint is not the one on which {where} was taken",
+                expected=f"digest {expected}, found {found}",
+                state="nothing was changed",
+                hint="start from the checkpoint that the trainer names as base=",
             )
-    if len(delta.params) != len(own):
-        lost = min(own.keys() - {param.meta.name for param in delta.params})
-        raise ManifestError(f"{where} does not know tensor {lost!r}", state="nothing was read")
+
+
+def _file(manifest: DeltaManifest, name: str) -> str:
+    return next((row.file for row in manifest.params if row.meta.name == name), "")

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch
-from torchrl_ext.codecs.pipeline import decode_tensors, spare_threads
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
 from torchrl_ext.landing.changes import Changes
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.routes import Held
+from torchrl_ext.stores.chain import Chain, Held
+from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.host_copies import HostCopies
-from torchrl_ext.versions.open_route import OpenFull, OpenRoute, open_route, patched, same_params, verified, wrong_base
+from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, open_route, same_base
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-__all__ = ["ChainReader"]
+__all__ = ["ChainReader", "host_copy"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -32,19 +33,23 @@ class ChainReader:
         chain: the versions.
         open_full: opens a full version for reading.
         base: checkpoint directory that is version 0, if there is one.
-        copies: makes the host copies.
+        copies: directory for host copies, as in `host_copy`.
 
     Attributes:
-        held: what this worker holds; None before the first version, or when in doubt.
+        held: what this worker holds; None before the first version, or where that is not known.
         mirror: host copies of tensors that the worker needs whole (see `retain`), at version ``held``. They follow what
             landed when the next version is looked for, so that nobody waits for them in a pause.
     """
 
     def __init__(
-        self, chain: Chain, open_full: OpenFull, base: str | None = None, copies: HostCopies | None = None
+        self,
+        chain: Chain,
+        open_full: OpenFull,
+        base: str | None = None,
+        copies: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.chain, self._open_full, self._base = chain, open_full, base
-        self._copies = copies or HostCopies()
+        self.chain, self._open_full, self._copies = chain, open_full, copies
+        self._base: OpenBase | None = None if base is None else partial(CheckpointSource, base)
         self.held: Held | None = None
         self.mirror: dict[str, Tensor] = {}
         self._params: tuple[ParamMeta, ...] = ()
@@ -66,133 +71,113 @@ class ChainReader:
         Raises:
             IntegrityError: only the base would do, and the worker holds something else; names the tensor.
         """
+        deltas = list(self._back(target))
+        if not deltas:
+            return
+        where, origin = deltas[-1]
+        based = self._base is not None and origin.base_version == 0
+        params = self.chain.version(target).params
+        mirrored = {meta.name for meta in params if self._retained(meta.name)}
+        if mirrored and not based:
+            return  # there are no copies to begin with
+        try:
+            own = digests()
+        except ConfigError:  # the model cannot be read back
+            return
+        if not own or any(meta.name not in own and meta.name not in mirrored for meta in params):
+            return
+        for _, delta in deltas if not mirrored else ():
+            base = None
+            with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
+                base = self.chain.version(delta.base_version).delta if delta.base_version else None
+            if base is not None and all(own.get(row.meta.name) == row.digest for row in base.params):
+                self.held, self._params = (base.run_id, base.version), params
+                return
+        if based and self._base is not None:
+            same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
+            pairs = self._base() if mirrored else ()
+            self.mirror = {name: host_copy(tensor, self._copies) for name, tensor in pairs if name in mirrored}
+            self.held, self._params = (origin.base_run_id, 0), params
+
+    def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
+        """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
+        number = target
         with suppress(FileNotFoundError):
-            deltas = list(self.chain.back(target))
-            if not deltas:
-                return
-            origin = deltas[-1][1] if deltas[-1][1].base_version == 0 else None
-            params = self.chain.params(target)
-            mirrored = {meta.name for meta in params if self._retained(meta.name)}
-            if mirrored and (origin is None or self._base is None):
-                return  # there are no copies to begin with
-            try:
-                own = {**digests()}
-            except ConfigError:  # the model cannot be read back
-                return
-            if not own or any(meta.name not in own and meta.name not in mirrored for meta in params):
-                return
-            for _, delta in deltas if not mirrored else ():
-                base = None
-                with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
-                    base = self.chain.version(delta.base_version)[1] if delta.base_version else None
-                if base is not None and all(own.get(row.meta.name) == row.digest for row in base[1].params):
-                    self.held, self._params = (base[1].run_id, base[1].version), params
+            while number:
+                version = self.chain.version(number)
+                if version.delta is None:
                     return
-            if origin is not None and self._base is not None:
-                wrong_base(own, origin, f"{self.chain.store.url}/{deltas[-1][0]}")
-                source = CheckpointSource(self._base) if mirrored else ()
-                self.mirror = {name: self._copies.copy(tensor) for name, tensor in source if name in mirrored}
-                self.held, self._params = (origin.base_run_id, 0), params
+                yield f"{self.chain.store.url}/{version.folder}", version.delta
+                number = version.delta.base_version if version.full is None else 0
 
     def open(self, target: int) -> OpenRoute:
-        """The route that `tensors` would take to ``target``, open for reading.
+        """Open the route that `tensors` takes to ``target``.
 
         Raises:
             FileNotFoundError: ``target`` is not there (any more).
             IntegrityError: no route leads there, or something on it is damaged; names the file.
         """
         self._catch_up()
-        follows = self.held is not None and bool(self._params) and all(m.name in self.mirror for m in self._params)
-        if follows and self._leads(target):
-            return open_route(self.chain, self._open_full, target, self.held)
-        base = None if self._base is None else CheckpointSource(self._base)
-        return open_route(self.chain, self._open_full, target, None, base)
+        if self.held is not None and self._params and all(meta.name in self.mirror for meta in self._params):
+            return self._opened(target, self.held)
+        return self._opened(target, None)
 
-    def _leads(self, target: int) -> bool:
-        """False, and nothing is held, where what is held was replaced under its number and only the base leads on.
-
-        Raises:
-            IntegrityError: neither leads to ``target``.
-        """
-        try:
-            self.chain.route(target, self.held)
-        except IntegrityError:
-            origin = None if self._base is None else self.chain.origin(target)
-            if origin is None:
-                raise
-            self.chain.route(target, (origin.base_run_id, 0))
+    def _opened(self, target: int, held: Held | None) -> OpenRoute:
+        route = open_route(self.chain, self._open_full, target, held, self._base)
+        if held is not None and route.base is not None:  # what is held was replaced under its number
             self.held, self.mirror = None, {}
-            return False
-        return True
+        return route
 
     def changes(self, target: int) -> Changes | None:
-        """What leads from the version held to ``target``; None where only a full version leads there."""
+        """Return what leads from the version held to ``target``; None where only a full version leads there."""
         self._catch_up()
-        if self.held is None or not self._leads(target):
+        if self.held is None:
             return None
-        route = open_route(self.chain, self._open_full, target, self.held)
-        if route.published is not None:
+        route = self._opened(target, self.held)
+        if route.held is None:
             route.close()
             return None
-        for where, manifest in route.manifests:
-            same_params(self._params, manifest, where)
-
-        def patches(wanted: Callable[[str], bool]) -> Iterator[Patch]:
-            metas = (meta for meta in route.params if route.changes(meta.name) and wanted(meta.name))
-            decodes = (partial(route.patch, meta, self.mirror.get(meta.name)) for meta in metas)
-            yield from (patch for patch in decode_tensors(decodes, threads=spare_threads()) if patch is not None)
-
-        def at_the_end(meta: ParamMeta) -> tuple[str, Tensor]:
-            tensor = self.mirror[meta.name].clone()
-            patch = route.patch(meta, tensor)
-            return meta.name, tensor if patch is None else patched(tensor, patch)
-
-        def whole(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-            wanted = frozenset(names)
-            made = (partial(at_the_end, meta) for meta in route.params if meta.name in wanted)
-            yield from decode_tensors(made, threads=spare_threads())
-
+        route.check_params(self._params)
         return Changes(
-            held=self.held,
+            held=route.held,
             reached=route.reached,
             params=route.params,
-            patches=patches,
+            patches=partial(route.patches, self.mirror),
             digests=route.digests,
-            whole=whole,
+            whole=partial(route.whole, self.mirror),
         )
 
     def check(self, route: OpenRoute) -> None:
-        """Read everything on a route that begins at a keyframe or the base, and keep none of it.
+        """Read everything on a route that starts at a keyframe or the base, and keep none of it.
 
         Raises:
             IntegrityError: something is damaged; names tensor and file.
         """
-        if route.published is None and route.base is None:  # it begins at the host copies, and is checked as it is read
-            return
-        for _ in self._from_start(route, {}):
-            pass
+        if route.held is None:  # else it starts at the host copies, and is checked as it is read
+            for _ in self._from_start(route, {}):
+                pass
 
     def tensors(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor at the end of a route that `open` opened, each verified before it is yielded; closes the route.
+        """Yield every tensor at the end of a route that `open` opened, each verified before; then close the route.
 
         Args:
             route: how to get there.
             into: tensors that may be filled directly.
         """
-        with route:
-            if route.published is None and route.base is None:
+        with closing(route):
+            if route.held is not None:
                 yield from self._from_mirror(route)
                 return
             self.held, mirror = None, {}
             for name, tensor in self._from_start(route, into):
                 if self._retained(name):
-                    mirror[name] = self._copies.copy(tensor)
+                    mirror[name] = host_copy(tensor, self._copies)
                 yield name, tensor
             self.mirror = mirror
             self.held, self._params = route.reached, route.params
 
     def advance(self, changes: Changes) -> None:
-        """The worker holds what ``changes`` lead to; mirrored tensors follow before the next version is read.
+        """Note that the worker holds what ``changes`` lead to; host copies follow before the next version is read.
 
         Raises:
             IntegrityError: ``changes`` do not begin at what is held; the next version is read in full.
@@ -226,15 +211,11 @@ class ChainReader:
         self.held = changes.reached
 
     def _from_start(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        first = route.params if route.published is None else route.published.params()
-        for where, manifest in route.manifests:
-            same_params(first, manifest, where)
+        route.check_params(route.params if route.published is None else route.published.params())
         seen = set()
         for name, tensor in route.first(into):
-            patch = route.patch(ParamMeta.of(name, tensor), tensor)
-            if patch is not None:
-                tensor = patched(tensor, patch)
-            verified(route, name, tensor)
+            tensor, _ = route.applied(ParamMeta.of(name, tensor), tensor)
+            route.verify(name, tensor)
             seen.add(name)
             yield name, tensor
         lost = next((meta.name for meta in route.params if meta.name not in seen), None)
@@ -242,21 +223,49 @@ class ChainReader:
             raise ManifestError(f"the base checkpoint has no tensor {lost!r}, which version {route.reached[1]} has")
 
     def _from_mirror(self, route: OpenRoute) -> Iterator[tuple[str, Tensor]]:
-        """The mirror takes the patches when everything was verified, so that a damaged version leaves it as it was."""
+        """Yield copies; the mirror takes the patches when all were verified, so that damage leaves it as it was."""
         if route.held != self.held:
             raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
-        for where, manifest in route.manifests:
-            same_params(self._params, manifest, where)
+        route.check_params(self._params)
         landing: list[Patch] = []
         for meta in route.params:
-            tensor = self.mirror[meta.name].clone()
-            patch = route.patch(meta, tensor)
+            tensor, patch = route.applied(meta, self.mirror[meta.name].clone())
             if patch is not None:
-                tensor = patched(tensor, patch)
-                verified(route, meta.name, tensor)
+                route.verify(meta.name, tensor)
                 landing.append(patch)
             yield meta.name, tensor
         self.held = None
         for patch in landing:
             apply_patch(patch, self.mirror[patch.meta.name])
         self.held = route.reached
+
+
+def host_copy(tensor: Tensor, folder: str | os.PathLike[str] | None = None) -> Tensor:
+    """Return a copy of a tensor of any dtype on the host, which lives as long as that copy.
+
+    A file loses its name as soon as it is mapped: the filesystem takes it back when the last process that maps it ends,
+    however it ends, so that nothing is left behind and nothing old is ever read.
+
+    Args:
+        tensor: what to copy.
+        folder: a directory on a local disk for the copy, made where there is none; None keeps it in memory.
+
+    Raises:
+        StoreError: the directory cannot be written to, or has no room.
+    """
+    if folder is None or not tensor.nbytes:
+        return tensor.to("cpu", copy=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".torchrl-ext-") as file:
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk says so here, and not by a signal
+            raw = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    except OSError as error:
+        raise StoreError(
+            f"{folder} cannot take a copy of {tensor.nbytes} bytes: {error}",
+            state="the engine serves what it served",
+            hint="give local_dir a directory on a local disk with room for the model, or leave it out",
+        ) from error
+    copied = raw.view(tensor.dtype).view(tensor.shape)
+    copied.copy_(tensor)
+    return copied

@@ -1,34 +1,46 @@
-"""The writing side of a chain: keyframes, deltas, and what is kept of them."""
+"""The writing side of a chain: keyframes, deltas, what is kept of them, and copies that deltas are taken against."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import xxhash
+from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec
-from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.stores import Root, version_name
+from torchrl_ext.codecs.base import Codec, Encoded
+from torchrl_ext.codecs.pipeline import encode_tensors
+from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.chain import BESIDE, Chain
+from torchrl_ext.stores.chain import BESIDE, Chain, Held
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
-from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.baseline import Baseline
-from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.delta_files import Heading, containers
+from torchrl_ext.versions.containers import container_for
+from torchrl_ext.versions.delta_files import DeltaFiles
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.weights.digests import PositionDigest, position_digest
+from torchrl_ext.weights.source import WeightSource, checked
 
-__all__ = ["ChainWriter"]
+__all__ = ["Baseline", "ChainWriter", "WritesFull"]
 
 log = logging.getLogger("torchrl_ext")
 
-_CONTAINERS = {**dict.fromkeys(("indices", "deltas", "deltas_zstd"), "flushes"), "xor": "whole", "overwrite": "whole"}
 _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
+
+
+class WritesFull(Protocol):
+    """Writes full versions (`torchrl_ext.versions.checkpoint_writer.FullWriter`)."""
+
+    def needed_bytes(self, source: WeightSource) -> int:
+        """Return about how many bytes a version of ``source`` takes."""
+
+    def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
+        """Write every file of a version into ``draft``, the manifest last."""
 
 
 class ChainWriter:
@@ -48,12 +60,12 @@ class ChainWriter:
 
     def __init__(
         self,
-        store: Root,
+        store: Store,
         chain: Chain,
         run_id: str,
         *,
         codec: Codec,
-        full: FullWriter,
+        full: WritesFull,
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
@@ -61,7 +73,8 @@ class ChainWriter:
     ) -> None:
         self._store, self._chain, self._run_id = store, chain, run_id
         self._codec, self._full = codec, full
-        self._container = containers.make(_CONTAINERS.get(codec.name, "packed"))
+        self._container = container_for(codec)
+        self._scanner = self._container.scanner(codec)
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._baseline: Baseline | None = None
         self._baseline_device = baseline_device
@@ -79,9 +92,8 @@ class ChainWriter:
             ConfigError: the base checkpoint is not one of this model.
             ManifestError: the source does not yield what it declares.
         """
-        params = source.params()
-        baseline = self._current_baseline(params)
-        first = not baseline.fits(params)
+        baseline = self._baseline or self._first_baseline(source.params())
+        first = baseline.version is None or source.params() != baseline.params()
         due = 0 < self._keyframe_every <= self._since_keyframe + 1
         keyframe = first or due or not self._acknowledged
         if not self._acknowledged:
@@ -91,7 +103,7 @@ class ChainWriter:
         needed = self._full.needed_bytes(source) if keyframe else 0
         with self._store.draft(version_name(version), needed_bytes=needed) as draft:
             if not first:
-                manifest = self._write_delta(draft, BESIDE if keyframe else "", baseline, source, version)
+                manifest = self._write_delta(draft, f"{BESIDE}/" if keyframe else "", baseline, source, version)
             if keyframe:
                 self._full.write(draft, baseline.seeding(source) if first else baseline, version, self._run_id)
         self._chain.versions.advance(version)
@@ -100,11 +112,15 @@ class ChainWriter:
         return manifest
 
     def restart(self) -> None:
-        """Forget what was published: the next version is a full one, or a delta on the base checkpoint."""
+        """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
         self._baseline = None
 
-    def acknowledge(self) -> None:
-        """Whoever takes part has the version that was published last: collect."""
+    def acknowledge(self, oldest: int | None = None) -> None:
+        """Note that whoever takes part has the version that was published last, and collect.
+
+        Args:
+            oldest: what engines may still read. Collection does not look at it: readers under way have leases.
+        """
         self._acknowledged = True
         self._collect(1)
 
@@ -117,40 +133,42 @@ class ChainWriter:
         except StoreError as error:
             log.warning("old weights versions stay: %s", error)
 
-    def _current_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
-        if self._baseline is None:
-            baseline = Baseline(self._baseline_device)
-            if self._base is not None and self._chain.versions.newest() == 0:  # later ones follow on other versions
-                baseline.start(CheckpointSource(self._base), params)
-                baseline.version = (_fingerprint(baseline.digests()), 0)
-            self._baseline = baseline
-        return self._baseline
+    def _first_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
+        baseline = Baseline(self._baseline_device)
+        if self._base is not None and self._chain.versions.newest() == 0:  # later ones follow on other versions
+            baseline.start(CheckpointSource(self._base), params)
+            baseline.version = (_fingerprint(baseline.digests()), 0)
+        self._baseline = baseline
+        return baseline
 
     def _write_delta(
-        self, draft: Draft, folder: str, baseline: Baseline, source: WeightSource, version: int
+        self, draft: Draft, prefix: str, baseline: Baseline, source: WeightSource, version: int
     ) -> DeltaManifest:
         base = baseline.version
         if base is None:
             raise IntegrityError("a delta needs a base")
         base_digests = baseline.digests() if base[1] == 0 else {}
-        prefix = f"{folder}/" if folder else ""
-        heading = Heading(version=version, base_version=base[1], codec=self._codec, tensor=baseline.tensor)
-        changes = baseline.encode(source, self._container.scanner(self._codec))
-        written = self._container.write(heading, changes, lambda name, data: draft.write(prefix + name, data))
-        digests = baseline.digests()
-        params = tuple(
-            replace(written.params.get(meta.name, DeltaParam(meta=meta, digest="")), digest=digests[meta.name])
-            for meta in baseline.params()
+        files = DeltaFiles(
+            version,
+            base[1],
+            self._codec,
+            baseline.tensors.__getitem__,
+            lambda name, data: draft.write(prefix + name, data),
         )
+        self._container.write(files, baseline.encode(source, self._scanner))
+        rows, digests = [], baseline.digests()
+        for meta in baseline.params():
+            row = files.params.get(meta.name) or DeltaParam(meta=meta, digest="")
+            rows.append(replace(row, digest=digests[meta.name]))
         manifest = DeltaManifest(
             version=version,
             base_version=base[1],
             run_id=self._run_id,
             base_run_id=base[0],
             container=self._container.name,
-            codecs=tuple(written.codecs),
-            params=params,
-            files=written.files,
+            codecs=tuple(files.codecs),
+            params=tuple(rows),
+            files=files.sizes,
             base_digests=base_digests,
         )
         draft.write(prefix + MANIFEST, manifest.to_bytes())
@@ -163,3 +181,118 @@ def _fingerprint(digests: Mapping[str, str]) -> str:
     for name in sorted(digests):
         hasher.update(f"{name}\0{digests[name]}\n".encode())
     return f"base-{hasher.hexdigest()}"
+
+
+class Baseline(WeightSource):
+    """Copies of every tensor, their digests, and the version that they are.
+
+    While a version is being made the copies are neither the old one nor the new one: `version` is None then, and stays
+    so when the attempt fails. The next version is a full one in that case, which seeds the copies again.
+
+    Args:
+        device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
+
+    Attributes:
+        tensors: the copies, by name.
+        version: run id and number of the version that they are.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._params: tuple[ParamMeta, ...] = ()
+        self.tensors: dict[str, Tensor] = {}
+        self._digests: dict[str, PositionDigest] = {}
+        self._files: Mapping[str, bytes] = {}
+        self.version: Held | None = None
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._params
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._files
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((meta.name, self.tensors[meta.name]) for meta in self._params)
+
+    def start(self, base: WeightSource, params: tuple[ParamMeta, ...]) -> None:
+        """Seed with the tensors of ``base`` that ``params`` name, in their order.
+
+        Raises:
+            ConfigError: it lacks one of them, or has another one under its name.
+        """
+        held = {meta.name: meta for meta in base.params()}
+        for meta in params:
+            if held.get(meta.name) != meta:
+                raise ConfigError(
+                    f"the base checkpoint holds {held.get(meta.name, f'no {meta.name}')}",
+                    expected=str(meta),
+                    hint="pass as base= the checkpoint from which this policy was loaded, or nothing",
+                )
+        for _ in self.seed(_Part(base, frozenset(meta.name for meta in params))):
+            pass
+        self._params = params
+
+    def digests(self) -> dict[str, str]:
+        """Return the position digest of every tensor, 32 hex digits."""
+        return {name: digest.hex() for name, digest in self._digests.items()}
+
+    def seeding(self, source: WeightSource) -> WeightSource:
+        """Return ``source``, of which each tensor that is iterated is kept; then set `version`."""
+        return _Seeding(self, source)
+
+    def seed(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
+        """Keep and yield every tensor of ``source``; then set `version`."""
+        self.version, self._params, self._files = None, source.params(), source.files()
+        known, self.tensors, self._digests = self.tensors, {}, {}
+        for meta, tensor in checked(source, self._params):
+            copy = known.pop(meta.name, None)
+            if copy is None or ParamMeta.of(meta.name, copy) != meta:
+                pinned = self._device is None and tensor.is_cuda
+                copy = torch.empty(meta.shape, dtype=meta.dtype, device=self._device or "cpu", pin_memory=pinned)
+            copy.copy_(tensor)
+            self.tensors[meta.name] = copy
+            self._digests[meta.name] = position_digest(tensor if tensor.is_cuda else copy)
+            yield meta.name, copy
+
+    def encode(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
+        """Yield what changed in each tensor since `version`; the copies follow. At the end, set `version`."""
+        self.version = None
+        triples = ((meta.name, self.tensors[meta.name], tensor) for meta, tensor in checked(source, self._params))
+        for change in encode_tensors(triples, codec, follow=True):
+            name = change.meta.name
+            if change.changed:
+                if change.digest is None:
+                    self._digests[name] = position_digest(self.tensors[name])
+                else:
+                    self._digests[name] = self._digests[name].plus(change.digest)
+            yield change
+
+
+class _Part(WeightSource):
+    """Some tensors of a source."""
+
+    def __init__(self, source: WeightSource, names: frozenset[str]) -> None:
+        self._source, self._names = source, names
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(meta for meta in self._source.params() if meta.name in self._names)
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self._source if name in self._names)
+
+
+class _Seeding(WeightSource):
+    def __init__(self, baseline: Baseline, source: WeightSource) -> None:
+        self._baseline, self._source = baseline, source
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._source.params()
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._baseline.seed(self._source)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from torchrl_ext.cli.doctor.findings import Examined, Finding
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.rpc.http import normalise_url
-from torchrl_ext.stores import Root, open_store
+from torchrl_ext.stores import Store, open_store
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info
 
@@ -39,7 +39,7 @@ class SharedChecks:
 
     def __init__(self, root: str | None, transport: str | None, model_bytes: int = 0) -> None:
         self._root, self._transport, self._model_bytes = root, transport, model_bytes
-        self._store: Root | None = None
+        self._store: Store | None = None
         self._token = uuid.uuid4().hex
         self._invitation: Info | None = None
         self._listener: socket.socket | None = None

@@ -44,7 +44,7 @@ def parameters(root: str, version: int, base: str, files: Collection[str] | None
     store = open_store(root)
     chain = Chain(store, foreign=ForeignVersions(store, base if os.path.isdir(base) else None))
     try:
-        params = chain.params(version)
+        params = chain.version(version).params
         names = set(store.list(version_name(version)))
     except FileNotFoundError as error:
         raise StoreError(

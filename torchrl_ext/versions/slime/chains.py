@@ -11,27 +11,25 @@ import re
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import xxhash
-from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json, make_codec
-from torchrl_ext.codecs.patch import Patch, apply_patch, fold
-from torchrl_ext.codecs.slime.flush import flush_name, parse_flush
-from torchrl_ext.codecs.slime.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, checksum, full_index, parse_shard
+from torchrl_ext.codecs.base import make_codec
+from torchrl_ext.codecs.slime.flush import flush_name
+from torchrl_ext.codecs.slime.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, full_index
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.stores import Manifest, Placed, Root, Versions, version_name
+from torchrl_ext.stores import Manifest, Placed, Store, Versions, version_name
+from torchrl_ext.stores.chain import Version
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.routes import Found
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, named
+from torchrl_ext.versions.slime.current import ForeignWhole
+from torchrl_ext.versions.slime.first import ForeignFlushes
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.tensorfile import TensorFile
 
-__all__ = ["ForeignFlushes", "ForeignVersions", "ForeignWhole"]
+__all__ = ["ForeignVersions"]
 
 SETTLE_S = 2.0
 """How long nothing may change in the newest folder of the first format until it counts as complete, in seconds."""
@@ -58,19 +56,10 @@ class ForeignVersions:
             hangs on the moment, so it is not for several workers who each look for the version that all of them land.
     """
 
-    def __init__(self, store: Root, base: str | None = None, *, settles: bool = False) -> None:
+    def __init__(self, store: Store, base: str | None = None, *, settles: bool = False) -> None:
         self._store, self._base, self._settles = store, base, settles
         self._seen: tuple[object, float] = None, 0.0  # what the newest folder held, and since when
         self._settled: tuple[int, frozenset[tuple[str, int]]] = 0, frozenset()
-
-    def start(self) -> tuple[ParamMeta, ...]:
-        if self._base is None:
-            raise ConfigError(
-                f"the versions in {self._store.url} lead back to a checkpoint that is not among them",
-                hint="name the directory of the checkpoint with which their trainer started (base=, or --base on the "
-                "command line)",
-            )
-        return CheckpointSource(self._base).params()
 
     def finished(self, number: int) -> bool:
         names = self._names(number)
@@ -109,18 +98,27 @@ class ForeignVersions:
             )
         raise FileNotFoundError(f"{self._store.url}/{version_name(number)}")
 
-    def read(self, number: int, params: tuple[ParamMeta, ...]) -> Found:
+    def read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
         folder, names = version_name(number), self._names(number)
-        if INDEX_NAME in names:
-            delta, where = self._index(number)
-            if delta is None:
-                return self._full(number, folder, where), None
-            return None, (folder, self._changes(folder, delta, params))
-        if _LONE in names:
-            return self._full(number, folder, None), None
+        delta, where = self._index(number) if INDEX_NAME in names else (None, None)
+        if delta is None and (where is not None or _LONE in names):
+            return Version(full=self._full(number, folder, where))
+        params = self._first() if params is None else params
+        if delta is not None:
+            return Version(delta=self._changes(folder, delta, params), folder=folder)
         rows = tuple(DeltaParam(meta=meta, digest="") for meta in params)
         files = self._sizes(number, _flushes(names))
-        return None, (folder, _delta(number, number - 1, _run(files), "foreign flushes", (), rows, files))
+        changes = _delta(number, number - 1, _run(files), ForeignFlushes.name, (), rows, files)
+        return Version(delta=changes, folder=folder)
+
+    def _first(self) -> tuple[ParamMeta, ...]:
+        if self._base is None:
+            raise ConfigError(
+                f"the versions in {self._store.url} lead back to a checkpoint that is not among them",
+                hint="name the directory of the checkpoint with which their trainer started (base=, or --base on the "
+                "command line)",
+            )
+        return CheckpointSource(self._base).params()
 
     def _names(self, number: int) -> frozenset[str]:
         names = frozenset(self._store.list(version_name(number)))
@@ -234,7 +232,7 @@ class ForeignVersions:
         codecs = (make_codec(index.delta_encoding).to_json(),)
         files = self._sizes(index.version, index.files())
         run_id = _run(files, index.to_bytes())
-        return _delta(index.version, index.base_version, run_id, "foreign whole", codecs, rows, files)
+        return _delta(index.version, index.base_version, run_id, ForeignWhole.name, codecs, rows, files)
 
 
 def _flushes(names: Iterable[str]) -> list[str]:
@@ -278,77 +276,3 @@ def _delta(
         params=params,
         files=files,
     )
-
-
-class _ReadOnly(Container):
-    def write(self, heading: Heading, encoded: Iterable[Encoded], put: Put) -> Written:
-        raise ConfigError(f"container {self.name!r} is only read")
-
-
-@final
-class ForeignFlushes(_ReadOnly):
-    """Every flush file of a folder; what they change is known when they are read."""
-
-    name: ClassVar[str] = "foreign flushes"
-
-    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
-        metas = {param.meta.name: param.meta for param in manifest.params}
-        found: dict[str, list[Patch]] = {}
-        for name in manifest.files:
-            file = parse_flush(get(name), f"{where}/{name}", metas)
-            if not file.current_version.isdigit() or int(file.current_version) != manifest.version:
-                raise IntegrityError(
-                    f"{where}/{name} belongs to version {file.current_version!r}", expected=f"{manifest.version}"
-                )
-            for patch in file.patches:
-                found.setdefault(patch.meta.name, []).append(patch)
-        return {name: lambda base, patches=patches: fold(patches) for name, patches in found.items()}
-
-
-@final
-class ForeignWhole(_ReadOnly):
-    """Shards whose metadata has a checksum of each new tensor."""
-
-    name: ClassVar[str] = "foreign whole"
-
-    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
-        codec = codec_from_json(manifest.codecs[0])
-        shards = {name: parse_shard(get(name), f"{where}/{name}") for name in manifest.files}
-        said = {(param.file, param.meta.name) for param in manifest.params if param.changed}
-        for file, shard in shards.items():
-            more = next((name for name in shard.payloads if (file, name) not in said), None)
-            if more is not None:
-                raise IntegrityError(
-                    f"{where}/{file} changes tensor {more!r}, and the index does not say so",
-                    state=f"nothing of version {manifest.version} was used",
-                    hint="the index is damaged; let the trainer publish again",
-                )
-
-        def decoder(param: DeltaParam) -> Decode:
-            name, file = param.meta.name, f"{where}/{param.file}"
-            if name not in shards[param.file].payloads:
-                raise IntegrityError(f"{file} does not hold tensor {name!r}, as the index says")
-            shard = shards[param.file]
-            return named(
-                file, _checked(codec, shard.payloads[name], param.meta, param.checksum, shard.checksums[name]), param
-            )
-
-        return {param.meta.name: decoder(param) for param in manifest.params if param.changed}
-
-
-def _checked(codec: Codec, payload: memoryview, meta: ParamMeta, algorithm: str, expected: str) -> Decode:
-    def decode(base: Tensor | None) -> Patch:
-        patch = codec.decode(payload, meta, base)
-        new = base.clone()  # type: ignore[union-attr] - these codecs refuse to decode without
-        apply_patch(patch, new)
-        found = checksum(algorithm, byte_view(new).numpy())
-        if found != expected:
-            raise IntegrityError(
-                f"{meta.name!r} does not become what the trainer had",
-                expected=f"{algorithm} {expected}, found {found}",
-                state="nothing of it was used",
-                hint="the delta was taken against another base, or is damaged",
-            )
-        return patch
-
-    return decode

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import ClassVar, final
 
 import xxhash
+from torch import Tensor
 
-from torchrl_ext.codecs.base import Encoded, codec_from_json
+from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json
+from torchrl_ext.codecs.patch import Patch, apply_patch
 from torchrl_ext.codecs.slime.shards import (
     INDEX_NAME,
     DeltaIndex,
@@ -17,12 +20,13 @@ from torchrl_ext.codecs.slime.shards import (
     shard_name,
     split_shards,
 )
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
-from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, checked_files, named
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.stores.delta_manifest import DeltaManifest
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.delta_files import Container, Decode, DeltaFiles, Files, damaged
 from torchrl_ext.weights.digests import byte_view
 
-__all__ = ["Whole"]
+__all__ = ["ForeignWhole", "Whole"]
 
 _CHECKSUM = "xxh3-128"
 
@@ -37,63 +41,95 @@ class Whole(Container):
     name: ClassVar[str] = "whole"
     FILE_BYTES: ClassVar[int] = 1 << 30
 
-    def write(self, heading: Heading, encoded: Iterable[Encoded], put: Put) -> Written:
-        written = Written()
-        changes: dict[str, Encoded] = {}
+    def write(self, files: DeltaFiles, changes: Iterable[Encoded]) -> None:
+        waiting: dict[str, Encoded] = {}
         checksums: dict[str, str] = {}
-        for change in encoded:
+        for change in changes:
             if change.changed:
                 name = change.meta.name
-                changes[name] = change
-                checksums[name] = checksum(_CHECKSUM, byte_view(heading.tensor(name)).cpu().numpy())
-        shards = split_shards(((name, len(change.payload)) for name, change in changes.items()), self.FILE_BYTES)
+                waiting[name] = change
+                checksums[name] = checksum(_CHECKSUM, byte_view(files.tensor(name)).cpu().numpy())
+        shards = split_shards(((name, len(change.payload)) for name, change in waiting.items()), self.FILE_BYTES)
         weight_map = {}
         for number, names in enumerate(shards):
-            file = shard_name(number, len(shards))
-            data = build_shard(
-                {name: changes[name].payload for name in names}, {name: checksums[name] for name in names}
-            )
-            put(file, data)
-            written.files[file] = len(data)
+            file, payloads = shard_name(number, len(shards)), {name: waiting[name].payload for name in names}
+            files.put(file, build_shard(payloads, {name: checksums[name] for name in names}))
             for name in names:
-                weight_map[name] = file
-                change = changes.pop(name)
-                written.params[name] = DeltaParam(
-                    meta=change.meta,
-                    digest="",
-                    changed=change.changed,
-                    codec=written.codec(change.codec),
-                    file=file,
-                    checksum=xxhash.xxh3_64_hexdigest(change.payload),
-                )
+                weight_map[name], change = file, waiting.pop(name)
+                payload_sum = xxhash.xxh3_64_hexdigest(change.payload)
+                files.changed(change.meta, change.changed, change.codec, file, checksum=payload_sum)
         index = DeltaIndex(
-            version=heading.version,
-            base_version=heading.base_version,
-            delta_encoding=heading.codec.name,
+            version=files.version,
+            base_version=files.base_version,
+            delta_encoding=files.codec.name,
             checksum_format=_CHECKSUM,
             weight_map=weight_map,
-        ).to_bytes()
-        put(INDEX_NAME, index)
-        written.files[INDEX_NAME] = len(index)
-        return written
+        )
+        files.put(INDEX_NAME, index.to_bytes())
 
-    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
-        codecs = [codec_from_json(info) for info in manifest.codecs]
-        files = checked_files(manifest, get, where)
+    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
+        codecs, found = [codec_from_json(info) for info in manifest.codecs], dict[str, Decode]()
         shards = {name: parse_shard(data, f"{where}/{name}") for name, data in files.items() if name != INDEX_NAME}
-
-        def decoder(param: DeltaParam) -> Decode:
+        for param in manifest.params:
+            if not param.changed:
+                continue
             name, file = param.meta.name, f"{where}/{param.file}"
             if param.file not in shards or name not in shards[param.file].payloads:
                 raise IntegrityError(f"{file} does not hold tensor {name!r}, as the manifest says")
             payload = shards[param.file].payloads[name]
-            if xxhash.xxh3_64_hexdigest(payload) != param.checksum:
-                raise IntegrityError(
-                    f"tensor {name!r} in {file} is damaged",
-                    expected=f"xxh3-64 {param.checksum}",
-                    state=f"nothing of version {manifest.version} was used",
-                    hint="let the trainer publish again, and check the disk",
-                )
-            return named(file, lambda base: codecs[param.codec].decode(payload, param.meta, base), param)
+            checksum_found = xxhash.xxh3_64_hexdigest(payload)
+            if checksum_found != param.checksum:
+                raise damaged(name, file, param.checksum, checksum_found, manifest.version)
+            found[name] = partial(codecs[param.codec].decode, payload, param.meta)
+        return found
 
-        return {param.meta.name: decoder(param) for param in manifest.params if param.changed}
+
+@final
+class ForeignWhole(Container):
+    """Shards whose metadata has a checksum of each new tensor."""
+
+    name: ClassVar[str] = "foreign whole"
+
+    def write(self, files: DeltaFiles, changes: Iterable[Encoded]) -> None:
+        raise ConfigError(f"container {self.name!r} is only read")
+
+    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
+        codec = codec_from_json(manifest.codecs[0])
+        shards = {name: parse_shard(data, f"{where}/{name}") for name, data in files.items()}
+        said = {(param.file, param.meta.name) for param in manifest.params if param.changed}
+        for file, shard in shards.items():
+            more = next((name for name in shard.payloads if (file, name) not in said), None)
+            if more is not None:
+                raise IntegrityError(
+                    f"{where}/{file} changes tensor {more!r}, and the index does not say so",
+                    state=f"nothing of version {manifest.version} was used",
+                    hint="the index is damaged; let the trainer publish again",
+                )
+
+        found: dict[str, Decode] = {}
+        for param in manifest.params:
+            if not param.changed:
+                continue
+            name, shard = param.meta.name, shards[param.file]
+            if name not in shard.payloads:
+                raise IntegrityError(f"{where}/{param.file} does not hold tensor {name!r}, as the index says")
+            found[name] = _checked(codec, shard.payloads[name], param.meta, param.checksum, shard.checksums[name])
+        return found
+
+
+def _checked(codec: Codec, payload: memoryview, meta: ParamMeta, algorithm: str, expected: str) -> Decode:
+    def decode(base: Tensor | None) -> Patch:
+        patch = codec.decode(payload, meta, base)
+        new = base.clone()  # type: ignore[union-attr] - these codecs refuse to decode without
+        apply_patch(patch, new)
+        found = checksum(algorithm, byte_view(new).numpy())
+        if found != expected:
+            raise IntegrityError(
+                f"{meta.name!r} does not become what the trainer had",
+                expected=f"{algorithm} {expected}, found {found}",
+                state="nothing of it was used",
+                hint="the delta was taken against another base, or is damaged",
+            )
+        return patch
+
+    return decode

@@ -10,16 +10,16 @@ import numpy as np
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Found, Needs, Piece
-from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
+from torchrl_ext.codecs.patch import Patch, SparsePatch, fold, index_dtype
 from torchrl_ext.codecs.slime.flush import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
 from torchrl_ext.codecs.units import Layout, layout_of
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.delta_files import Container, Decode, Get, Heading, Put, Written, checked_files
+from torchrl_ext.versions.delta_files import Container, Decode, DeltaFiles, Files
 from torchrl_ext.weights.digests import PositionDigest
 
-__all__ = ["Flushes"]
+__all__ = ["Flushes", "ForeignFlushes"]
 
 
 @final
@@ -66,32 +66,27 @@ class Flushes(Container):
     def scanner(self, codec: Codec) -> Codec:
         return _Places()
 
-    def write(self, heading: Heading, encoded: Iterable[Encoded], put: Put) -> Written:
-        written, encoding = Written(), heading.codec.name
+    def write(self, files: DeltaFiles, changes: Iterable[Encoded]) -> None:
+        encoding = files.codec.name
 
         def patches() -> Iterator[SparsePatch]:
-            for change in encoded:
+            for change in changes:
                 check_dtype(change.meta)
                 patch = change.codec.decode(change.payload, change.meta)
                 if patch.changed and isinstance(patch, SparsePatch):
                     yield patch
 
         for number, bucket in enumerate(flush_buckets(patches(), encoding)):
-            file, data = flush_name(0, number), build_flush(bucket, encoding, current_version=str(heading.version))
-            put(file, data)
-            written.files[file] = len(data)
+            file = flush_name(0, number)
+            files.put(file, build_flush(bucket, encoding, current_version=str(files.version)))
             for patch in bucket:
-                codec = written.codec(heading.codec)
-                written.params[patch.meta.name] = DeltaParam(
-                    meta=patch.meta, digest="", changed=patch.changed, codec=codec, file=file
-                )
-        return written
+                files.changed(patch.meta, patch.changed, files.codec, file)
 
-    def read(self, manifest: DeltaManifest, get: Get, where: str) -> Mapping[str, Decode]:
+    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
         found: dict[str, Decode] = {}
         expected = {param.meta.name: param for param in manifest.params if param.changed}
         metas = {param.meta.name: param.meta for param in manifest.params}
-        for name, data in checked_files(manifest, get, where).items():
+        for name, data in files.items():
             file = parse_flush(data, f"{where}/{name}", metas)
             if file.current_version != str(manifest.version):
                 raise IntegrityError(
@@ -107,3 +102,26 @@ class Flushes(Container):
         if lost is not None:
             raise IntegrityError(f"{where}/{expected[lost].file} does not hold tensor {lost!r}, as the manifest says")
         return found
+
+
+@final
+class ForeignFlushes(Container):
+    """Every flush file of a folder; what they change is known when they are read."""
+
+    name: ClassVar[str] = "foreign flushes"
+
+    def write(self, files: DeltaFiles, changes: Iterable[Encoded]) -> None:
+        raise ConfigError(f"container {self.name!r} is only read")
+
+    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
+        metas = {param.meta.name: param.meta for param in manifest.params}
+        found: dict[str, list[Patch]] = {}
+        for name, data in files.items():
+            file = parse_flush(data, f"{where}/{name}", metas)
+            if not file.current_version.isdigit() or int(file.current_version) != manifest.version:
+                raise IntegrityError(
+                    f"{where}/{name} belongs to version {file.current_version!r}", expected=f"{manifest.version}"
+                )
+            for patch in file.patches:
+                found.setdefault(patch.meta.name, []).append(patch)
+        return {name: lambda base, patches=patches: fold(patches) for name, patches in found.items()}
