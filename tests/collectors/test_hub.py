@@ -10,10 +10,12 @@ from contextlib import suppress
 
 import pytest
 
-from torchrl_ext.collectors.hub import Hub, Link, dial
+from torchrl_ext.collectors.hub import Hub, dial
 from torchrl_ext.collectors.worker_end import Station, WorkerEngine
 from torchrl_ext.errors import DeadlineError, EngineUnreachableError, NotConnectedError, WeightSyncError
 from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.links import Link
 
 WAIT_S = 20.0
 LARGE = {"params": "x" * (17 << 20)}
@@ -70,11 +72,11 @@ class TestDeadlines:
 
     def test_a_message_of_any_size_reaches_one_who_reads(self, ends):
         sender, reader = Link(ends[0], "a"), Link(ends[1], "b")
-        thread = threading.Thread(target=sender.put, args=(LARGE, WAIT_S), daemon=True)
+        thread = threading.Thread(target=sender.send, args=(LARGE, deadline(WAIT_S)), daemon=True)
         thread.start()
-        assert reader.get(WAIT_S) == LARGE
+        assert reader.read(deadline(WAIT_S)) == LARGE
         thread.join(WAIT_S)
-        assert not thread.is_alive() and reader.get(0.01) is None
+        assert not thread.is_alive() and reader.read(deadline(0.01)) is None
 
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
         monkeypatch.setattr("torchrl_ext.collectors.hub._HELLO_S", 0.3)
@@ -83,7 +85,7 @@ class TestDeadlines:
             hello = {"token": hub.token, "model_id": "policy", "worker": 0, "pid": 1}
             silent.sendall(frame(json.dumps(hello).encode()))
             link, _ = within(dial, hub.address, "policy", 1, hub.token, WAIT_S)
-            assert link.alive()
+            assert link.alive
             with pytest.raises(DeadlineError, match=r"1 of 2 workers .* 0\."):
                 hub.wait(0.5)
         hub.close()
@@ -119,7 +121,7 @@ class TestWhatOthersSay:
             with _tcp_pair() as (ours, theirs):
                 theirs.sendall(draw.choice([frame(data), frame(data), b"\xff\xff\xff\xff" + data]))
                 theirs.shutdown(socket.SHUT_WR)
-                hub.admit(Link(ours, "somebody"))
+                hub.welcome(Link(ours, "somebody"))
                 assert hub.links.pop(0, None) is None or hello | {"worker": 0} == hello
         hub.close()
 

@@ -132,9 +132,9 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
         listener.listen()
         receiving = pool.submit(worker.receive_weights, WAIT_S)
         with listener.accept()[0] as dying:
-            dying.sendall(
-                b"".join(json.dumps(said).encode() + b"\n" for said in ({"welcome": welcome}, {"announce": announce}))
-            )
+            for said in ({"welcome": welcome}, {"announce": announce}):
+                data = json.dumps(said).encode()
+                dying.sendall(len(data).to_bytes(4, "big") + data)
             with pytest.raises(TransportError, match="the trainer is gone"):
                 receiving.result(WAIT_S)
     assert worker.receive_weights(0.0) is None and not worker.check_connection()

@@ -36,6 +36,11 @@ from torchrl_ext.weights.source import MappingSource
 channel, make = ipc_ends.channel, ipc_ends.make
 
 
+def frame(data):
+    """A message as it goes over a connection."""
+    return len(data).to_bytes(4, "big") + data
+
+
 class TestFailures:
     def test_a_source_that_fails_tells_the_worker_and_the_next_send_arrives(self, make):
         class Broken(MappingSource):
@@ -94,7 +99,7 @@ class TestFailures:
         info = {**trainer.open(1, ()).info, "rank": 1}
         with ThreadPoolExecutor(2) as pool:
             waiting = pool.submit(worker.join, info)
-            trainer._crew.admit(1)
+            trainer._workers.wait_for(1)
             waiting.result(WAIT_S)
             handoff = trainer.prepare(MappingSource(weights()), 1)
             receiving = pool.submit(list, worker.receive(handoff.info, {}))
@@ -164,7 +169,7 @@ class TestFailures:
         opening = trainer.open(1, ())
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect("\0" + opening.info["address"])
-            stranger.sendall(b'{"hello": {"rank": []}}\n')
+            stranger.sendall(frame(b'{"hello": {"rank": []}}'))
             with pytest.raises(DeadlineError, match=f"pid {os.getpid()}.* does not say who it is"):
                 opening.transfer()
 
@@ -240,14 +245,14 @@ except Exception as error:
             with pytest.raises(WeightSyncError):
                 attach({"kind": "host", **handle})
 
-    @pytest.mark.parametrize("address", [None, 7, "", "/tmp/socket", "torchrl_ext-ipc-0-../x"])
+    @pytest.mark.parametrize("address", [None, 7, "", "/tmp/socket", "torchrl_ext-ipc2-0-../x"])
     def test_an_address_of_something_else_is_refused(self, make, address):
         with pytest.raises(ConfigError, match="no address of a trainer"):
             make().join({"address": address, "rank": 1, "session": "x"})
 
     @pytest.mark.parametrize(
         "said",
-        [b"\xff\n", b"[1]\n", b"{}\n", b'{"welcome": 3}\n', b'{"welcome": {"session": "y", "segment": {}}}\n'],
+        [b"\xff", b"[1]", b"{}", b'{"welcome": 3}', b'{"welcome": {"session": "y", "segment": {}}}'],
         ids=repr,
     )
     def test_what_is_no_trainer_is_refused_by_a_worker(self, make, said):
@@ -259,18 +264,18 @@ except Exception as error:
             with ThreadPoolExecutor(1) as pool:
                 joining = pool.submit(worker.join, {"address": address, "rank": 1, "session": "x"})
                 stranger = listener.accept()[0]
-                stranger.sendall(said)
+                stranger.sendall(frame(said))
                 with pytest.raises(WeightSyncError):
                     joining.result(WAIT_S)
                 stranger.close()
 
-    @pytest.mark.parametrize("said", [b"\xff\n", b"[]\n", b"{}\n", b'{"hello": {}}\n', b'{"hello": {"devices": 1}}\n'])
+    @pytest.mark.parametrize("said", [b"\xff", b"[]", b"{}", b'{"hello": {}}', b'{"hello": {"devices": 1}}'])
     def test_what_is_no_worker_is_sent_away_by_a_trainer(self, make, said):
         trainer, worker = make(timeout_s=WAIT_S), make()
         opening = trainer.open(1, ())
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect("\0" + opening.info["address"])
-            stranger.sendall(said)
+            stranger.sendall(frame(said))
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(opening.transfer)
                 worker.join({**opening.info, "rank": 1})

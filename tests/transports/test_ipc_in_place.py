@@ -72,7 +72,7 @@ def test_nothing_is_staged_and_every_byte_arrives(make, monkeypatch):
     dtypes = [torch.uint8, torch.bfloat16, torch.float64, torch.complex64, torch.int32]
     tensors = shared({f"{i:03d}": any_bits(dtypes[i % 5], 1 + (i * 37) % 301, 7, seed=i) for i in range(40)})
     trainer, worker = make(), make()
-    monkeypatch.setattr(trainer, "_pour", None)
+    monkeypatch.setattr(trainer, "_send_staged", None)
     found = sent(trainer, worker, tensors)
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     into["001"] = torch.zeros(7, tensors["001"].shape[0], dtype=tensors["001"].dtype).t()
@@ -85,7 +85,7 @@ def test_nothing_is_staged_and_every_byte_arrives(make, monkeypatch):
 def test_large_updates_arrive_too(make, monkeypatch):
     tensors = shared({f"{i}": any_bits(torch.uint8, (9 << 20) + i, seed=i) for i in range(9)})
     trainer, worker = make(bucket_bytes=8 << 20), make()
-    monkeypatch.setattr(trainer, "_pour", None)
+    monkeypatch.setattr(trainer, "_send_staged", None)
     held = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     sent(trainer, worker, tensors, weights=held)
     assert all(same_bits(held[name], tensor) for name, tensor in tensors.items())
@@ -110,7 +110,7 @@ def test_where_one_tensor_is_elsewhere_all_are_staged(make, change):
 
 def test_it_can_be_turned_off(make, monkeypatch):
     trainer, worker = make(in_place=False), make()
-    monkeypatch.setattr(trainer, "_lend", None)
+    monkeypatch.setattr(trainer, "_send_in_place", None)
     assert torch.equal(sent(trainer, worker, shared({"a": torch.ones(3)}))["a"], torch.ones(3))
 
 

@@ -17,9 +17,10 @@ import torchrl_ext as tx
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.transports.ipc.host_memory import attach, attach_plain, create
-from torchrl_ext.transports.ipc.unix_socket import Link, new_address
+from torchrl_ext.transports.ipc.unix_socket import new_address
 from torchrl_ext.transports.ipc.worker import IPCWorker
-from torchrl_ext.transports.ipc.workers import Crew
+from torchrl_ext.transports.ipc.workers import ConnectedWorkers
+from torchrl_ext.transports.links import Link
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.weights.source import MappingSource
 
@@ -68,13 +69,17 @@ def message_of(draw, message):
     return found if isinstance(found, dict) else {}
 
 
+def frame(data):
+    return len(data).to_bytes(4, "big") + data
+
+
 def line(draw, message):
     """A message on the wire, damaged in one of several ways."""
-    data = json.dumps(mutated(draw, message)).encode() + b"\n"
+    data = frame(json.dumps(mutated(draw, message)).encode())
     if draw.random() < 0.1:
         at = draw.randrange(len(data))
         data = data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
-    return b"[" * 100_000 + b"\n" if draw.random() < 0.01 else data
+    return frame(b"[" * 100_000) if draw.random() < 0.01 else data
 
 
 @pytest.fixture
@@ -104,23 +109,23 @@ def test_a_trainer_takes_any_hello_and_any_answer(pair, segment):
     hello = {"hello": {"rank": 1, "devices": ["cpu"]}}
     answers = [{"taken": [3, 1]}, {"refused": [3, "no"]}, {"refused": [3, "no"], "unmapped": True}, {"leaving": "no"}]
     for _ in range(ROUNDS):
-        crew = Crew(new_address(), "session", lambda devices: segment, 0.0)
+        connected = ConnectedWorkers(new_address(), "session", lambda devices: segment, 0.0)
         link, theirs = pair()
-        theirs.sendall(draw.choice([line(draw, hello), json.dumps(hello).encode() + b"\n"]))
+        theirs.sendall(draw.choice([line(draw, hello), frame(json.dumps(hello).encode())]))
         accepted = [link]
-        crew._listener.close()
-        crew._listener.accept = lambda until, accepted=accepted: accepted.pop() if accepted else None
+        connected._listener.close()
+        connected._listener.accept = lambda until, accepted=accepted: accepted.pop() if accepted else None
         with suppress(WeightSyncError):
-            crew.admit(1, [1])
-        crew.begin(3)
-        let_in += bool(crew.segments)
-        if crew.segments:
+            connected.wait_for(1, [1])
+        connected.begin(3)
+        let_in += bool(connected.segments)
+        if connected.segments:
             with suppress(OSError):
                 theirs.sendall(b"".join(line(draw, draw.choice(answers)) for _ in range(3)))
             theirs.close()
             with suppress(WeightSyncError):
-                crew.await_taken(1)
-        crew.close()
+                connected.await_taken(1)
+        connected.close()
         theirs.close()
     assert ROUNDS // 4 < let_in < ROUNDS
 
@@ -134,7 +139,7 @@ def test_a_worker_takes_any_message_of_a_trainer(pair, segment):
     for _ in range(ROUNDS):
         worker = IPCWorker(lambda: ["cpu"])
         worker._link, theirs = pair()
-        first = draw.choice([line(draw, welcome), json.dumps(welcome).encode() + b"\n"])
+        first = draw.choice([line(draw, welcome), frame(json.dumps(welcome).encode())])
         theirs.sendall(first + b"".join(line(draw, draw.choice(others)) for _ in range(draw.randrange(3))))
         theirs.shutdown(socket.SHUT_WR)
         with suppress(WeightSyncError):
@@ -158,7 +163,7 @@ def test_a_worker_takes_any_announcement(pair, segment):
         transport = tx.make_transport("ipc", timeout_s=1.0)
         transport._worker._link, theirs = pair()
         transport._worker._welcome = {"session": "s", "segment": segment.handle}
-        theirs.sendall(json.dumps({"announce": mutated(draw, whole)}).encode() + b"\n" + b'{"filled": [5, 0]}\n')
+        theirs.sendall(frame(json.dumps({"announce": mutated(draw, whole)}).encode()) + frame(b'{"filled": [5, 0]}'))
         theirs.shutdown(socket.SHUT_WR)
         with suppress(WeightSyncError):
             transport.receive_weights(0.0)

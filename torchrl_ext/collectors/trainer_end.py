@@ -245,7 +245,7 @@ class TrainerEnd:
 
     def _require_alive(self, ids: Iterable[int]) -> None:
         engines = [self._engines[idx] for idx in ids]
-        gone = [engine.url for engine in engines if isinstance(engine, WorkerEngine) and not engine.link.alive()]
+        gone = [engine.url for engine in engines if isinstance(engine, WorkerEngine) and not engine.link.alive]
         if gone:
             raise EngineUnreachableError(
                 f"{' and '.join(gone)} ended",

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torchrl_ext import errors
-from torchrl_ext.collectors.hub import Link
-from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError, NotConnectedError
+from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError, TransportError
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.links import Link
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["Station", "WorkerEngine"]
@@ -85,7 +84,7 @@ class WorkerEngine(EngineClient):
         """As `pause`."""
 
     def rows(self) -> tuple[EngineRow, ...]:
-        state = self._state if self.link.alive() else "unreachable"
+        state = self._state if self.link.alive else "unreachable"
         return (
             EngineRow(
                 engine=self.url,
@@ -98,7 +97,7 @@ class WorkerEngine(EngineClient):
         )
 
     def close(self) -> None:
-        if self.link.alive():
+        if self.link.alive:
             self.ask("leave", None)
 
     def ask(self, what: str, argument: Any) -> Any:
@@ -111,12 +110,12 @@ class WorkerEngine(EngineClient):
         """
         number = next(self._numbers)
         try:
-            self.link.put({"number": number, "ask": what, "argument": argument}, self._timeout_s)
+            self.link.send({"number": number, "ask": what, "argument": argument}, deadline(self._timeout_s))
             until = deadline(self._timeout_s)
-            answer = self.link.get(self._timeout_s)
+            answer = self.link.read(until)
             while answer is not None and answer.get("number") != number:  # late, of an ask that was given up
-                answer = self.link.get(max(0.0, until - time.monotonic()))
-        except NotConnectedError as error:
+                answer = self.link.read(until)
+        except TransportError as error:
             raise EngineUnreachableError(
                 f"{self.url} ended during {what!r}", state=f"its last weights version was {self._version}"
             ) from error
@@ -159,7 +158,7 @@ class Station:
             WeightSyncError: what came cannot land here.
         """
         while True:
-            asked = self._link.get(timeout_s)
+            asked = self._link.read(deadline(timeout_s))
             if asked is None:
                 raise DeadlineError(f"no weights came from {self._link.peer} within {timeout_s:g} s")
             failure = self._answer(asked)
@@ -195,10 +194,10 @@ class Station:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                asked = self._link.get(None)
+                asked = self._link.read(None)
                 if asked is not None:
                     self._answer(asked)
-        except (NotConnectedError, DeadlineError) as error:
+        except (TransportError, DeadlineError) as error:
             if not self._stopped:
                 log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
 
@@ -207,9 +206,9 @@ class Station:
         try:
             told = self._do(what, argument)
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
-            self._link.put({"number": number, "error": _described(error)}, _ANSWER_S)
+            self._link.send({"number": number, "error": _described(error)}, deadline(_ANSWER_S))
             return error
-        self._link.put({"number": number, "told": told}, _ANSWER_S)
+        self._link.send({"number": number, "told": told}, deadline(_ANSWER_S))
         return None
 
     def _do(self, what: str, argument: Any) -> Any:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.ipc.host_memory import close_in_children
+from torchrl_ext.transports.links import close_in_children
 
 __all__ = [
     "GREETING",

@@ -26,7 +26,7 @@ from torchrl_ext.transports.collective.notes import (
     PROOF_BYTES,
     proof,
 )
-from torchrl_ext.transports.ipc.host_memory import close_in_children
+from torchrl_ext.transports.links import close_in_children
 from torchrl_ext.transports.waits import in_time, pauses
 
 __all__ = ["NotesLink"]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
+from torchrl_ext.transports.links import close_in_children
 from torchrl_ext.types import Info
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "Segment",
     "attach",
     "attach_plain",
-    "close_in_children",
     "create",
     "host_handle",
     "integer",
@@ -261,19 +261,3 @@ def integer(message: Any, field: str) -> int:
     if type(value) is not int or value < 0 or not isinstance(message, dict):
         raise IntegrityError(f"{field} is {value!r}", expected="a whole number of 0 or more", state="nothing was read")
     return value
-
-
-_OURS: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def close_in_children(resource: Any) -> None:
-    """Close ``resource`` in processes that are forked off this one: else they would keep it alive after its death."""
-    _OURS.add(resource)
-
-
-def _close_all() -> None:
-    for resource in list(_OURS):
-        resource.close()
-
-
-os.register_at_fork(after_in_child=_close_all)

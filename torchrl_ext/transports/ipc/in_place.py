@@ -25,9 +25,9 @@ from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError, TransportError
 from torchrl_ext.transports.buckets import Lander
-from torchrl_ext.transports.copies import CopyBytes
+from torchrl_ext.transports.copies import CopyBytes, copy_plainly
 from torchrl_ext.transports.ipc.host_memory import Segment, attach_plain, host_handle, integer
-from torchrl_ext.transports.ipc.unix_socket import Link
+from torchrl_ext.transports.links import Link
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["Borrowed", "Offer", "groups", "offer"]
@@ -130,7 +130,12 @@ class Borrowed:
         self._watched: Link | None = None
 
     def take(
-        self, info: Any, params: Sequence[ParamMeta], into: Mapping[str, Tensor], capacity: int, copy: CopyBytes
+        self,
+        info: Any,
+        params: Sequence[ParamMeta],
+        into: Mapping[str, Tensor],
+        capacity: int,
+        copy: CopyBytes = copy_plainly,
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Copy everything, one of `groups` at a time; what was copied, in order, none of it the trainer's.
 

@@ -19,7 +19,7 @@ from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_
 from torchrl_ext.transports.ipc.in_place import Offer, groups, offer
 from torchrl_ext.transports.ipc.unix_socket import new_address, shared_address
 from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half, warm_copies
-from torchrl_ext.transports.ipc.workers import Crew
+from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.devices import usable_device
@@ -79,7 +79,7 @@ class IPCTransport(StandaloneTransport):
         self._on_host = device is not None and usable_device(device).type == "cpu"
         self._in_place, self._plan = in_place, Plan()
         # trainer end
-        self._crew: Crew | None = None
+        self._workers: ConnectedWorkers | None = None
         self._alone = True
         self._segments: dict[str, Segment] = {}
         self._session, self._handoffs = uuid.uuid4().hex, 0
@@ -107,16 +107,16 @@ class IPCTransport(StandaloneTransport):
         self._alone = workers == 0
         if self._alone:
             return Handoff(info={"transport": self.name})
-        crew = self._gather(new_address())
+        connected = self._listen_at(new_address())
         info = {"transport": self.name, "address": self._address, "session": self._session, "timeout_s": self.timeout_s}
-        return Handoff(info=info, transfer=lambda: crew.admit(workers, range(1, 1 + workers)))
+        return Handoff(info=info, transfer=lambda: connected.wait_for(workers, range(1, 1 + workers)))
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
-        if not self._alone and self._crew is None:
+        if not self._alone and self._workers is None:
             raise NotConnectedError("this transport was shut down", hint="connect again")
         params = source.params()
         self._handoffs += 1
-        lent = offer(params, source.held()) if self._in_place and self._devices() == [HOST] else None
+        in_place = offer(params, source.held()) if self._in_place and self._devices() == [HOST] else None
         info: Info = {
             "transport": self.name,
             "version": version,
@@ -124,26 +124,26 @@ class IPCTransport(StandaloneTransport):
             "handoff": self._handoffs,
             "params": self._plan.rows(params),
         }
-        if lent is not None:
-            info["in_place"] = lent.info
-        if self._crew is not None:
-            self._crew.hurry.clear()
-        return Handoff(info=info, transfer=lambda: self._send(source, info, params, lent))
+        if in_place is not None:
+            info["in_place"] = in_place.info
+        if self._workers is not None:
+            self._workers.aborted.clear()
+        return Handoff(info=info, transfer=lambda: self._send(source, info, params, in_place))
 
-    def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...], lent: Offer | None) -> None:
-        crew = self._alone_crew(info) if self._alone else self._crew
-        if crew is None:
+    def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...], in_place: Offer | None) -> None:
+        connected = self._told_workers(info) if self._alone else self._workers
+        if connected is None:
             raise NotConnectedError("this transport was shut down", hint="connect again")
         began = time.perf_counter()
-        crew.begin(info["handoff"])
+        connected.begin(info["handoff"])
         self._last_version = max(self._last_version, info["version"])  # some may get it even if others do not
         try:
-            if lent is None:
-                self._pour(crew, Packer(params, checked(source, params)), params)
+            if in_place is None:
+                self._send_staged(connected, Packer(params, checked(source, params)), params)
             else:
-                self._lend(crew, lent, checked(source, params), params)
+                self._send_in_place(connected, in_place, checked(source, params), params)
         except BaseException as error:
-            crew.stop(why(error))
+            connected.stop(why(error))
             if isinstance(error, TransportError):
                 raise TransportError(
                     f"weights version {info['version']} did not arrive: {error.what}",
@@ -152,57 +152,61 @@ class IPCTransport(StandaloneTransport):
                 ) from error
             raise
         self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
-        troubles = crew.troubles()
+        troubles = connected.troubles()
         if troubles and self._alone:  # where engines are told by a control layer, they are heard by it too
             raise TransportError(
                 f"weights version {info['version']} was not taken by {troubles}", state="the other workers have it"
             )
 
-    def _pour(self, crew: Crew, packer: Packer, params: tuple[ParamMeta, ...]) -> None:
-        segments, number = crew.segments, -1
+    def _send_staged(self, connected: ConnectedWorkers, packer: Packer, params: tuple[ParamMeta, ...]) -> None:
+        segments, number = connected.segments, -1
         capacity = self.staging_bytes // SLOTS
         for number, bucket in enumerate(self._plan.buckets(params, capacity)):
-            crew.await_taken(number - SLOTS)
+            connected.await_taken(number - SLOTS)
             packer.fill(bucket, [half(segment, number, capacity) for segment in segments])
             for segment in segments:
                 segment.settle()
-            crew.filled(number)
+            connected.filled(number)
         packer.finish()
-        crew.await_taken(number)
+        connected.await_taken(number)
 
-    def _lend(
-        self, crew: Crew, lent: Offer, stream: Iterator[tuple[ParamMeta, Tensor]], params: tuple[ParamMeta, ...]
+    def _send_in_place(
+        self,
+        connected: ConnectedWorkers,
+        in_place: Offer,
+        stream: Iterator[tuple[ParamMeta, Tensor]],
+        params: tuple[ParamMeta, ...],
     ) -> None:
         """Workers copy by themselves; meanwhile the pass is made, on whose digests others may count."""
         for number, (_, tensor) in enumerate(stream):
-            lent.check(number, tensor)
+            in_place.check(number, tensor)
         last = len(groups(params, self.staging_bytes // SLOTS)) - 1
-        crew.filled(last)
+        connected.filled(last)
         try:
             for number in range(last + 1):  # one by one: each that comes is a sign of life
-                crew.await_taken(number)
+                connected.await_taken(number)
         finally:
-            if crew.unmapped:
+            if connected.unmapped:
                 self._in_place = False
-                log.warning("weights are staged from now on, for they could not be mapped by %s", crew.unmapped)
+                log.warning("weights are staged from now on, for they could not be mapped by %s", connected.unmapped)
 
-    def _alone_crew(self, info: Info) -> Crew:
+    def _told_workers(self, info: Info) -> ConnectedWorkers:
         """The workers of this channel, told of the handoff."""
-        crew = self._crew or self._gather(shared_address(self._channel))
+        connected = self._workers or self._listen_at(shared_address(self._channel))
         try:
             announced = self._announced.get(timeout=self.timeout_s)
             while announced.get("handoff") != info["handoff"]:  # of a send that failed before it came to this
                 announced = self._announced.get(timeout=self.timeout_s)
         except queue.Empty:
             raise TransportError("the handoff was not announced", hint="call announce(handoff.info)") from None
-        crew.admit(self._count)
-        crew.announce(announced)
-        return crew
+        connected.wait_for(self._count)
+        connected.announce(announced)
+        return connected
 
-    def _gather(self, address: str) -> Crew:
+    def _listen_at(self, address: str) -> ConnectedWorkers:
         self._address = address
-        self._crew = Crew(address, self._session, self._segment_on, self.timeout_s)
-        return self._crew
+        self._workers = ConnectedWorkers(address, self._session, self._segment_on, self.timeout_s)
+        return self._workers
 
     def _segment_on(self, devices: list[str]) -> Segment:
         """The staging buffer on the first of a worker's devices that this process can use too."""
@@ -248,14 +252,14 @@ class IPCTransport(StandaloneTransport):
 
     def abort(self) -> None:
         """Trainer: wait for nobody who does not work right now. Worker: end the wait at once."""
-        crew = self._crew
-        if crew is not None:
-            crew.hurry.set()
+        connected = self._workers
+        if connected is not None:
+            connected.aborted.set()
         self._worker.abort()
 
     def check_connection(self) -> bool:
-        crew = self._crew
-        return self._worker.connected or (crew is not None and crew.alive)
+        connected = self._workers
+        return self._worker.connected or (connected is not None and connected.alive)
 
     def shutdown(self) -> None:
         self.abort()
@@ -267,6 +271,6 @@ class IPCTransport(StandaloneTransport):
         self._segments.clear()
 
     def _leave(self) -> None:
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None

@@ -25,7 +25,8 @@ from torchrl_ext.transports.buckets import Lander, Plan
 from torchrl_ext.transports.copies import CopyBytes, copy_plainly
 from torchrl_ext.transports.ipc.host_memory import Segment, attach, integer
 from torchrl_ext.transports.ipc.in_place import Borrowed, groups
-from torchrl_ext.transports.ipc.unix_socket import Link, connect
+from torchrl_ext.transports.ipc.unix_socket import connect
+from torchrl_ext.transports.links import Link
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "fastest_copy", "half", "warm_copies"]
@@ -113,7 +114,7 @@ class IPCWorker:
             self._link.send({"hello": {"rank": self._rank, "devices": self._devices()}}, until)
         message = self._link.read(until)
         if message is not None and "turned away" in message:
-            name = self._link.name
+            name = self._link.peer
             self.hang_up()
             raise TransportError(
                 f"{name} let this worker not in: {message['turned away']}",
@@ -203,16 +204,16 @@ class IPCWorker:
             message = link.read(until)
             if message is None:
                 raise DeadlineError(
-                    f"{link.name} did not fill bucket {number} within {timeout_s:g} s",
+                    f"{link.peer} did not fill bucket {number} within {timeout_s:g} s",
                     state="a part of the version may have landed",
                 )
             said = message.get("filled", message.get("stopped"))
             if not isinstance(said, list) or len(said) != 2 or said[0] != handoff:
                 continue  # what is left of a handoff that this end did not take
             if "filled" not in message:
-                raise TransportError(f"{link.name} stopped: {said[1]}", state="a part of the version may have landed")
+                raise TransportError(f"{link.peer} stopped: {said[1]}", state="a part of the version may have landed")
             if said[1] != number:
-                raise IntegrityError(f"{link.name} says bucket {said[1]!r}", expected=f"bucket {number}")
+                raise IntegrityError(f"{link.peer} says bucket {said[1]!r}", expected=f"bucket {number}")
             return
 
     def refuse(self, info: Info, words: str, *, unmapped: bool = False) -> None:

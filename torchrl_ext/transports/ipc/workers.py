@@ -28,10 +28,11 @@ from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.rendezvous import ranks_text
 from torchrl_ext.transports.ipc.host_memory import Segment
-from torchrl_ext.transports.ipc.unix_socket import Link, Listener
+from torchrl_ext.transports.ipc.unix_socket import Listener
+from torchrl_ext.transports.links import Link
 from torchrl_ext.types import Info
 
-__all__ = ["Crew"]
+__all__ = ["ConnectedWorkers"]
 
 log = logging.getLogger("torchrl_ext")
 _HELLO_S = 2.0
@@ -44,7 +45,7 @@ class _Worker:
 
     def __init__(self, link: Link, rank: int | None, segment: Segment) -> None:
         self.link, self.rank, self.segment = link, rank, segment
-        self.name = link.name if rank is None else f"rank {rank} (pid {link.pid})"
+        self.name = link.peer if rank is None else link.peer.replace("a worker", f"rank {rank}", 1)
         self.taken = -1
         self.lost = self.refused = ""
         self.unmapped = False
@@ -54,12 +55,12 @@ class _Worker:
         return not (self.lost or self.refused)
 
 
-class Crew:
+class ConnectedWorkers:
     """Trainer end of all connections.
 
     Args:
         address: where workers come in.
-        session: names this crew.
+        session: names this trainer's connection.
         segment: gives the staging buffer for a worker that can use these devices, best first.
         timeout_s: deadline of every wait, in seconds.
     """
@@ -69,7 +70,7 @@ class Crew:
         self._session, self._segment, self._timeout_s = session, segment, timeout_s
         self._workers: list[_Worker] = []
         self._handoff = -1
-        self.hurry = threading.Event()
+        self.aborted = threading.Event()
         """Set from another thread: who does not work now is not waited for any longer."""
 
     @property
@@ -82,7 +83,7 @@ class Crew:
         """Staging buffers of the workers that take part."""
         return list({id(worker.segment): worker.segment for worker in self._active()}.values())
 
-    def admit(self, count: int, ranks: Iterable[int] = ()) -> None:
+    def wait_for(self, count: int, ranks: Iterable[int] = ()) -> None:
         """Wait until ``count`` workers (and all of ``ranks``) are connected; more are welcome.
 
         Raises:
@@ -110,7 +111,7 @@ class Crew:
                     self._welcome(link, hello)
             elif not waiting:
                 return
-            elif self.hurry.is_set():
+            elif self.aborted.is_set():
                 raise TransportError("waiting for workers was given up")
             elif time.monotonic() >= until:
                 who = ranks_text(absent) if absent else f"{count - len(self._workers)} of {count} workers"
@@ -156,7 +157,7 @@ class Crew:
             late = [worker for worker in self._active() if worker.taken < bucket]
             if not late:
                 break
-            if self.hurry.is_set():
+            if self.aborted.is_set():
                 until = min(until, deadline(_GRACE_S))
             if time.monotonic() >= until:
                 for worker in late:
@@ -264,7 +265,7 @@ def _hello(link: Link) -> Info:
     hello = (link.read(deadline(_HELLO_S)) or {}).get("hello")
     rank = hello.get("rank") if isinstance(hello, dict) else -1
     if (rank is not None and (type(rank) is not int or rank < 0)) or not isinstance(hello.get("devices"), list):
-        raise TransportError(f"{link.name} does not say who it is", expected="a worker of torchrl_ext")
+        raise TransportError(f"{link.peer} does not say who it is", expected="a worker of torchrl_ext")
     return {"rank": rank, "devices": hello["devices"]}
 
 

@@ -1,0 +1,209 @@
+"""Connections between processes: JSON objects both ways, each behind its length in 4 bytes (most significant first)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.types import Info
+
+__all__ = ["Link", "close_in_children", "serve"]
+
+LONGEST_BYTES = 256 << 20
+"""Bound on one message: a list of a million parameters."""
+
+_SLICE_S = 0.05
+_NO_ROOM_S = 0.05
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_HUNG_UP: int = getattr(select, "POLLRDHUP", select.POLLHUP)  # macOS says so with POLLHUP
+
+
+class Link:
+    """One end of a connection. One thread may read while another one writes.
+
+    Args:
+        connection: a connected socket, owned from here on.
+        peer: who is at the other end, for messages: ``"the trainer"``.
+        longest_bytes: bound on a message from there.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str, *, longest_bytes: int = LONGEST_BYTES) -> None:
+        self._socket, self.peer, self.longest_bytes = connection, peer, longest_bytes
+        self._received = bytearray()
+        self._owner = os.getpid()
+        if connection.family != getattr(socket, "AF_UNIX", None):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setblocking(False)
+        close_in_children(self)
+
+    def fileno(self) -> int:
+        """The descriptor, for `select.poll`; -1 when closed."""
+        return self._socket.fileno()
+
+    @property
+    def alive(self) -> bool:
+        """Whether both ends are open, as far as that can be seen without a message."""
+        try:
+            return not self._ready(_HUNG_UP, 0.0)
+        except NotConnectedError:
+            return False
+
+    def send(self, message: Info, until: float) -> None:
+        """Send one message, by the monotonic moment ``until``.
+
+        Raises:
+            NotConnectedError: the other end is gone.
+            DeadlineError: it does not read; the connection is closed, for it may have got a part.
+        """
+        data = json.dumps(message, separators=(",", ":")).encode()
+        rest = memoryview(len(data).to_bytes(4, "big") + data)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest, getattr(socket, "MSG_NOSIGNAL", 0)) :]
+            except BlockingIOError:
+                if self._ready(select.POLLOUT, until):
+                    continue
+                self.close()
+                raise DeadlineError(
+                    f"{self.peer} did not read what it was told ({len(data):,} bytes) in time",
+                    expected="a process that runs; a message is read as soon as it comes",
+                    state="it may have got a part of the message, so the connection was closed",
+                    hint="look for what keeps it from running, or start it again",
+                ) from None
+            except OSError as error:
+                raise self._gone(error) from error
+
+    def read(self, until: float | None, stop: threading.Event | None = None) -> Info | None:
+        """The next message, or None when none came by the monotonic moment ``until``, or ``stop`` was set.
+
+        With an ``until`` of None it waits for as long as the other end lives.
+
+        Raises:
+            NotConnectedError: the other end is gone, and everything that it said was read.
+            TransportError: it does not speak our language; the connection is closed.
+        """
+        while True:
+            message = self._next()
+            if message is not None:
+                return message
+            if not self._ready(select.POLLIN | _HUNG_UP, until, stop):
+                return None
+            try:
+                data = self._socket.recv(1 << 18)
+            except BlockingIOError:  # another thread took it
+                continue
+            except OSError as error:
+                raise self._gone(error) from error
+            if not data:
+                raise self._gone("it closed the connection, or died")
+            self._received += data
+
+    def end(self) -> None:
+        """Let a wait in another thread, here or there, see the connection closed."""
+        if self._owner == os.getpid():  # else it is the parent's, which a forked child leaves alone
+            with contextlib.suppress(OSError):  # the other end was first
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this end; a wait in another thread ends too. May be called twice."""
+        self.end()
+        self._socket.close()
+
+    def _next(self) -> Info | None:
+        size = int.from_bytes(self._received[:4], "big")
+        if len(self._received) < 4 or len(self._received) < 4 + size <= 4 + self.longest_bytes:
+            return None
+        if size > self.longest_bytes:
+            raise self._foreign(f"announces a message of {size:,} bytes")
+        try:
+            message = json.loads(bytes(self._received[4 : 4 + size]))
+        except (ValueError, RecursionError):
+            message = None
+        del self._received[: 4 + size]
+        if not isinstance(message, dict):
+            raise self._foreign("sent what is no JSON object")
+        return message
+
+    def _ready(self, events: int, until: float | None, stop: threading.Event | None = None) -> bool:
+        """Wait for one of ``events``; False at the deadline, or when stopped.
+
+        Raises:
+            NotConnectedError: this end was closed.
+        """
+        poll = select.poll()
+        try:
+            poll.register(self._socket, events)
+        except ValueError as error:
+            raise self._gone("this end closed the connection") from error
+        while True:
+            left_s = None if until is None else max(0.0, until - time.monotonic())
+            if stop is not None:
+                left_s = _SLICE_S if left_s is None else min(_SLICE_S, left_s)
+            if poll.poll(None if left_s is None else left_s * 1e3):
+                return True
+            if (stop is not None and stop.is_set()) or (until is not None and time.monotonic() >= until):
+                return False
+
+    def _foreign(self, does: str) -> TransportError:
+        self.close()
+        return TransportError(
+            f"{self.peer} {does}",
+            expected="a process of the same version of torchrl_ext",
+            state="the connection was closed",
+            hint="check the address, and use one version on both ends",
+        )
+
+    def _gone(self, how: Any) -> NotConnectedError:
+        return NotConnectedError(f"{self.peer} is gone: {how}", hint="connect again when it is back")
+
+
+def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], name: str) -> None:
+    """Give every connection to ``met``, with its address, in a thread of its own, until ``listener`` is shut down.
+
+    Args:
+        listener: a socket that listens.
+        met: called for each connection.
+        name: of the threads.
+    """
+
+    def accept() -> None:
+        pause = threading.Event()
+        while True:
+            try:
+                connection, address = listener.accept()
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    return  # it was closed
+                pause.wait(_NO_ROOM_S)
+                continue
+            threading.Thread(target=met, args=(connection, address), name=name, daemon=True).start()
+
+    listener.settimeout(None)
+    threading.Thread(target=accept, name=name, daemon=True).start()
+
+
+_OURS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def close_in_children(resource: Any) -> None:
+    """Close ``resource`` in processes that are forked off this one: else they would keep it alive after its death."""
+    _OURS.add(resource)
+
+
+def _close_all() -> None:
+    for resource in list(_OURS):
+        resource.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
