@@ -83,39 +83,44 @@ def test_data_of_other_policies_is_refused():
         tx.MaxLag(-1, lambda: 0)
 
 
+def start(pacer, count):
+    with pacer.starting(count):
+        pass
+
+
 def test_rollouts_wait_for_the_version_that_will_use_them():
-    newest, admitted = [7], threading.Semaphore(0)
+    newest, started = [7], threading.Semaphore(0)
     pacer = tx.Pacer(lambda: newest[0], max_lag=1, turns_per_version=4, timeout_s=WAIT_S)
 
     def collect():
         for _ in range(4):
-            pacer.admit(4)
-            admitted.release()
+            start(pacer, 4)
+            started.release()
 
     collecting = threading.Thread(target=collect, daemon=True)
     collecting.start()
     for _ in range(2):
-        assert admitted.acquire(timeout=WAIT_S)
+        assert started.acquire(timeout=WAIT_S)
     for version in (8, 9):
         assert pacer.started == 4 * (version - 6) and collecting.is_alive()
         newest[0] = version
-        assert admitted.acquire(timeout=WAIT_S)
+        assert started.acquire(timeout=WAIT_S)
     collecting.join(WAIT_S)
     assert pacer.started == 16
 
 
 def test_a_trainer_that_stands_still_is_an_error_with_its_version():
     pacer = tx.Pacer(lambda: 3, max_lag=0, turns_per_version=2, timeout_s=0.1)
-    pacer.admit(2)
+    start(pacer, 2)
     with pytest.raises(DeadlineError, match=r"version 3 for 0.1 s.*2 sequences ahead"):
-        pacer.admit(1)
+        start(pacer, 1)
 
 
-def test_a_batch_above_the_limit_is_admitted_alone():
+def test_a_batch_above_the_limit_starts_alone():
     pacer = tx.Pacer(lambda: 0, max_lag=0, turns_per_version=2, timeout_s=0.1)
-    pacer.admit(5)
+    start(pacer, 5)
     with pytest.raises(DeadlineError):
-        pacer.admit(1)
+        start(pacer, 1)
 
 
 @pytest.mark.parametrize("settings", [{"max_lag": -1}, {"turns_per_version": 0}, {"timeout_s": 0}])

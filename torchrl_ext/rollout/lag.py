@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.waiting import wait_until
 
 __all__ = ["MaxLag", "Pacer"]
 
@@ -107,7 +107,7 @@ class MaxLag(Transform):
 
 
 class Pacer:
-    """Admits the sequences that training can still use fresh.
+    """Lets sequences start that training can still use fresh.
 
     With ``v`` versions accepted and ``turns_per_version`` sequences used up per version, at most
     ``(v + max_lag + 1) * turns_per_version`` sequences are ever started: the batch that the trainer waits for, and
@@ -136,11 +136,11 @@ class Pacer:
             )
         self._version, self._first = version, version()
         self._max_lag, self._turns, self._timeout_s = max_lag, turns_per_version, timeout_s
-        self._started, self._changed = 0, threading.Condition()
+        self._started, self._counting = 0, threading.Lock()
 
     @property
     def started(self) -> int:
-        """Sequences admitted so far."""
+        """Sequences that were let start so far."""
         return self._started
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -151,38 +151,36 @@ class Pacer:
         """Sequences that may have been started by now."""
         return (self._version() - self._first + self._max_lag + 1) * self._turns
 
-    def admit(self, count: int) -> None:
-        """Wait until ``count`` more sequences may start.
+    @contextmanager
+    def starting(self, count: int) -> Iterator[None]:
+        """Wait until ``count`` more sequences may start, for a block that makes them.
+
+        Where the block fails, none was made and others may start.
 
         Raises:
             DeadlineError: training did not get there in time.
         """
-        until = time.monotonic() + self._timeout_s
-        with self._changed:
-            while self._started + count > max(self.allowed(), count):  # a first batch above the limit goes alone
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    raise DeadlineError(
-                        f"the trainer did not go beyond version {self._version()} for {self._timeout_s:g} s, and "
-                        f"rollouts are {self._started} sequences ahead of version {self._first}",
-                        expected=f"{self._started + count} sequences within {self.allowed()}",
-                        hint="does the trainer still run? Raise max_lag or timeout_s if it is only slow",
-                    )
-                self._changed.wait(min(_LOOK_S, left_s))
-            self._started += count
 
-    @contextmanager
-    def admitted(self, count: int) -> Iterator[None]:
-        """`admit` for a block that starts the sequences; where it fails, none was made and others may start.
+        def late() -> DeadlineError:
+            return DeadlineError(
+                f"the trainer did not go beyond version {self._version()} for {self._timeout_s:g} s, and "
+                f"rollouts are {self._started} sequences ahead of version {self._first}",
+                expected=f"{self._started + count} sequences within {self.allowed()}",
+                hint="does the trainer still run? Raise max_lag or timeout_s if it is only slow",
+            )
 
-        Raises:
-            DeadlineError: as for `admit`.
-        """
-        self.admit(count)
+        wait_until(lambda: self._started_now(count), self._timeout_s, late, longest_s=_LOOK_S)
         try:
             yield
         except BaseException:
-            with self._changed:
+            with self._counting:
                 self._started -= count
-                self._changed.notify_all()
             raise
+
+    def _started_now(self, count: int) -> bool:
+        """Count these sequences, where they may start now."""
+        with self._counting:
+            if self._started + count > max(self.allowed(), count):  # a first batch above the limit goes alone
+                return False
+            self._started += count
+            return True

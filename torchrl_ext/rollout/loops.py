@@ -14,17 +14,21 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 __all__ = ["Background", "PerLoop", "each"]
 
 _T = TypeVar("_T")
+_END_TIMEOUT_S = 10.0
 
 
 class Background:
     """Runs coroutines for any number of threads, on a loop that is opened when it is needed, also after `close`.
 
-    Its thread is a daemon, so that nobody has to wait for it; it ends with `close`, or when nobody holds it any more.
+    The loop is not the one that control calls share: what it runs may be a caller's own coroutine, which may make such
+    a call and wait for it. Its thread is a daemon, so that nobody has to wait for it; it ends with `close`, or when
+    nobody holds it any more.
     """
 
     def __init__(self) -> None:
-        self._opening = threading.Lock()
-        self._loop: _Loop | None = None
+        self._lock, self._calls = threading.Lock(), set[concurrent.futures.Future[Any]]()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
         """The result of ``call``; it is cancelled where the caller leaves.
@@ -34,11 +38,30 @@ class Background:
             EngineError: `close` was called meanwhile.
             ConfigError: called from a coroutine of this very loop, which would wait for itself.
         """
-        with self._opening:
-            if self._loop is None or not self._loop.alive:
-                self._loop = _Loop()
-            loop = self._loop
-        return loop.run(call, timeout_s)
+        with self._lock:
+            if threading.current_thread() is self._thread:
+                call.close()
+                raise ConfigError(f"{call.__qualname__} would wait for itself", hint="await it in place of run")
+            loop = self._opened()
+            future = asyncio.run_coroutine_threadsafe(call, loop)
+            self._calls.add(future)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            if self._loop is loop:
+                raise
+            raise EngineError(
+                f"the client was closed before {call.__qualname__} had its answer",
+                state="the request is cancelled",
+                hint="close a client when nobody waits for it any more; a call after that opens it anew",
+            ) from None
+        except concurrent.futures.TimeoutError as error:
+            if future.done():
+                raise
+            raise DeadlineError(f"{call.__qualname__} took longer than {timeout_s:g} s") from error
+        finally:
+            future.cancel()
+            self._calls.discard(future)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel what runs, so that each `run` ends with an error, await ``last``, and end the thread.
@@ -48,12 +71,33 @@ class Background:
         Raises:
             DeadlineError: something did not end in time.
         """
-        with self._opening:
-            loop, self._loop = self._loop, None
-        if loop is None:
+        with self._lock:
+            loop, thread, calls = self._loop, self._thread, tuple(self._calls)
+            self._loop = self._thread = None
+        if loop is None or thread is None or not thread.is_alive():
             last.close()
-        else:
-            loop.stop(last)
+            return
+        for call in calls:
+            call.cancel()
+        try:
+            asyncio.run_coroutine_threadsafe(_after_the_others(last), loop).result(_END_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            raise DeadlineError(
+                f"requests did not end within {_END_TIMEOUT_S:g} s of their cancellation",
+                state="the loop is told to stop",
+            ) from None
+        finally:
+            _end(loop)
+        thread.join(_END_TIMEOUT_S)
+
+    def _opened(self) -> asyncio.AbstractEventLoop:
+        """The loop; a new one where there is none, or only the copy that a fork left without its thread."""
+        if self._loop is None or self._thread is None or not self._thread.is_alive():
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="inference-loop", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, _end, self._loop)
+        return self._loop
 
 
 class _Closable(Protocol):
@@ -78,8 +122,6 @@ class PerLoop(Generic[_C]):
         """That of the loop that runs."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            for ended in [known for known in self._found if known.is_closed()]:
-                del self._found[ended]  # what was made for it holds it
             if loop not in self._found:
                 self._found[loop] = self._make()
             return self._found[loop]
@@ -90,69 +132,6 @@ class PerLoop(Generic[_C]):
             found = self._found.pop(asyncio.get_running_loop(), None)
         if found is not None:
             await found.close()
-
-
-class _Loop:
-    """An event loop and its thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="inference-loop", daemon=True)
-        self._lock, self._calls, self._stopped = threading.Lock(), set[concurrent.futures.Future[Any]](), False
-        self._thread.start()
-        weakref.finalize(self, _end, self._loop)
-
-    @property
-    def alive(self) -> bool:
-        """Whether it takes calls: not stopped, and not the copy that a fork left without its thread."""
-        return not self._stopped and self._thread.is_alive()
-
-    def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
-        """See `Background.run`."""
-        with self._lock:
-            if self._stopped or threading.current_thread() is self._thread:
-                call.close()
-                if self._stopped:
-                    raise _closed(call)
-                raise ConfigError(f"{call.__qualname__} would wait for itself", hint="await it in place of run")
-            future = asyncio.run_coroutine_threadsafe(call, self._loop)
-            self._calls.add(future)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.CancelledError:
-            if self._stopped:
-                raise _closed(call) from None
-            raise
-        except concurrent.futures.TimeoutError as error:
-            if future.done():
-                raise
-            future.cancel()
-            raise DeadlineError(f"{call.__qualname__} took longer than {timeout_s:g} s") from error
-        except BaseException:
-            future.cancel()
-            raise
-        finally:
-            self._calls.discard(future)
-
-    def stop(self, last: Coroutine[Any, Any, None], timeout_s: float = 10.0) -> None:
-        """See `Background.close`."""
-        with self._lock:
-            ends, self._stopped = self.alive, True
-            calls = tuple(self._calls)
-        if not ends:
-            last.close()
-            return
-        for call in calls:
-            call.cancel()
-        try:
-            asyncio.run_coroutine_threadsafe(_after_the_others(last), self._loop).result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            raise DeadlineError(
-                f"requests did not end within {timeout_s:g} s of their cancellation", state="the loop is told to stop"
-            ) from None
-        finally:
-            _end(self._loop)
-        self._thread.join(timeout_s)
 
 
 async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -183,11 +162,3 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 def _end(loop: asyncio.AbstractEventLoop) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
-
-
-def _closed(call: Coroutine[Any, Any, Any]) -> EngineError:
-    return EngineError(
-        f"the client was closed before {call.__qualname__} had its answer",
-        state="the request is cancelled",
-        hint="close a client when nobody waits for it any more; a call after that opens it anew",
-    )

@@ -159,7 +159,7 @@ class RemoteLLMPolicy(LLMWrapperBase):
             sampling, samples = self._sampled({**self.generate_kwargs, **changes}, self.num_samples)
         count = len(prompts.tokens) * (samples or 1)
         seed = self._next_seed(count)
-        with nullcontext() if self._pacer is None else self._pacer.admitted(count):
+        with nullcontext() if self._pacer is None else self._pacer.starting(count):
             generations = self.model.generate(
                 prompts.tokens,
                 n=samples or 1,

@@ -77,7 +77,7 @@ class Routing:
         self._client = RouterClient(router if self._process is None else self._process.url, api_key=api_key)
         try:
             for info in self._routed(list(self._engines)) if self._process is None else ():
-                self._client.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
+                self._add(info)
         except BaseException:
             self.close()
             raise
@@ -155,9 +155,10 @@ class Routing:
         names tell (`torchrl_ext.rpc.router.place`): then they stay as they are, which is a problem of the result.
         Nothing is raised for an engine or a router that does not answer: it is in the log and in the result.
         """
-        rows, strange = self._placed(report)
+        rows, strange = self._rows_of_ours(report)
         newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
-        fit = {url for url in self._engines if self._is_fit(rows.get(url), newest)}
+        oldest = newest - self._max_lag
+        fit = {url for url, row in rows.items() if row.state == "serving" and (row.version or 0) >= oldest}
         unclear = [url for url in self._engines if strange and url not in rows]
         problems = [(url, f"it is not in the report, which has {', '.join(strange)}") for url in unclear]
         for url, problem in problems:
@@ -171,15 +172,13 @@ class Routing:
             return Changes(problems=(*problems, (self.url, str(error))))
         out = [url for url in self._engines if url in listed - fit and url not in unclear]
         back = [url for url in self._engines if url in fit - listed]
-        rebuild = self._pools and (out or back)
-        changes = self._rebuilt(listed, out, back) if rebuild else self._changed(out, back)
+        changes = self._rebuilt(listed, out, back) if self._pools else self._changed(out, back)
         for url in out:
             row = rows.get(url)
-            log.warning(
-                "%s gets no requests: %s", url, (row and (row.error or f"version {row.version}")) or "no report"
-            )
+            why = "no report" if row is None else row.error or f"version {row.version}"
+            log.warning("%s gets no requests: %s", url, why)
             if row is not None and row.state == "paused":
-                self._let_go(url)
+                self._end_requests(url)
         return replace(changes, problems=(*problems, *changes.problems))
 
     def withdraw(self, url: str) -> Changes:
@@ -187,11 +186,11 @@ class Routing:
 
         A router with pools is left as it is: it leaves out by itself whoever does not answer.
         """
-        return self._changed([normalise_url(url)], []) if not self._pools else Changes()
+        return Changes() if self._pools else self._changed([normalise_url(url)], [])
 
     def restore(self, url: str) -> Changes:
         """Send requests again to an engine whose weights are known to be right."""
-        return self._changed([], [normalise_url(url)]) if not self._pools else Changes()
+        return Changes() if self._pools else self._changed([], [normalise_url(url)])
 
     def close(self) -> None:
         """End the router where it is ours; leave one that was given as it is. May be called twice."""
@@ -221,7 +220,9 @@ class Routing:
         ports = {normalise_url(info.url): info.bootstrap_port for info in routed}
         prefill = [(url, ports[url]) if ports[url] else url for url in by_type["prefill"]]
         kind = next(iter(self._engines.values())).kind
-        settings = {"kind": kind, "health_route": self._health_route(kind), **self._settings, **more}
+        # SGLang's /health may generate a token, in vain while it is paused; its /ping wants its key
+        health = "/ping" if kind == "sglang" and self._api_key is None else None
+        settings = {"kind": kind, "health_route": health, **self._settings, **more}
         process = RouterProcess(by_type["regular"], prefill=prefill, decode=by_type["decode"], **settings)
         try:
             RouterClient(process.url, api_key=self._api_key).expect(ports)
@@ -230,11 +231,7 @@ class Routing:
             raise
         return process
 
-    def _health_route(self, kind: str) -> str | None:
-        """SGLang's ``/health`` may generate a token, in vain while it is paused; its ``/ping`` wants its key."""
-        return {"sglang": "/ping"}.get(kind) if self._api_key is None else None
-
-    def _placed(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
+    def _rows_of_ours(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
         """The rows of our engines, by our addresses of them, and the names in all others."""
         ours = {place(url): url for url in self._engines}
         rows, strange = {}, []
@@ -250,34 +247,31 @@ class Routing:
         used = {place(worker.url) for worker in self._client.workers()}
         return {url for url in self._engines if place(url) in used}
 
-    def _is_fit(self, row: EngineRow | None, newest: int) -> bool:
-        return row is not None and row.state == "serving" and newest - (row.version or 0) <= self._max_lag
-
     def _changed(self, out: Sequence[str], back: Sequence[str]) -> Changes:
         added, removed, problems = [], [], []
-        for url in out:
+        infos = self._routed(back)
+        calls = [(url, removed, functools.partial(self._client.remove, url)) for url in out]
+        calls += [(normalise_url(info.url), added, functools.partial(self._add, info)) for info in infos]
+        for url, changed, call in calls:
             try:
-                self._client.remove(url)
-                removed.append(url)
+                call()
+                changed.append(url)
             except WeightSyncError as error:
+                log.warning("router %s and %s: %s", self.url, url, error)
                 problems.append((url, str(error)))
-        for info in self._routed(back):
-            try:
-                self._client.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
-                added.append(normalise_url(info.url))
-            except WeightSyncError as error:
-                problems.append((normalise_url(info.url), str(error)))
-        for url, problem in problems:
-            log.warning("router %s and %s: %s", self.url, url, problem)
         return Changes(added=tuple(added), removed=tuple(removed), problems=tuple(problems))
+
+    def _add(self, info: EngineInfo) -> None:
+        self._client.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
 
     def _rebuilt(self, listed: set[str], out: Sequence[str], back: Sequence[str]) -> Changes:
         """A router with pools learns of changes only by a new start, at the same port.
 
         One port cannot have two: the new one shows beside the old one that it stands, and then takes its place.
         """
+        if not out and not back:
+            return Changes()
         members = [url for url in self._engines if url in (listed | set(back)) - set(out)]
-        why = None
         if self._process is None:
             why = "has static pools"
         elif not {"prefill", "decode"} <= {info.worker_type for info in self._routed(members)}:
@@ -285,19 +279,18 @@ class Routing:
         else:
             try:
                 self._started(members, port=0).stop()
-                self._take_place(members)
+                self._start_again(members)
+                return Changes(added=tuple(back), removed=tuple(out))
             except WeightSyncError as error:
                 why = f"could not be started anew: {error}"
-        if why is None:
-            return Changes(added=tuple(back), removed=tuple(out))
         problems = [(url, f"the router {why}") for url in (*out, *back)]
         log.warning("router %s %s, and goes on with the engines that it has", self.url, why)
-        if self._process is not None and not self._process.alive():
-            again = self._revived([url for url in self._engines if url in listed], [])
-            return Changes(problems=(*problems, *again.problems))
-        return Changes(problems=tuple(problems))
+        if self._process is None or self._process.alive():
+            return Changes(problems=tuple(problems))
+        again = self._revived([url for url in self._engines if url in listed], [])
+        return Changes(problems=(*problems, *again.problems))
 
-    def _take_place(self, members: Sequence[str]) -> None:
+    def _start_again(self, members: Sequence[str]) -> None:
         """End our router, and start it with ``members`` at its address."""
         self._process.stop()  # type: ignore[union-attr]
         self._process = self._started(members, port=urlsplit(self.url).port)
@@ -306,7 +299,7 @@ class Routing:
         """Start our router again, which has ended."""
         members = [url for url in self._engines if url in members]
         try:
-            self._take_place(members)
+            self._start_again(members)
         except WeightSyncError as error:
             log.error("router %s is down: %s", self.url, error)
             down = f"it is down, and is tried again with the next report: {error}"
@@ -315,7 +308,7 @@ class Routing:
         removed = tuple(url for url in self._engines if url not in members)
         return Changes(removed=removed, problems=tuple(problems))
 
-    def _let_go(self, url: str) -> None:
+    def _end_requests(self, url: str) -> None:
         """End what a paused engine has in work, so that clients take it elsewhere."""
         limits = {"timeout_s": _ABORT_TIMEOUT_S, "load_timeout_s": _ABORT_TIMEOUT_S}
         engine = engines.make(self._engines[url].kind, url=url, api_key=self._api_key, pause_mode="abort", **limits)
