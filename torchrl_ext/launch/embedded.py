@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torchrl_ext.launch.server import EngineSpec, Server, as_flags
+from torchrl_ext.types import API_KEY_VARIABLE
 
 __all__ = ["EmbeddedServer", "EmbeddedSpec"]
 
@@ -23,10 +24,15 @@ class EmbeddedSpec(EngineSpec):
     """
 
     name: ClassVar[str] = "embedded"
+    key_variable: ClassVar[str | None] = API_KEY_VARIABLE
 
     device: str = "cpu"
     threads: int | None = None
     start_timeout_s: float = 120.0
+
+    @classmethod
+    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+        return {}
 
     def interpreter(self) -> Path:
         return Path(sys.executable)

@@ -13,21 +13,13 @@ from typing import Any
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.launch.launchers import EngineLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
+from torchrl_ext.registry import launchers
 from torchrl_ext.rpc.http import HTTPSession
 
 __all__ = ["Keeper", "Kept"]
 
 log = logging.getLogger("torchrl_ext")
 
-_PROBES = {"sglang": ("/ping", "/health")}
-"""Routes that tell whether an engine of a kind is up, where that is not `_PROBE`; one that answers 200 is enough.
-
-SGLang's ``/health`` generates a token, so that a server that is paused for new weights hangs for 20 s and answers 503,
-unless it has ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0`` (servers that we start have it). Its ``/ping`` is 200 while
-it is paused (0.5.23; releases without ``/ready`` always say 200) and wants the key where there is one, which
-``/health`` does not. Its ``/ready`` is 503 while it is paused.
-"""
-_PROBE = ("/health",)
 _STOP_S = 60.0  # by then a restart that is given up has ended its processes
 
 
@@ -183,7 +175,7 @@ class Keeper:
     def _well(self, kept: Kept) -> bool:
         if not kept.engine.alive():
             return False
-        answers = (self._answers(kept.url + route) for route in _PROBES.get(kept.plan.kind, _PROBE))
+        answers = (self._answers(kept.url + route) for route in launchers.load(kept.plan.kind).spec.probes)
         kept.failures = 0 if any(answers) else kept.failures + 1
         return kept.failures <= self._patience
 

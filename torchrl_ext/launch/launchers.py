@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -16,13 +17,8 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.topology import EnginePlan
 from torchrl_ext.registry import launchers
-from torchrl_ext.types import API_KEY_VARIABLE
 
 __all__ = ["EngineLauncher", "LocalLauncher", "RunningEngine"]
-
-
-_KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "embedded": API_KEY_VARIABLE}
-"""Where an engine of a kind finds the key that it asks for; elsewhere it is an argument."""
 
 
 class RunningEngine(Protocol):
@@ -98,8 +94,14 @@ class LocalLauncher(EngineLauncher):
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
     ) -> RunningEngine:
         make = launchers.load(plan.kind)
-        known, variable, secret = make.settings(), _KEY_VARIABLES.get(plan.kind), {}
-        wanted = {**self._settings, **self._role(plan, encoders), **plan.overrides}
+        known, variable = make.settings(), make.spec.key_variable
+        bootstrap = functools.partial(self._port, f"{plan.name} bootstrap")
+        try:
+            role = make.spec.role(plan.worker_type, encoders, bootstrap)
+        except ConfigError as error:
+            raise ConfigError(f"{plan.name}: {error.what}", expected=error.expected) from None
+        wanted = {**self._settings, **role, **plan.overrides}
+        secret = {}
         if self.api_key is not None and variable is None:
             wanted.setdefault("api_key", self.api_key)
         elif self.api_key is not None:
@@ -119,29 +121,15 @@ class LocalLauncher(EngineLauncher):
             raise ConfigError(f"{plan.name}: an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
         pinned = _pinned(plan, seen_devices() if self._devices is None else self._devices)
         settings["environ"] = {**pinned, **secret, **settings.get("environ", {})}
-        settings.setdefault("port", self._ports.setdefault(plan.name, free_port()))
+        settings.setdefault("port", self._port(plan.name))
         if self._log_folder is not None:
             self._log_folder.mkdir(parents=True, exist_ok=True)
             settings.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
         return make(plan.model_path, **settings)
 
-    def _role(self, plan: EnginePlan, encoders: Sequence[str]) -> dict[str, Any]:
-        """What makes an engine the kind of worker that its plan says (pools on GPUs, by NIXL, were not tested)."""
-        if plan.kind == "vllm":
-            roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
-            if plan.worker_type == "encoder":
-                raise ConfigError(f"{plan.name}: vLLM has no encoder workers", expected="regular, prefill or decode")
-            if plan.worker_type in roles:
-                return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[plan.worker_type]}}
-        if plan.kind == "sglang":
-            if plan.worker_type == "encoder":
-                return {"encoder_only": True}
-            mode = {"disaggregation_mode": plan.worker_type} if plan.worker_type in ("prefill", "decode") else {}
-            if plan.worker_type == "prefill":  # two on one machine would meet at SGLang's default
-                port = self._ports.setdefault(f"{plan.name} bootstrap", free_port())
-                mode["disaggregation_bootstrap_port"] = port
-            return mode | ({"language_only": True, "encoder_urls": list(encoders)} if encoders else {})
-        return {}
+    def _port(self, name: str) -> int:
+        """A free port, and the same one for every later start."""
+        return self._ports.setdefault(name, free_port())
 
 
 def seen_devices() -> tuple[str, ...]:

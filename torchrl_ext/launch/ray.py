@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
+from torchrl_ext.registry import launchers
+from torchrl_ext.waiting import wait_until
 
 __all__ = ["RayLauncher"]
 
@@ -115,7 +117,7 @@ class _Node:
         """Start it; returns its address, and the id and the address of the node."""
         ray, settings = _ray(), dict(self._settings)
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        if plan.kind in ("vllm", "sglang"):
+        if "host" in launchers.load(plan.kind).settings():
             settings.setdefault("host", address)
         # numbers of the job mean nothing on a node, and those of Ray are the engine's whatever Ray put into variables
         plan = replace(plan, gpus=tuple(range(len(plan.gpus))))
@@ -171,17 +173,20 @@ class _Engine:
             EngineError: the actor is dead, or ``cancel`` was set.
             DeadlineError: it did not answer in time.
         """
-        until = time.monotonic() + timeout_s
+
+        def late() -> WeightSyncError:
+            if cancel is not None and cancel.is_set():
+                return EngineError(f"to {method} engine {self.name} was given up", state="its actor is ended")
+            return DeadlineError(
+                f"the actor of engine {self.name} did not {method} within {timeout_s:g} s",
+                hint="a node with the resources that it asks for may be missing: ray status",
+            )
+
         try:
             answer = getattr(self._actor, method).remote(*arguments)
-            while not self._ray.wait([answer], timeout=max(0.0, min(_POLL_S, until - time.monotonic())))[0]:
-                if cancel is not None and cancel.is_set():
-                    raise EngineError(f"to {method} engine {self.name} was given up", state="its actor is ended")
-                if time.monotonic() >= until:
-                    raise DeadlineError(
-                        f"the actor of engine {self.name} did not {method} within {timeout_s:g} s",
-                        hint="a node with the resources that it asks for may be missing: ray status",
-                    )
+            wait_until(
+                lambda: self._ray.wait([answer], timeout=_POLL_S)[0], timeout_s, late, stop=cancel, longest_s=0.0
+            )
             return self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, WeightSyncError) else EngineError(str(error)) from error

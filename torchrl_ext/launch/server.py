@@ -51,6 +51,7 @@ class ServerSpec(ABC):
     Attributes:
         name: what it is called in messages.
         health: route that answers 200 when it is ready.
+        probes: routes that tell later whether it is up; one that answers 200 is enough.
         shared_memory: see `ServerProcess`.
         port: 0 picks a free one.
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
@@ -62,6 +63,7 @@ class ServerSpec(ABC):
 
     name: ClassVar[str]
     health: ClassVar[str] = "/health"
+    probes: ClassVar[tuple[str, ...]] = ("/health",)
     shared_memory: ClassVar[tuple[str, ...]] = ()
     host: ClassVar[str] = "127.0.0.1"
     plugin: ClassVar[bool] = False
@@ -99,14 +101,31 @@ class EngineSpec(ServerSpec):
     """What every engine takes, for one model.
 
     Attributes:
+        key_variable: where it finds the key that it asks for; None where the key is an argument.
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
     """
 
+    key_variable: ClassVar[str | None] = None
+
     model_dir: str | Path = field(kw_only=False)
     dtype: str = "auto"
     max_model_len: int | None = None
+
+    @classmethod
+    @abstractmethod
+    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+        """Settings that make it a worker of this type (pools on GPUs, by NIXL, were not tested).
+
+        Args:
+            worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
+            encoders: addresses of the encoders of its model.
+            bootstrap_port: gives a prefill engine the port where decode engines meet it.
+
+        Raises:
+            ConfigError: it has no such workers.
+        """
 
     def check(self) -> None:
         if not self.model.is_dir():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import SGLANG_CPU
@@ -45,7 +45,23 @@ class SGLangSpec(StockSpec):
 
     name: ClassVar[str] = "sglang"
     health: ClassVar[str] = "/health_generate"  # only at the start: nobody has paused it yet
+    # /health generates a token, so that a server that is paused for new weights hangs for 20 s and answers 503, unless
+    # it has SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (servers that we start have it). /ping is 200 while it is paused
+    # (0.5.23; releases without /ready always say 200) and wants the key where there is one, which /health does not.
+    # /ready is 503 while it is paused.
+    probes: ClassVar[tuple[str, ...]] = ("/ping", "/health")
     shared_memory: ClassVar[tuple[str, ...]] = ("sgl_shm_", "sglang_loads_")
+
+    @classmethod
+    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+        if worker_type == "encoder":
+            return {"encoder_only": True}
+        mode: dict[str, Any] = {"language_only": True, "encoder_urls": list(encoders)} if encoders else {}
+        if worker_type in ("prefill", "decode"):
+            mode["disaggregation_mode"] = worker_type
+        if worker_type == "prefill":  # two on one machine would meet at SGLang's default
+            mode["disaggregation_bootstrap_port"] = bootstrap_port()
+        return mode
 
     def interpreter(self) -> Path:
         return SGLANG_CPU.python(self.report)

@@ -6,10 +6,10 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import VLLM_CPU
@@ -32,9 +32,19 @@ class VLLMSpec(StockSpec):
     """
 
     name: ClassVar[str] = "vllm"
+    key_variable: ClassVar[str | None] = "VLLM_API_KEY"
     shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
 
     plain_linears: bool = False
+
+    @classmethod
+    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+        roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+        if worker_type == "encoder":
+            raise ConfigError("vLLM has no encoder workers", expected="regular, prefill or decode")
+        if worker_type not in roles:
+            return {}
+        return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[worker_type]}}
 
     def interpreter(self) -> Path:
         return VLLM_CPU.python(self.report)
