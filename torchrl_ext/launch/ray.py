@@ -110,7 +110,8 @@ class _Node:
     """The actor: an engine of its node. Its guard ends the engine when the actor's process dies."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings, self._engine = settings, None
+        self._settings = settings
+        self._engine: RunningEngine | None = None
 
     def launch(self, plan: EnginePlan, encoders: tuple[str, ...]) -> tuple[str, tuple[str, str]]:
         """Start it; returns its address, and the id and the address of the node."""

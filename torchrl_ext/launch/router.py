@@ -78,6 +78,14 @@ class RouterSpec(ServerSpec):
     report: Callable[[str], None] = to_stderr
     start_timeout_s: float = 60.0
 
+    @property
+    def listens_on(self) -> str:
+        return self.host
+
+    @property
+    def has_plugin(self) -> bool:
+        return False
+
     def check(self) -> None:
         if self.workers and (self.prefill or self.decode):
             raise ConfigError("a router has regular workers, or a prefill and a decode pool", hint="start two routers")

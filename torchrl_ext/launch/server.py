@@ -65,8 +65,6 @@ class ServerSpec(ABC):
     health: ClassVar[str] = "/health"
     probes: ClassVar[tuple[str, ...]] = ("/health",)
     shared_memory: ClassVar[tuple[str, ...]] = ()
-    host: ClassVar[str] = "127.0.0.1"
-    plugin: ClassVar[bool] = False
 
     port: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +72,16 @@ class ServerSpec(ABC):
     python: str | Path | None = None
     start_timeout_s: float = 300.0
     cancel: threading.Event | None = None
+
+    @property
+    @abstractmethod
+    def listens_on(self) -> str:
+        """The address of this machine, or all of them, at which it can be reached."""
+
+    @property
+    @abstractmethod
+    def has_plugin(self) -> bool:
+        """Whether our package is put on its path."""
 
     @abstractmethod
     def check(self) -> None:
@@ -163,6 +171,14 @@ class StockSpec(EngineSpec):
     extra_args: Sequence[str] = ()
     report: Callable[[str], None] = to_stderr
 
+    @property
+    def listens_on(self) -> str:
+        return self.host
+
+    @property
+    def has_plugin(self) -> bool:
+        return self.plugin
+
 
 class Server(ServerProcess):
     """A server as a child process, started from its spec; a context manager. Subclasses only name the spec.
@@ -188,11 +204,11 @@ class Server(ServerProcess):
             )
         spec = self.spec(*given, **settings)
         spec.check()
-        port = usable_port(spec.port, spec.host)
+        port = usable_port(spec.port, spec.listens_on)
         python = Path(spec.python or spec.interpreter())
         command = spec.command(python, port)
         environ = spec.variables(python, command)
-        folder = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-")) if spec.plugin else None
+        folder = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-")) if spec.has_plugin else None
         try:
             if folder is not None:
                 make_overlay(folder)
@@ -200,7 +216,7 @@ class Server(ServerProcess):
             super().__init__(
                 command,
                 name=spec.name,
-                url=f"http://{reachable(spec.host)}:{port}",
+                url=f"http://{reachable(spec.listens_on)}:{port}",
                 environ={**environ, **spec.environ},
                 health=spec.health,
                 log_path=spec.log_path,

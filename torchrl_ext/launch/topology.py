@@ -157,7 +157,8 @@ def _model(kind: str, row: Any, hf_checkpoint: str | None, per_engine: int, offs
         raise ConfigError(f"model {name!r} has server_groups and engine_groups", expected="one: they mean the same")
     groups = row.get("server_groups", row.get("engine_groups")) or []
     per_engine = _count(row.get("num_gpus_per_engine", per_engine), f"num_gpus_per_engine of {name!r}")
-    paths, engines = set(), []
+    paths: set[str] = set()
+    engines: list[EnginePlan] = []
     for group in groups:
         _keys(group, _GROUP_KEYS, f"a group of {name!r}")
         overrides = {str(key).replace("-", "_"): value for key, value in (group.get("overrides") or {}).items()}

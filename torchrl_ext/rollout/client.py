@@ -49,7 +49,7 @@ class InferenceClient:
         retire_s: float = 30.0,
         adapter: str | None = None,
     ) -> None:
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "kind": kind,
             "timeout_s": timeout_s,
             "max_concurrency": max_concurrency,
@@ -62,7 +62,7 @@ class InferenceClient:
         urls = [url] if isinstance(url, str) else list(url)
         self._targets = targets(urls, [kind] * len(urls) if isinstance(kind, str) else list(kind))
         self._timeout_s, self._adapter = timeout_s, adapter
-        how = {"limit": max_concurrency, "api_key": api_key, "retire_s": retire_s}
+        how: dict[str, Any] = {"limit": max_concurrency, "api_key": api_key, "retire_s": retire_s}
         self._requests = PerLoop(functools.partial(Requests, self._targets, **how))
         self._background = Background()
 

@@ -35,7 +35,9 @@ class Continuation(ABC):
 
     def __init__(self, body: Info) -> None:
         self._body = copy.deepcopy(body)
-        self._forget()
+        self._first: Info | None = None
+        self._choice: Info = {}
+        self._text, self._tokens = "", 0
 
     @property
     def carries(self) -> bool:
@@ -86,9 +88,7 @@ class Continuation(ABC):
 
     def _forget(self) -> None:
         """Ask from the start: what was said is not kept, and none of it counts."""
-        self._first: Info | None = None
-        self._choice: Info = {}
-        self._text, self._tokens = "", 0
+        self._first, self._choice, self._text, self._tokens = None, {}, "", 0
 
     def _joins(self, answer: Info) -> bool:
         """Whether an answer has nothing but what can be joined with the others."""

@@ -144,7 +144,11 @@ class Pacer:
         return self._started
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = {"max_lag": self._max_lag, "turns_per_version": self._turns, "timeout_s": self._timeout_s}
+        settings: dict[str, Any] = {
+            "max_lag": self._max_lag,
+            "turns_per_version": self._turns,
+            "timeout_s": self._timeout_s,
+        }
         return functools.partial(Pacer, **settings), (self._version,)
 
     def allowed(self) -> int:

@@ -41,7 +41,7 @@ class Background:
         with self._lock:
             if threading.current_thread() is self._thread:
                 call.close()
-                raise ConfigError(f"{call.__qualname__} would wait for itself", hint="await it in place of run")
+                raise ConfigError(f"{_name(call)} would wait for itself", hint="await it in place of run")
             loop = self._opened()
             future = asyncio.run_coroutine_threadsafe(call, loop)
             self._calls.add(future)
@@ -51,14 +51,14 @@ class Background:
             if self._loop is loop:
                 raise
             raise EngineError(
-                f"the client was closed before {call.__qualname__} had its answer",
+                f"the client was closed before {_name(call)} had its answer",
                 state="the request is cancelled",
                 hint="close a client when nobody waits for it any more; a call after that opens it anew",
             ) from None
         except concurrent.futures.TimeoutError as error:
             if future.done():
                 raise
-            raise DeadlineError(f"{call.__qualname__} took longer than {timeout_s:g} s") from error
+            raise DeadlineError(f"{_name(call)} took longer than {timeout_s:g} s") from error
         finally:
             future.cancel()
             self._calls.discard(future)
@@ -157,6 +157,10 @@ async def _after_the_others(last: Coroutine[Any, Any, None]) -> None:
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
+
+
+def _name(call: Any) -> str:
+    return str(call.__qualname__)
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:

@@ -77,8 +77,8 @@ class RemoteInferenceClient(EngineControl):
             )
         (proxy,) = targets([self.proxy_url], [self.kind])
         limit = self.concurrency_per_engine * len(servers) // self.data_parallel_size
-        how = {"limit": limit, "api_key": self.api_key, "persistent": True}
-        found = {"server_urls": servers, "proxy_url": proxy.url}
+        how: dict[str, Any] = {"limit": limit, "api_key": self.api_key, "persistent": True}
+        found: dict[str, Any] = {"server_urls": servers, "proxy_url": proxy.url}
         found["_requests"] = PerLoop(functools.partial(Requests, [proxy], **how))
         for name, value in found.items():
             object.__setattr__(self, name, value)

@@ -59,7 +59,7 @@ def targets(urls: Sequence[str], kinds: Sequence[str]) -> tuple[Target, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One prompt on its way.
+    """One prompt and how it is asked for.
 
     Attributes:
         request: what is asked for.
@@ -242,10 +242,10 @@ class Requests:
             finally:
                 await self._release(target, failed=target in failed)
             if len(failed) == len(self._targets):
-                error = self._joined(failed)
+                why = self._joined(failed)
                 if not self._persistent:
-                    raise error
-                await pauses.wait(error)
+                    raise why
+                await pauses.wait(why)
                 failed.clear()
 
     async def _acquire(self, failed: Mapping[Target, EngineError], until: float) -> Target:

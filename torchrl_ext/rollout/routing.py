@@ -248,7 +248,9 @@ class Routing:
         return {url for url in self._engines if place(url) in used}
 
     def _changed(self, out: Sequence[str], back: Sequence[str]) -> Changes:
-        added, removed, problems = [], [], []
+        added: list[str] = []
+        removed: list[str] = []
+        problems = []
         infos = self._routed(back)
         calls = [(url, removed, functools.partial(self._client.remove, url)) for url in out]
         calls += [(normalise_url(info.url), added, functools.partial(self._add, info)) for info in infos]
