@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
+from torchrl_ext.sync.inprocess import InProcessEngine
 
 TRANSPORTS = ("memory", "collective", "disk", "delta")
 _PACKAGE = str(Path(tx.__file__).parent)
@@ -57,7 +58,7 @@ def _second_update(name, settings):
             torch.manual_seed(0)
             policy, served = (nn.Linear(64, 64, bias=False) for _ in range(2))
             transport = tx.make_transport(name, **_where(name, root), **settings)
-            sender = tx.WeightSender(transport, tx.InProcessEngine(served))
+            sender = tx.WeightSender(transport, InProcessEngine(served))
             sender.register_model(policy)
             sender.update_weights()
             with torch.no_grad():

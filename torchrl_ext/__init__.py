@@ -14,43 +14,52 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:  # what an editor and a type checker read; `_HOME` is what happens
+    from torchrl_ext import errors as errors
+    from torchrl_ext.collectors.from_torchrl import SGLangWeightSyncScheme as SGLangWeightSyncScheme
+    from torchrl_ext.collectors.from_torchrl import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme
+    from torchrl_ext.collectors.from_torchrl import VLLMWeightSyncScheme as VLLMWeightSyncScheme
+    from torchrl_ext.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
+    from torchrl_ext.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
+    from torchrl_ext.errors import WeightSyncError as WeightSyncError
+    from torchrl_ext.planning.options import WeightUpdateConfig as WeightUpdateConfig
+    from torchrl_ext.planning.recommend import recommend as recommend
+    from torchrl_ext.rollout.client import InferenceClient as InferenceClient
+    from torchrl_ext.rollout.policy import RemoteLLMPolicy as RemoteLLMPolicy
+    from torchrl_ext.rpc.client import EngineClient as EngineClient
+    from torchrl_ext.rpc.discovery import connect as connect
+    from torchrl_ext.rpc.discovery import discover as discover
+    from torchrl_ext.sync.adapters import AdapterSender as AdapterSender
+    from torchrl_ext.sync.receiver import WeightReceiver as WeightReceiver
+    from torchrl_ext.sync.sender import WeightSender as WeightSender
+    from torchrl_ext.transports.base import Transport
+    from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport as VLLMCollectiveTransport
+    from torchrl_ext.transports.delta import DeltaTransport as DeltaTransport
+    from torchrl_ext.transports.disk import DiskTransport as DiskTransport
+    from torchrl_ext.transports.ipc.transport import IPCTransport as IPCTransport
+    from torchrl_ext.transports.memory import MemoryTransport as MemoryTransport
+    from torchrl_ext.types import EngineInfo as EngineInfo
+    from torchrl_ext.types import SyncReport as SyncReport
+    from torchrl_ext.weights.source import WeightSource as WeightSource
+    from torchrl_ext.weights.source import as_source as as_source
+
 _HOME = {
     "AdapterSender": "sync.adapters",
-    "CheckpointSource": "weights.checkpoint",
     "DeltaTransport": "transports.delta",
     "DiskTransport": "transports.disk",
-    "EmbeddedEngine": "rpc.engines.embedded",
     "EngineClient": "rpc.client",
     "EngineInfo": "types",
-    "EngineRow": "types",
-    "Facts": "planning.facts",
-    "ExternalEngines": "rollout.serving",
-    "Fleet": "rpc.fleet",
-    "Handoff": "types",
     "IPCTransport": "transports.ipc.transport",
-    "InProcessEngine": "sync.inprocess",
     "InferenceClient": "rollout.client",
-    "MaxLag": "rollout.lag",
     "MemoryTransport": "transports.memory",
-    "OwnedEngines": "rollout.serving",
-    "Pacer": "rollout.lag",
-    "ParamMeta": "types",
-    "Recommendation": "planning.recommend",
-    "RemoteInferenceClient": "rollout.remote",
     "RemoteLLMPolicy": "rollout.policy",
-    "Routing": "rollout.routing",
-    "SGLangCollectiveTransport": "collectors.from_torchrl",
     "SGLangWeightSyncScheme": "collectors.from_torchrl",
     "SyncReport": "types",
-    "Transport": "transports.base",
     "TransportWeightSyncScheme": "collectors.scheme",
     "TransportWeightUpdater": "collectors.updater",
     "VLLMCollectiveTransport": "transports.collective.transport",
     "VLLMDoubleBufferSyncScheme": "collectors.from_torchrl",
-    "VLLMDoubleBufferTransport": "collectors.from_torchrl",
-    "VLLMEngine": "rpc.engines.vllm",
     "VLLMWeightSyncScheme": "collectors.from_torchrl",
-    "WeightLoader": "landing.loader",
     "WeightReceiver": "sync.receiver",
     "WeightSender": "sync.sender",
     "WeightSource": "weights.source",
@@ -61,14 +70,10 @@ _HOME = {
     "discover": "rpc.discovery",
     "errors": "errors",
     "recommend": "planning.recommend",
-    "regex_mapper": "weights.derived",
 }
+"""Public name -> module that it is imported from on first use."""
 
 __all__ = [*sorted(_HOME), "__version__", "engines", "make_engine", "make_transport", "transports"]
-
-if TYPE_CHECKING:
-    from torchrl_ext.rpc.client import EngineClient
-    from torchrl_ext.transports.base import Transport
 
 
 def transports() -> Mapping[str, str]:

@@ -21,6 +21,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.stores import open_store
 from torchrl_ext.types import API_KEY_VARIABLE
+from torchrl_ext.weights.checkpoint import CheckpointSource
 
 DOCTOR = ROOT / "torchrl_ext" / "cli" / "doctor"
 BARE = CONFIG | {"weight_transfer_config": None}
@@ -91,7 +92,7 @@ def test_a_trainer_that_is_connected_is_not_disturbed(engine, checkpoint, tmp_pa
     import torchrl_ext as tx
 
     sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path / "a"), tx.connect(engine.url))
-    source = tx.CheckpointSource(checkpoint)
+    source = CheckpointSource(checkpoint)
     before = sender.update_weights(source).version
     examined(capsys, engine.url, "--root", tmp_path / "b", status=0)
     assert sender.update_weights(source).version == before + 1

@@ -21,6 +21,8 @@ from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.registry import transports
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.sync.inprocess import InProcessEngine
 
 AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
@@ -248,7 +250,7 @@ def test_what_cannot_work_is_said():
             updater.push_weights(make_policy(), worker_ids=some)
     with pytest.raises(ConfigError, match="worker 0 cannot be updated alone"):
         tx.TransportWeightUpdater("memory")(make_policy(), worker_ids=[0])
-    pair = tx.Fleet([tx.InProcessEngine(make_policy(), url=name) for name in ("a", "b")])
+    pair = Fleet([InProcessEngine(make_policy(), url=name) for name in ("a", "b")])
     with pytest.raises(ConfigError, match=r"worker 0 cannot be updated alone.*or \[0, 1\]"):
         tx.TransportWeightUpdater("memory", pair).push_weights(make_policy(), worker_ids=[0])
     policy = make_policy(2)

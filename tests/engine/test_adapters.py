@@ -14,6 +14,7 @@ from tests.engine.served import ServedSGLang, ServedVLLM
 from tests.models import PROMPT, VOCAB, greedy, tiny_model
 from tests.processes import ROOT, WAIT_S
 from torchrl_ext.errors import EngineRefusedError, UpdateError
+from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.types import ADAPTERS_ROUTE
 
 pytestmark = pytest.mark.engine
@@ -199,7 +200,7 @@ def test_clients_for_rollouts_generate_with_the_adapter_and_know_its_version(eng
     assert found.token_versions() == [version] * 24
     client.close()
     kind = tx.discover(engine.url)[0].kind
-    remote = tx.RemoteInferenceClient(proxy_url=engine.url, server_urls=[engine.url], kind=kind, adapter=NAME)
+    remote = RemoteInferenceClient(proxy_url=engine.url, server_urls=[engine.url], kind=kind, adapter=NAME)
     sampling = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     told = remote.run(remote.generate({"prompt_token_ids": [PROMPT, LONG], "sampling_params": sampling}))
     assert told["response_ids"] == [greedy(policy, PROMPT, 24), greedy(policy, LONG, 24)]

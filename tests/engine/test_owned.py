@@ -79,7 +79,7 @@ def test_a_sglang_that_is_paused_for_new_weights_is_not_lost(tmp_path):
     """Its own check of health generates a token, for which it would wait until it is resumed."""
     (tmp_path / "sglang.yaml").write_text(YAML.replace("vllm:", "sglang:"))
     keeper = {"interval_s": 0, "timeout_s": 5.0, "patience": 0}
-    with tx.OwnedEngines(
+    with OwnedEngines(
         tmp_path / "sglang.yaml", hf_checkpoint=tiny_checkpoint(tmp_path / "seed0"), keeper=keeper
     ) as job:
         (kept,) = job.engines

@@ -15,6 +15,7 @@ from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
 from tests.processes import ROOT
 from tests.rollout.aborts import through_aborts
 from tests.rollout.inputs import TEMPLATE, leaves, prompts
+from torchrl_ext.rollout.remote import RemoteInferenceClient
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +52,7 @@ def test_several_samples_of_a_prompt_differ(sglang):
 @pytest.fixture
 def client(sglang, checkpoint):
     """Straight to the only engine: SGLang's own router has no Python to call, and vLLM's is tested with vLLM."""
-    made = tx.RemoteInferenceClient(proxy_url=sglang.url, server_urls=[sglang.url], kind="sglang", timeout_s=120)
+    made = RemoteInferenceClient(proxy_url=sglang.url, server_urls=[sglang.url], kind="sglang", timeout_s=120)
     yield made
     made.run(made.resume())
     made.close()

@@ -15,6 +15,7 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.processes import ROOT
 from tests.rollout.inputs import TEMPLATE, leaves, prompts
 from torchrl_ext.cli.demo.training import Trainer
+from torchrl_ext.rollout.lag import MaxLag
 
 pytestmark = pytest.mark.engine
 
@@ -58,7 +59,7 @@ def test_a_collector_follows_two_servers(vllm, second_vllm, checkpoint, tmp_path
         dialog_turns_per_batch=turns,
         total_dialog_turns=-1,
         track_policy_version=True,
-        postproc=tx.MaxLag(0, lambda: sender.version),
+        postproc=MaxLag(0, lambda: sender.version),
     )
     sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path / "updates"), tx.connect(*urls))
     sender.register_model(trainer.model)

@@ -17,6 +17,7 @@ from tests.rollout.aborts import through_aborts
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.rpc.engines.vllm import VLLMEngine
 
 pytestmark = pytest.mark.engine
 
@@ -138,7 +139,7 @@ def test_chats_go_on_after_aborts_within_their_budget(client):
 
 def test_control_calls_are_refused_at_the_router_and_reach_every_server(client, routing, urls):
     with pytest.raises(ConfigError, match="is a router"):
-        tx.VLLMEngine(routing.url).pause()
+        VLLMEngine(routing.url).pause()
     assert set(client.run(client.pause(mode="keep"))) == set(urls)
     assert all(httpx.get(f"{url}/is_paused").json()["is_paused"] for url in urls)
     client.run(client.resume())

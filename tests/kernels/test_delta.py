@@ -6,6 +6,7 @@ import torchrl_ext as tx
 from tests.transports.chains import folder, same, step, trainer_at, weights
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.sync.inprocess import InProcessEngine
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_an_engine_follows_and_the_files_are_those_of_the_host(working, tmp_path
     own, served = ({name: tensor.to(working) for name, tensor in weights(seed).items()} for seed in (0, 9))
     device = working if beside else None
     trainer = trainer_at(tmp_path / "own", encoding=encoding, keyframe_every=0, keep_files=True, baseline_device=device)
-    sender = tx.WeightSender(trainer, tx.InProcessEngine(served))
+    sender = tx.WeightSender(trainer, InProcessEngine(served))
     history = []
     for version in range(1, 5):
         assert sender.update_weights(own).verified

@@ -18,6 +18,7 @@ from tests.rpc.ray_cluster import two_nodes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 from torchrl_ext.launch.ray import RayLauncher
 from torchrl_ext.launch.topology import EnginePlan
+from torchrl_ext.rollout.serving import OwnedEngines
 from torchrl_ext.types import API_KEY_VARIABLE
 
 YAML = "embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}]}]"
@@ -39,7 +40,7 @@ def job_of(tmp_path):
         launcher = RayLauncher(
             **{"dtype": "float32", "threads": 1, "remote": {"resources": {"rollout": 1}}, **launcher}
         )
-        return tx.OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, keeper={"interval_s": 0})
+        return OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, keeper={"interval_s": 0})
 
     return made
 

@@ -20,6 +20,7 @@ from torchrl_ext.launch.sglang import SGLangServer
 from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.sync.inprocess import InProcessEngine
 
 BUCKET_BYTES = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 512}
@@ -242,7 +243,7 @@ def test_sleep_that_makes_no_sense_is_refused(engine):
     with pytest.raises(ConfigError, match="dreams"):
         engine.wake_up(["dreams"])
     with pytest.raises(ConfigError, match="cannot be put to sleep"):
-        tx.InProcessEngine(torch.nn.Linear(1, 1)).sleep()
+        InProcessEngine(torch.nn.Linear(1, 1)).sleep()
 
 
 @pytest.mark.parametrize(

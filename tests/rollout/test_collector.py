@@ -15,6 +15,7 @@ from tests.embedded import EmbeddedServer
 from tests.processes import WAIT_S
 from torchrl_ext.cli.demo.training import Trainer
 from torchrl_ext.launch.tiny import make_tiny_lm
+from torchrl_ext.rollout.lag import Pacer
 from torchrl_ext.rpc.http import HTTPSession
 
 GROUP = 2
@@ -106,7 +107,7 @@ def test_a_collector_that_runs_by_itself_waits_for_the_trainer(servers, trainer)
     """Rollouts go on in a thread and stop two batches ahead; an update lets exactly one more start."""
     sender, turns = sender_for(trainer, servers[:1]), trainer.task.turns
     sender.update_weights()
-    pacer = tx.Pacer(lambda: sender.version, max_lag=1, turns_per_version=turns, timeout_s=WAIT_S)
+    pacer = Pacer(lambda: sender.version, max_lag=1, turns_per_version=turns, timeout_s=WAIT_S)
     buffer = ReplayBuffer(storage=LazyStackStorage(8 * turns))
     found = collector(
         trainer, remote(trainer, servers[:1], pacer=pacer), replay_buffer=buffer, total_dialog_turns=4 * turns

@@ -8,9 +8,9 @@ from tensordict import TensorDict, set_list_to_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies import LogProbs, Masks
 
-import torchrl_ext as tx
 from tests.processes import WAIT_S
 from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.rollout.lag import MaxLag, Pacer
 
 
 @pytest.fixture(autouse=True)
@@ -43,31 +43,31 @@ def said(data):
 
 def test_tokens_that_are_too_old_are_masked_and_others_are_not():
     data = batch([3, 4, 5], [5])
-    out = tx.MaxLag(1, lambda: 5)(data)
+    out = MaxLag(1, lambda: 5)(data)
     assert said(out) == [[0, 0, 0, 1, 1], [0, 0, 1]]
     assert torch.isfinite(out[0]["log_probs", "full"]).tolist() == [False, False, False, True, True]
     assert said(data) == [[0, 0, 1, 1, 1], [0, 0, 1]] and torch.isfinite(data[0]["log_probs", "full"]).sum() == 3
 
 
 def test_a_token_of_unknown_version_counts_as_too_old():
-    assert said(tx.MaxLag(9, lambda: 0)(batch([-1, 0]))) == [[0, 0, 0, 1]]
+    assert said(MaxLag(9, lambda: 0)(batch([-1, 0]))) == [[0, 0, 0, 1]]
 
 
 def test_whole_trajectories_can_be_dropped():
-    out = tx.MaxLag(0, lambda: 2, drop=True)(batch([2, 2], [1, 2], [2]))
+    out = MaxLag(0, lambda: 2, drop=True)(batch([2, 2], [1, 2], [2]))
     assert out.batch_size == (2,) and said(out) == [[0, 0, 1, 1], [0, 0, 1]]
-    assert tx.MaxLag(0, lambda: 9, drop=True)(batch([2], [1])).batch_size == (0,)
+    assert MaxLag(0, lambda: 9, drop=True)(batch([2], [1])).batch_size == (0,)
 
 
 def test_turns_of_a_trajectory_are_dropped_together():
     turns = TensorDict.lazy_stack([batch([2], [2]), batch([2], [1])], 0)
-    out = tx.MaxLag(0, lambda: 2, drop=True)(turns)
+    out = MaxLag(0, lambda: 2, drop=True)(turns)
     assert out.batch_size == (1, 2)
-    assert said(tx.MaxLag(0, lambda: 2)(turns)) == [[0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
+    assert said(MaxLag(0, lambda: 2)(turns)) == [[0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
 
 def test_a_replay_buffer_looks_again_at_every_sample():
-    newest, lag = [1], tx.MaxLag(1, lambda: newest[0])
+    newest, lag = [1], MaxLag(1, lambda: newest[0])
     buffer = ReplayBuffer(storage=LazyStackStorage(2), batch_size=2, transform=lag)
     buffer.extend(batch([1, 1], [1, 1]))
     assert sum(map(sum, said(buffer.sample()))) == 4
@@ -78,9 +78,9 @@ def test_a_replay_buffer_looks_again_at_every_sample():
 
 def test_data_of_other_policies_is_refused():
     with pytest.raises(ConfigError, match="token_versions"):
-        tx.MaxLag(1, lambda: 0)(TensorDict({"masks": {"all_assistant_mask": torch.ones(1, 1)}}, batch_size=[1]))
+        MaxLag(1, lambda: 0)(TensorDict({"masks": {"all_assistant_mask": torch.ones(1, 1)}}, batch_size=[1]))
     with pytest.raises(ConfigError, match="max_lag is -1"):
-        tx.MaxLag(-1, lambda: 0)
+        MaxLag(-1, lambda: 0)
 
 
 def start(pacer, count):
@@ -90,7 +90,7 @@ def start(pacer, count):
 
 def test_rollouts_wait_for_the_version_that_will_use_them():
     newest, started = [7], threading.Semaphore(0)
-    pacer = tx.Pacer(lambda: newest[0], max_lag=1, turns_per_version=4, timeout_s=WAIT_S)
+    pacer = Pacer(lambda: newest[0], max_lag=1, turns_per_version=4, timeout_s=WAIT_S)
 
     def collect():
         for _ in range(4):
@@ -110,14 +110,14 @@ def test_rollouts_wait_for_the_version_that_will_use_them():
 
 
 def test_a_trainer_that_stands_still_is_an_error_with_its_version():
-    pacer = tx.Pacer(lambda: 3, max_lag=0, turns_per_version=2, timeout_s=0.1)
+    pacer = Pacer(lambda: 3, max_lag=0, turns_per_version=2, timeout_s=0.1)
     start(pacer, 2)
     with pytest.raises(DeadlineError, match=r"version 3 for 0.1 s.*2 sequences ahead"):
         start(pacer, 1)
 
 
 def test_a_batch_above_the_limit_starts_alone():
-    pacer = tx.Pacer(lambda: 0, max_lag=0, turns_per_version=2, timeout_s=0.1)
+    pacer = Pacer(lambda: 0, max_lag=0, turns_per_version=2, timeout_s=0.1)
     start(pacer, 5)
     with pytest.raises(DeadlineError):
         start(pacer, 1)
@@ -126,4 +126,4 @@ def test_a_batch_above_the_limit_starts_alone():
 @pytest.mark.parametrize("settings", [{"max_lag": -1}, {"turns_per_version": 0}, {"timeout_s": 0}])
 def test_a_pace_that_cannot_be_kept_is_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
-        tx.Pacer(lambda: 0, **{"max_lag": 1, "turns_per_version": 1, **settings})
+        Pacer(lambda: 0, **{"max_lag": 1, "turns_per_version": 1, **settings})

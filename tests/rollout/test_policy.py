@@ -19,6 +19,7 @@ from tests.rollout.aborts import aborted
 from tests.rollout.inputs import PROMPTS, TEMPLATE, leaves, prompts
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.launch.processes import free_port
+from torchrl_ext.rollout.lag import Pacer
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 MODES = ["history", "text", "tokens"]
@@ -239,7 +240,7 @@ def test_what_an_engine_aborts_is_no_short_response_and_what_the_limit_ends_is_m
 
 
 def test_a_call_that_failed_lets_others_start_in_its_place(server, tokenizer):
-    pacer = tx.Pacer(lambda: 0, max_lag=0, turns_per_version=2, timeout_s=1.0)
+    pacer = Pacer(lambda: 0, max_lag=0, turns_per_version=2, timeout_s=1.0)
     nobody = tx.InferenceClient(f"127.0.0.1:{free_port()}")
     policy = remote(server, tokenizer, pacer=pacer)
     for _ in range(3):
@@ -253,7 +254,7 @@ def test_a_call_that_failed_lets_others_start_in_its_place(server, tokenizer):
 
 
 def test_a_policy_with_a_pacer_can_be_sent_to_another_process_and_counts_there_anew(server, tokenizer):
-    pacer = tx.Pacer(functools.partial(int, 4), max_lag=1, turns_per_version=2, timeout_s=1.0)
+    pacer = Pacer(functools.partial(int, 4), max_lag=1, turns_per_version=2, timeout_s=1.0)
     policy = remote(server, tokenizer, pacer=pacer)
     policy(prompts("tokens", tokenizer))
     again = pickle.loads(pickle.dumps(policy))

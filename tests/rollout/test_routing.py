@@ -20,6 +20,8 @@ from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.rpc.engines.embedded import EmbeddedEngine
+from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.types import EngineRow, SyncReport
 
@@ -224,8 +226,8 @@ def test_input_that_cannot_work_is_refused_before_anything_is_sent(client, urls)
 
 def test_control_calls_to_a_router_are_refused_and_reach_no_engine(routing, urls):
     for call in (
-        lambda: tx.VLLMEngine(routing.url).pause(),
-        lambda: tx.EmbeddedEngine(routing.url).connect({"transport": "disk"}),
+        lambda: VLLMEngine(routing.url).pause(),
+        lambda: EmbeddedEngine(routing.url).connect({"transport": "disk"}),
         lambda: tx.make_engine("sglang", url=routing.url).pause(),
     ):
         with pytest.raises(ConfigError, match=f"{routing.url} is a router"):

@@ -5,12 +5,13 @@ from threading import Event
 
 import pytest
 
-import torchrl_ext as tx
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.client import NullEngine
+from torchrl_ext.rpc.engines.embedded import EmbeddedEngine
 from torchrl_ext.rpc.engines.sglang import SGLangEngine
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
+from torchrl_ext.rpc.fleet import Fleet
 
 PROMPTS = ((17, 3, 42), (5, 17))
 VALUES = {17: -1.5, 3: -7.25, 42: -0.125, 5: -3.0}
@@ -31,7 +32,7 @@ def sglang_answers(sent):
 KINDS = {
     VLLMEngine: ("POST /inference/v1/generate", vllm_answers),
     SGLangEngine: ("POST /generate", sglang_answers),
-    tx.EmbeddedEngine: (
+    EmbeddedEngine: (
         "POST /prompt_logprobs",
         lambda sent: (200, {"logprobs": [[VALUES[token] for token in prompt[1:]] for prompt in sent["prompts"]]}),
     ),
@@ -86,9 +87,9 @@ def test_sglang_is_asked_by_tokens_from_the_first_one_on():
         (SGLangEngine, {"meta_info": {"input_token_logprobs": [[None, 17, None], [-1.0, 3, None]]}}),
         (SGLangEngine, {"meta_info": {"input_token_logprobs": [[None, 17, None], [-1.0, 3, None], [-1.0, 7, None]]}}),
         (SGLangEngine, [1]),
-        (tx.EmbeddedEngine, {}),
-        (tx.EmbeddedEngine, {"logprobs": [["much"]]}),
-        (tx.EmbeddedEngine, [1]),
+        (EmbeddedEngine, {}),
+        (EmbeddedEngine, {"logprobs": [["much"]]}),
+        (EmbeddedEngine, [1]),
     ],
 )
 def test_an_answer_without_one_for_each_token_is_refused(kind, answer):
@@ -135,7 +136,7 @@ def test_a_server_that_is_paused_or_full_has_as_long_as_a_load(kind):
 
 def test_a_fleet_is_asked_one_by_one_and_no_engine_not_at_all():
     engines = [VLLMEngine("http://127.0.0.1:1"), SGLangEngine("http://127.0.0.1:2")]
-    fleet = tx.Fleet(engines)
+    fleet = Fleet(engines)
     assert fleet.each() == tuple(engines)
     assert engines[0].each() == (engines[0],)
     assert NullEngine().each() == ()

@@ -5,6 +5,7 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.servers import Resting, running
 from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.rpc.fleet import Fleet
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_a_client_that_resumes_a_sleeping_engine_is_refused(server, resting):
 def test_a_fleet_sleeps_and_wakes_as_a_whole(server, resting):
     elsewhere = Resting()
     with running(elsewhere.answers) as other:
-        fleet = tx.Fleet([client(one) for one in (server, other)])
+        fleet = Fleet([client(one) for one in (server, other)])
         for level in (0, 1):
             fleet.sleep(level)
             assert resting.paused and elsewhere.paused

@@ -9,6 +9,7 @@ import torchrl_ext as tx
 from tests.rpc.servers import CONFIG, GOOD, Resting, failed, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
+from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import OPEN_UPDATE, STILL_STAGING
 
 GONE = (404, {"detail": "Not Found"})
@@ -117,7 +118,7 @@ def test_a_fleet_pauses_as_a_whole_or_not_at_all_and_says_who_serves(served):
     one, other = Resting(), Resting()
     one.pause(not served)
     with running(one.answers) as first, running(other.answers, post_pause=failed("it cannot")) as second:
-        fleet = tx.Fleet([VLLMEngine(first.url), VLLMEngine(second.url)])
+        fleet = Fleet([VLLMEngine(first.url), VLLMEngine(second.url)])
         with pytest.raises(EngineError, match=r"1 of 2 engines did not pause.*it cannot") as caught:
             fleet.pause()
         assert one.paused != served and not other.paused
@@ -307,7 +308,7 @@ def test_engines_that_decode_serve_again_after_those_that_prefill():
                 super().commit(version)
                 order.append(self.url)
 
-        fleet = tx.Fleet([Noting(decode.url), Noting(prefill.url)])
+        fleet = Fleet([Noting(decode.url), Noting(prefill.url)])
         fleet.connect({"transport": "disk"})
         with fleet.updating(8):
             fleet.load({"version": 8, "params": []})

@@ -15,6 +15,7 @@ from tests.transports.test_contract import free_port
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 
 
@@ -147,7 +148,7 @@ def test_what_cannot_be_collected_stays_and_fails_no_update(caplog):
 def test_an_engine_follows_a_bucket():
     url = f"memory://{uuid.uuid4().hex}/root"  # an engine elsewhere takes the options of S3 from its environment
     policy, served = torch.nn.Linear(30, 20), torch.nn.Linear(30, 20)
-    sender = tx.WeightSender(tx.make_transport("delta", root=url), tx.InProcessEngine(served))
+    sender = tx.WeightSender(tx.make_transport("delta", root=url), InProcessEngine(served))
     for _ in range(3):
         with torch.no_grad():
             policy.weight[0] += 1

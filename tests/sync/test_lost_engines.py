@@ -15,6 +15,7 @@ from torchrl_ext.errors import EngineError, UpdateError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.fleet import Fleet
 
 
 class Doomed(EngineClient):
@@ -116,7 +117,7 @@ def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_b
     policy, port = tiny_model(seed=1), free_port()
     transport = tx.make_transport(name, timeout_s=20, **({"root": tmp_path / "root"} if name == "delta" else {}))
     with serve(checkpoint, port) as server:
-        fleet = tx.Fleet([tx.make_engine("embedded", url=steady.url), Doomed(server, point)])
+        fleet = Fleet([tx.make_engine("embedded", url=steady.url), Doomed(server, point)])
         sender = tx.WeightSender(transport, fleet)
         with pytest.raises(UpdateError) as told:
             sender.update_weights(policy)
@@ -141,7 +142,7 @@ def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_b
 
 def test_without_any_engine_that_answers_nothing_begins(checkpoint, tmp_path):
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-    fleet = tx.Fleet([tx.make_engine("embedded", url=url) for url in urls])
+    fleet = Fleet([tx.make_engine("embedded", url=url) for url in urls])
     sender = tx.WeightSender(tx.DiskTransport(tmp_path), fleet)
     for _ in range(2):
         with pytest.raises(EngineError, match="no engine of the fleet answers") as told:

@@ -13,6 +13,9 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import VOCAB, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import ConfigError, UpdateError
+from torchrl_ext.rpc.engines.embedded import EmbeddedEngine
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.outputs import Probe, bound_of, gaps, random_prompts
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.scoring import score
@@ -21,7 +24,7 @@ from torchrl_ext.weights.scoring import score
 @contextmanager
 def sending(*engines, transport="memory", **settings):
     """A sender to engines of this process or another one."""
-    engine = engines[0] if len(engines) == 1 else tx.Fleet(engines)
+    engine = engines[0] if len(engines) == 1 else Fleet(engines)
     sender = tx.WeightSender(tx.make_transport(transport), engine, **{"verify": "outputs", **settings})
     try:
         yield sender
@@ -34,7 +37,7 @@ class Lying:
 
     def __init__(self, url="liar", by=0.3, seed=90):
         self.model = tiny_model(seed)
-        self.engine, self.by = tx.InProcessEngine(self.model, url=url), by
+        self.engine, self.by = InProcessEngine(self.model, url=url), by
         self.lying = True
         self.model.lm_head.register_forward_hook(self._change)
 
@@ -119,13 +122,13 @@ class TestProbe:
             return [torch.tensor(row) for row in score(model, prompts)]
 
         model, prompts = tiny_model(3), ((1, 2, 3), (4, 5))
-        with sending(tx.InProcessEngine(tiny_model(0)), probe=Probe(prompts=prompts, compute=compute)) as sender:
+        with sending(InProcessEngine(tiny_model(0)), probe=Probe(prompts=prompts, compute=compute)) as sender:
             report = sender.update_weights(dict(model.state_dict()))
         assert asked == [prompts]
         assert report.engines[0].max_gap < 1e-5
 
     def test_a_function_that_returns_something_else_ends_the_update_before_any_engine_hears_of_it(self):
-        engine = tx.InProcessEngine(tiny_model(0))
+        engine = InProcessEngine(tiny_model(0))
         with sending(engine, probe=lambda prompts: [[-1.0]]) as sender:
             with pytest.raises(UpdateError, match=r"\[1\] log-probabilities.*\[15, 15\]"):
                 sender.update_weights(tiny_model(1))
@@ -133,7 +136,7 @@ class TestProbe:
 
     def test_the_registered_model_is_the_trainers_side_of_an_update_from_tensors(self):
         policy = tiny_model(4)
-        with sending(tx.InProcessEngine(tiny_model(0))) as sender:
+        with sending(InProcessEngine(tiny_model(0))) as sender:
             with pytest.raises(UpdateError, match=r"does not say how many tokens.*Probe\("):
                 sender.update_weights(dict(policy.state_dict()))
             sender.register_model(policy)
@@ -165,10 +168,10 @@ class TestSettings:
     )
     def test_what_cannot_work_is_refused_at_once(self, settings, said):
         with pytest.raises(ConfigError, match=said):
-            tx.WeightSender(tx.make_transport("memory"), tx.InProcessEngine(tiny_model(0)), **settings)
+            tx.WeightSender(tx.make_transport("memory"), InProcessEngine(tiny_model(0)), **settings)
 
     def test_without_it_nobody_is_asked_and_rows_have_no_gap(self):
-        with sending(tx.InProcessEngine(nn.Linear(2, 2)), verify=True) as sender:
+        with sending(InProcessEngine(nn.Linear(2, 2)), verify=True) as sender:
             report = sender.update_weights(nn.Linear(2, 2))
         assert (report.engines[0].max_gap, report.engines[0].mean_gap) == (None, None)
         assert "probe" not in report.spans
@@ -176,7 +179,7 @@ class TestSettings:
 
 class TestReport:
     def test_every_update_has_the_gaps_of_its_engine_and_the_time_it_took(self):
-        with sending(tx.InProcessEngine(tiny_model(0))) as sender:
+        with sending(InProcessEngine(tiny_model(0))) as sender:
             for seed in (1, 2, 3):
                 report = sender.update_weights(tiny_model(seed))
                 (row,) = report.engines
@@ -226,7 +229,7 @@ class TestLiars:
             assert liar.engine.serving.is_set() and report.version == 2
 
     def test_of_a_fleet_the_liar_alone_is_paused(self):
-        honest, liar = tx.InProcessEngine(tiny_model(0), url="honest"), Lying()
+        honest, liar = InProcessEngine(tiny_model(0), url="honest"), Lying()
         with sending(honest, liar.engine) as sender:
             with pytest.raises(UpdateError, match="liar computes other outputs") as told:
                 sender.update_weights(tiny_model(1))
@@ -242,11 +245,11 @@ class TestLiars:
             assert all(row.max_gap < 1e-5 for row in report.engines) and liar.engine.serving.is_set()
 
     def test_those_that_serve_are_asked_also_when_another_one_failed(self):
-        class Refusing(tx.InProcessEngine):
+        class Refusing(InProcessEngine):
             def load(self, info, on_failure=lambda: None):
                 raise RuntimeError("out of memory")
 
-        honest, liar = tx.InProcessEngine(tiny_model(0), url="honest"), Lying()
+        honest, liar = InProcessEngine(tiny_model(0), url="honest"), Lying()
         broken = Refusing(tiny_model(0), url="broken")
         fleet = sending(honest, liar.engine, broken)
         with fleet as sender, pytest.raises(UpdateError, match="out of memory") as told:
@@ -256,7 +259,7 @@ class TestLiars:
         assert "computes other outputs" in told.value.rows[1].error
 
     def test_an_engine_that_gives_no_answer_is_paused(self):
-        class Silent(tx.InProcessEngine):
+        class Silent(InProcessEngine):
             def logprobs(self, prompts):
                 if prompts:
                     raise RuntimeError("no room for another request")
@@ -268,7 +271,7 @@ class TestLiars:
         assert told.value.rows[0].state == "paused" and told.value.rows[0].max_gap is None
 
     def test_a_kind_of_engine_without_log_probabilities_is_refused_while_it_serves_what_it_served(self):
-        class Mute(tx.InProcessEngine):
+        class Mute(InProcessEngine):
             logprobs = tx.EngineClient.logprobs
 
         engine = Mute(tiny_model(0))
@@ -322,7 +325,7 @@ class TestEmbedded:
                 assert 1e-3 < row.max_gap < 0.5  # the trainer computes in float32
 
     def test_a_server_that_died_is_unreachable(self, tmp_path):
-        class Dying(tx.EmbeddedEngine):
+        class Dying(EmbeddedEngine):
             def commit(self, version):
                 super().commit(version)
                 server.stop()

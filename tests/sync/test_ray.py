@@ -21,6 +21,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.ray import EngineActor, RayEngine, Served, as_remote
 
 ray = pytest.importorskip("ray")
@@ -149,7 +150,7 @@ def serves(target):
 
 
 def make_engine():
-    return tx.InProcessEngine(make_net())
+    return InProcessEngine(make_net())
 
 
 def test_an_update_that_was_not_begun_leaves_an_actors_engine_serving_and_its_row_says_so(actors):

@@ -10,6 +10,7 @@ from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
@@ -134,7 +135,7 @@ def test_torchrls_llm_wrappers_stand_for_the_model_inside_on_both_ends(tmp_path)
     receiver.register_model(held_wrapped)
     assert receiver.poll_and_apply(5.0)
     assert same(held.state_dict(), policy.state_dict())
-    sender = tx.WeightSender(tx.MemoryTransport(), tx.InProcessEngine(tx.WeightReceiver(other_wrapped)))
+    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(tx.WeightReceiver(other_wrapped)))
     assert sender.update_weights(sent).verified
     assert same(other.state_dict(), policy.state_dict())
     sender.shutdown()

@@ -15,6 +15,8 @@ from torch import nn
 import torchrl_ext as tx
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
@@ -57,13 +59,13 @@ class Stubborn(TensorsLoader):
 
 def stubborn_engine(model, url="stubborn"):
     loader = Stubborn(model)
-    return loader, tx.InProcessEngine(tx.WeightReceiver(loader), url=url)
+    return loader, InProcessEngine(tx.WeightReceiver(loader), url=url)
 
 
 class TestReport:
     def test_it_says_what_was_done(self, transport):
         policy, served = nn.Linear(30, 20), nn.Linear(30, 20)
-        sender = tx.WeightSender(transport, tx.InProcessEngine(served, url="engine one"))
+        sender = tx.WeightSender(transport, InProcessEngine(served, url="engine one"))
         report = sender.update_weights(policy)
         assert equal(policy, served)
         assert (report.version, report.transport, report.tensors) == (1, transport.name, 2)
@@ -84,7 +86,7 @@ class TestReport:
     def test_it_survives_json(self, transport):
         import json
 
-        report = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
+        report = tx.WeightSender(transport, InProcessEngine(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
         assert json.loads(json.dumps(report.to_json()))["engines"][0]["state"] == "serving"
 
     def test_without_an_engine_nothing_was_verified_and_a_receiver_gets_it(self, transport):
@@ -101,15 +103,15 @@ class TestReport:
 
 class TestVersions:
     def test_they_count_accepted_updates(self, transport):
-        sender = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2)))
+        sender = tx.WeightSender(transport, InProcessEngine(nn.Linear(2, 2)))
         assert [sender.update_weights(nn.Linear(2, 2)).version for _ in range(3)] == [1, 2, 3]
         assert sender.version == 3
 
     def test_they_go_on_in_a_root_that_has_some(self, tmp_path):
         first = tx.DiskTransport(tmp_path)
-        tx.WeightSender(first, tx.InProcessEngine(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
+        tx.WeightSender(first, InProcessEngine(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
         first.shutdown()
-        second = tx.WeightSender(tx.DiskTransport(tmp_path), tx.InProcessEngine(nn.Linear(2, 2)))
+        second = tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(nn.Linear(2, 2)))
         assert second.update_weights(nn.Linear(2, 2)).version == 2
         second.shutdown()
 
@@ -129,7 +131,7 @@ class TestVersions:
 class TestRegistration:
     def test_the_registered_model_is_sent_as_it_is_then(self, transport):
         policy, served = nn.Linear(2, 2), nn.Linear(2, 2)
-        sender = tx.WeightSender(transport, tx.InProcessEngine(served))
+        sender = tx.WeightSender(transport, InProcessEngine(served))
         sender.register_model(policy)
         for _ in range(2):
             with torch.no_grad():
@@ -139,7 +141,7 @@ class TestRegistration:
 
     def test_a_model_is_held_weakly(self, transport):
         policy = nn.Linear(2, 2)
-        sender = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2)))
+        sender = tx.WeightSender(transport, InProcessEngine(nn.Linear(2, 2)))
         sender.register_model(policy)
         del policy
         gc.collect()
@@ -168,7 +170,7 @@ class TestRegistration:
         assert collector.version == 2
 
     def test_a_collector_that_is_registered_twice_counts_once(self, transport):
-        sender, collector = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2))), Collector()
+        sender, collector = tx.WeightSender(transport, InProcessEngine(nn.Linear(2, 2))), Collector()
         sender.register_collector(collector)
         sender.register_collector(collector)
         sender.update_weights(nn.Linear(2, 2))
@@ -179,7 +181,7 @@ class TestRegistration:
             def increment_version(self):
                 raise RuntimeError("this collector was shut down")
 
-        sender = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 2)))
+        sender = tx.WeightSender(transport, InProcessEngine(nn.Linear(2, 2)))
         broken, sound = Broken(), Collector()
         sender.register_collector(broken)
         sender.register_collector(sound)
@@ -190,7 +192,7 @@ class TestRegistration:
     def test_metadata_may_be_given_or_derived(self, transport):
         policy = nn.Linear(2, 3)
         for metadata in ({"weight": (torch.float32, (3, 2)), "bias": (torch.float32, torch.Size([3]))}, None):
-            sender = tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(2, 3)))
+            sender = tx.WeightSender(transport, InProcessEngine(nn.Linear(2, 3)))
             sender.register_model(policy)
             sender.init_all_workers_group(metadata)
             assert sender.check_connection()
@@ -200,7 +202,7 @@ class TestRegistration:
         served, policy = nn.Linear(2, 3), nn.Linear(2, 3)
         sender = tx.WeightSender(transport)
         sender.register_model(policy)
-        sender.init_all_workers_group(vllm_engine=tx.InProcessEngine(served))
+        sender.init_all_workers_group(vllm_engine=InProcessEngine(served))
         assert sender.update_weights().verified
         assert equal(policy, served)
 
@@ -209,7 +211,7 @@ class TestOnTheWayOut:
     def test_names_are_mapped_and_values_cast(self, transport):
         served = nn.ModuleDict({"proj": nn.Linear(3, 2)}).bfloat16()
         sender = tx.WeightSender(
-            transport, tx.InProcessEngine(served), mapper={r"layer\.(.*)": r"proj.\1"}, dtype=torch.bfloat16
+            transport, InProcessEngine(served), mapper={r"layer\.(.*)": r"proj.\1"}, dtype=torch.bfloat16
         )
         policy = nn.ModuleDict({"layer": nn.Linear(3, 2)})
         assert sender.update_weights(policy).verified
@@ -252,7 +254,7 @@ class TestFailures:
                 super().load(pairs)
                 self.finish()
 
-        engine = tx.InProcessEngine(tx.WeightReceiver(Forgetful(nn.Linear(3, 2))))
+        engine = InProcessEngine(tx.WeightReceiver(Forgetful(nn.Linear(3, 2))))
         with pytest.raises(UpdateError, match="'bias' of the model is not what the trainer sent"):
             tx.WeightSender(transport, engine).update_weights(nn.Linear(3, 2))
         assert not engine.serving.is_set()
@@ -260,7 +262,7 @@ class TestFailures:
     def test_a_model_that_cannot_land_is_refused_before_any_pause(self, transport):
         served = nn.Linear(3, 2)
         before = served.weight.detach().clone()
-        engine = tx.InProcessEngine(served)
+        engine = InProcessEngine(served)
         sender = tx.WeightSender(transport, engine)
         for wrong, said in (
             (nn.Linear(2, 2), "'weight' arrives as"),
@@ -283,7 +285,7 @@ class TestFailures:
                 super().load(pairs)
 
         policy, served = nn.Linear(3, 2), nn.Linear(3, 2)
-        sender = tx.WeightSender(transport, tx.InProcessEngine(tx.WeightReceiver(Slow(served))))
+        sender = tx.WeightSender(transport, InProcessEngine(tx.WeightReceiver(Slow(served))))
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(sender.update_weights, policy)
             assert inside.wait(WAIT_S)
@@ -302,7 +304,7 @@ class TestFailures:
                 raise TransportError("the source is gone")
                 yield
 
-        engine = tx.InProcessEngine(nn.Linear(3, 2))
+        engine = InProcessEngine(nn.Linear(3, 2))
         sender = tx.WeightSender(transport, engine)
         with pytest.raises(tx.WeightSyncError, match="the source is gone"):
             sender.update_weights(Failing())
@@ -328,7 +330,7 @@ class TestAlone:
     """A trainer of one process: nobody waits in a gather, so that a failed update reads nothing for nobody."""
 
     def test_a_refused_connection_reads_nothing(self, transport):
-        class Refusing(tx.InProcessEngine):
+        class Refusing(InProcessEngine):
             def connect(self, info, on_failure=lambda: None):
                 raise ConfigError("these weights cannot land here")
 
@@ -412,17 +414,17 @@ def test_digests_are_taken_only_for_engines_that_compare_them(transport, monkeyp
         "torchrl_ext.sync.outgoing.tensor_digest", lambda tensor: taken.append(tensor) or tensor_digest(tensor)
     )
 
-    class Unable(tx.InProcessEngine):
+    class Unable(InProcessEngine):
         verifies = False
 
     report = tx.WeightSender(transport, Unable(nn.Linear(3, 2))).update_weights(nn.Linear(3, 2))
     assert (taken, report.proof) == ([], "sent")
-    assert tx.WeightSender(transport, tx.InProcessEngine(nn.Linear(3, 2))).update_weights(nn.Linear(3, 2)).verified
+    assert tx.WeightSender(transport, InProcessEngine(nn.Linear(3, 2))).update_weights(nn.Linear(3, 2)).verified
     assert len(taken) == 2
 
 
 def test_a_sender_lets_go_of_its_transport_also_where_the_engine_does_not_let_go(tmp_path):
-    class Stuck(tx.InProcessEngine):
+    class Stuck(InProcessEngine):
         def close(self):
             raise TransportError("the engine does not answer")
 
@@ -431,7 +433,7 @@ def test_a_sender_lets_go_of_its_transport_also_where_the_engine_does_not_let_go
     with pytest.raises(TransportError, match="does not answer"):
         sender.shutdown()
     assert not sender.check_connection()
-    other = tx.WeightSender(tx.DiskTransport(tmp_path), tx.InProcessEngine(nn.Linear(2, 2)))
+    other = tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(nn.Linear(2, 2)))
     assert other.update_weights(nn.Linear(2, 2)).version == 2
     other.shutdown()
 
@@ -439,7 +441,7 @@ def test_a_sender_lets_go_of_its_transport_also_where_the_engine_does_not_let_go
 class TestFleet:
     def test_every_engine_serves_the_version(self, transport):
         served = [nn.Linear(3, 2) for _ in range(3)]
-        fleet = tx.Fleet([tx.InProcessEngine(model, url=f"engine {i}") for i, model in enumerate(served)])
+        fleet = Fleet([InProcessEngine(model, url=f"engine {i}") for i, model in enumerate(served)])
         policy = nn.Linear(3, 2)
         report = tx.WeightSender(transport, fleet).update_weights(policy)
         assert [row.engine for row in report.engines] == ["engine 0", "engine 1", "engine 2"]
@@ -450,11 +452,11 @@ class TestFleet:
         served = [nn.Linear(3, 2) for _ in range(3)]
         loader, stubborn = stubborn_engine(served[1], url="engine 1")
         engines = [
-            tx.InProcessEngine(served[0], url="engine 0"),
+            InProcessEngine(served[0], url="engine 0"),
             stubborn,
-            tx.InProcessEngine(served[2], url="engine 2"),
+            InProcessEngine(served[2], url="engine 2"),
         ]
-        sender = tx.WeightSender(transport, tx.Fleet(engines))
+        sender = tx.WeightSender(transport, Fleet(engines))
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
         policy = nn.Linear(3, 2)
@@ -475,7 +477,7 @@ class TestFleet:
     def test_a_version_that_only_some_took_is_not_pruned_from_disk(self, tmp_path):
         served = [nn.Linear(3, 2) for _ in range(2)]
         loader, stubborn = stubborn_engine(served[1])
-        sender = tx.WeightSender(tx.DiskTransport(tmp_path), tx.Fleet([tx.InProcessEngine(served[0]), stubborn]))
+        sender = tx.WeightSender(tx.DiskTransport(tmp_path), Fleet([InProcessEngine(served[0]), stubborn]))
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
         with pytest.raises(UpdateError):

@@ -11,6 +11,7 @@ from tests.transports.chains import checkpoint, folder, published, same, step, t
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.source import MappingSource, as_source
 
@@ -28,7 +29,7 @@ class TestVersions:
     def test_every_encoding_follows_joins_and_keeps_an_engine(self, root, encoding, keyframe_every):
         policy, served = (nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40)).bfloat16() for _ in range(2))
         sender = tx.WeightSender(
-            trainer_at(root, encoding=encoding, keyframe_every=keyframe_every), tx.InProcessEngine(served)
+            trainer_at(root, encoding=encoding, keyframe_every=keyframe_every), InProcessEngine(served)
         )
         follower = trainer_at(root)
         for version in range(1, 7):
@@ -134,7 +135,7 @@ class TestBase:
         own = weights()
         base = checkpoint(tmp_path / "base", own)
         served = {name: tensor.clone() for name, tensor in own.items()}
-        sender = tx.WeightSender(trainer_at(root, base=base, encoding=encoding), tx.InProcessEngine(served))
+        sender = tx.WeightSender(trainer_at(root, base=base, encoding=encoding), InProcessEngine(served))
         reader = trainer_at(root, base=base)
         for version in (1, 2, 3):
             step(own, version)
@@ -152,7 +153,7 @@ class TestBase:
         served = {name: tensor.clone() for name, tensor in own.items()}
         served["b.weight"][7] = 1.5
         before = {name: tensor.clone() for name, tensor in served.items()}
-        sender = tx.WeightSender(trainer_at(root, base=base), tx.InProcessEngine(served))
+        sender = tx.WeightSender(trainer_at(root, base=base), InProcessEngine(served))
         step(own, 1)
         with pytest.raises(UpdateError, match=r"'b.weight' of the base") as refused:
             sender.update_weights(own)
@@ -187,7 +188,7 @@ class TestBase:
         trainer = trainer_at(root, base=base)
         for version in (1, 2):
             step(own, version)
-            tx.WeightSender(trainer, tx.InProcessEngine(served)).update_weights(own)
+            tx.WeightSender(trainer, InProcessEngine(served)).update_weights(own)
             assert same(served, own)
         assert not list(root.rglob("model.safetensors"))
 
@@ -197,7 +198,7 @@ class TestFleet:
         own = weights()
         first, second = ({k: torch.zeros_like(v) for k, v in own.items()} for _ in range(2))
         trainer, late = trainer_at(root, keyframe_every=0, keep_files=True), trainer_at(root)
-        sender = tx.WeightSender(trainer, tx.InProcessEngine(first))
+        sender = tx.WeightSender(trainer, InProcessEngine(first))
         sender.update_weights(own)
         late.join(info := trainer.open(1, ()).info)
         receiver = tx.WeightReceiver(second)
@@ -223,7 +224,7 @@ class TestFleet:
     def test_an_engine_that_fails_acknowledges_nothing(self, root):
         own, served = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}
 
-        class Refusing(tx.InProcessEngine):
+        class Refusing(InProcessEngine):
             fails = False
 
             def prefetch(self, version):

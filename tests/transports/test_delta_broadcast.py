@@ -54,8 +54,9 @@ def test_it_needs_no_filesystem_for_a_model():
 WITHOUT_FILES = """
 import resource, signal, torch, torchrl_ext as tx
 from torch import nn
+from torchrl_ext.sync.inprocess import InProcessEngine
 policy, served = (nn.Linear(1000, 1000) for _ in range(2))
-sender = tx.WeightSender(tx.make_transport("delta", carrier="collective", encoding="xor"), tx.InProcessEngine(served))
+sender = tx.WeightSender(tx.make_transport("delta", carrier="collective", encoding="xor"), InProcessEngine(served))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # a file as large as the model fits nowhere
 for step in range(3):

@@ -13,6 +13,7 @@ from tests.transports.chains import flip, folder, published, rewrite, same, step
 from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 
 
@@ -69,7 +70,7 @@ class TestDamage:
         spoil, words = DAMAGES[damage]
         own, served, pauses = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}, []
 
-        class Watched(tx.InProcessEngine):
+        class Watched(InProcessEngine):
             def pause(self):
                 pauses.append(1)
                 super().pause()
@@ -135,7 +136,7 @@ class TestDamage:
                     flip(folder(root, 1) / "model.safetensors", -9)
                 return made
 
-        sender = tx.WeightSender(Spoiled(root), tx.InProcessEngine(served))
+        sender = tx.WeightSender(Spoiled(root), InProcessEngine(served))
         with pytest.raises(UpdateError, match=r"model.safetensors is damaged"):
             sender.update_weights(own)
         assert not any(tensor.view(torch.uint8).any() for tensor in served.values())

@@ -17,6 +17,7 @@ from tests.processes import python, running_python
 from tests.transports import disk_ends
 from tests.transports.disk_ends import everything, versions, weights
 from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 from torchrl_ext.weights.derived import CastSource
 from torchrl_ext.weights.digests import tensor_digest
@@ -115,7 +116,8 @@ class TestFiles:
 
 MEASURE_PEAK = """
 import sys, torch
-from torchrl_ext import DiskTransport, ParamMeta, WeightSource
+from torchrl_ext import DiskTransport, WeightSource
+from torchrl_ext.types import ParamMeta
 SHARD, COUNT, SIZE = 96 << 20, 96, 4 << 20
 
 class Gathering(WeightSource):  # every tensor is made for the pass, as a gathered one is
@@ -163,7 +165,7 @@ class TestLifetime:
 
     def test_a_failed_update_keeps_what_the_engine_serves_on_disk(self, root, trainer):
         policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
-        sender = tx.WeightSender(trainer, tx.InProcessEngine(served))
+        sender = tx.WeightSender(trainer, InProcessEngine(served))
         sender.update_weights(policy)
         with pytest.raises(tx.WeightSyncError):
             sender.update_weights({"weight": torch.zeros(4, 3)})

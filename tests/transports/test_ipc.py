@@ -25,6 +25,8 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc.host_memory import create
 from torchrl_ext.transports.ipc.unix_socket import shared_address
@@ -170,8 +172,8 @@ class TestFleet:
         policy = torch.nn.Linear(300, 200)
         good, bad = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
         receivers = [tx.WeightReceiver(model) for model in (good, bad)]
-        engines = [tx.InProcessEngine(one, url=name) for one, name in zip(receivers, ("good", "bad"), strict=True)]
-        sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=SMALL_BYTES), tx.Fleet(engines))
+        engines = [InProcessEngine(one, url=name) for one, name in zip(receivers, ("good", "bad"), strict=True)]
+        sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=SMALL_BYTES), Fleet(engines))
         sender.update_weights(policy)
         assert torch.equal(bad.weight, policy.weight)
         receivers[1]._transport.abort()  # its connection breaks

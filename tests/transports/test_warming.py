@@ -12,6 +12,7 @@ import torchrl_ext as tx
 from tests.processes import python
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.kernels.jit import LOOPS
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.transports import warming
 from torchrl_ext.types import ParamMeta
 
@@ -37,6 +38,7 @@ def test_no_update_compiles_after_connect(encoding, tmp_path):
 AFTER_CONNECT = """
 import sys, torch, torchrl_ext as tx
 from tests.transports.test_warming import DTYPES, compiled
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.transports.warming import cache_folder
 encoding, root = sys.argv[1:]
 sizes = {"small": 900, "large": (1 << 20) + 9}
@@ -45,7 +47,7 @@ def model():
     return {f"{kind}.{dtype}": torch.zeros(sizes[kind], dtype=dtype) for kind, dtype in kinds}
 policy, served = model(), model()
 policy["matrix"], served["matrix"] = (torch.zeros(30, 40, dtype=torch.bfloat16) for _ in range(2))
-sender = tx.WeightSender(tx.DeltaTransport(root, encoding=encoding), tx.InProcessEngine(served))
+sender = tx.WeightSender(tx.DeltaTransport(root, encoding=encoding), InProcessEngine(served))
 sender.register_model(policy)
 sender.init_all_workers_group({name: (tensor.dtype, tensor.shape) for name, tensor in policy.items()})
 before = compiled()
@@ -131,7 +133,7 @@ def test_a_rehearsal_that_fails_or_takes_long_keeps_nobody_from_an_update(monkey
     assert not late.wait(0.01)
     go_on.set()
     assert late.wait(WAIT_S)
-    sender = tx.WeightSender(tx.DeltaTransport(tmp_path, encoding="ulp"), tx.InProcessEngine(served))
+    sender = tx.WeightSender(tx.DeltaTransport(tmp_path, encoding="ulp"), InProcessEngine(served))
     for _ in range(2):
         assert sender.update_weights(policy).verified
         assert torch.equal(policy.weight, served.weight)

@@ -16,6 +16,7 @@ from torchrl_ext.collectors.policy_loader import ModelLoader, other_names
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
@@ -182,7 +183,7 @@ def test_every_road_lands_bit_for_bit(transport, tmp_path):
         sent, held = converted_model(kind, 1), converted_model(kind, 2)
         parameters = [(id(one), one.data_ptr()) for one in held.parameters()]
         where = {"root": tmp_path / kind} if transport in ("disk", "delta") else {}
-        sender = tx.WeightSender(tx.make_transport(transport, **where), tx.InProcessEngine(held))
+        sender = tx.WeightSender(tx.make_transport(transport, **where), InProcessEngine(held))
         sender.register_model(sent)
         for _ in range(3):
             assert sender.update_weights().verified
@@ -285,7 +286,7 @@ def test_an_update_that_failed_to_check_leaves_the_names_of_the_last_one():
 def test_a_mapping_with_the_names_of_a_registered_module_goes_as_the_module_does(tmp_path):
     policy, held = converted_model("mixtral", 1), converted_model("mixtral", 2)
     for number, make in enumerate((TensorDict.from_module, own, lambda model: dict(as_source(model)))):
-        sender = tx.WeightSender(tx.DiskTransport(tmp_path / str(number)), tx.InProcessEngine(held))
+        sender = tx.WeightSender(tx.DiskTransport(tmp_path / str(number)), InProcessEngine(held))
         sender.register_model(policy)
         change(policy, number)
         assert sender.update_weights(make(policy)).verified

@@ -15,6 +15,7 @@ PRELUDE = """
 import datetime, sys, torch, torch.distributed as dist, torchrl_ext as tx
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source, checked
 
@@ -70,7 +71,7 @@ assert orders[0] == orders[1]
 """,
     "rank 0 keeps an engine at the trained weights": """
 policy, served = sharded(), plain()
-sender = tx.WeightSender(tx.MemoryTransport(), tx.InProcessEngine(served) if rank == 0 else None, rank=rank)
+sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served) if rank == 0 else None, rank=rank)
 sender.register_model(policy)
 for step in (1, 2):
     trained(policy)
@@ -113,7 +114,7 @@ class Broken(tx.MemoryTransport):
 
 policy, served = sharded(), plain()
 transport = Broken()
-sender = tx.WeightSender(transport, tx.InProcessEngine(served) if rank == 0 else None, rank=rank)
+sender = tx.WeightSender(transport, InProcessEngine(served) if rank == 0 else None, rank=rank)
 sender.register_model(policy)
 for moment in (None, 0, 1, 4, len(as_source(policy).params())):
     transport.stop_after = moment
@@ -141,7 +142,7 @@ def together(prompts):
     dist.all_reduce(once)
     return [[0.0] * (len(prompt) - 1) for prompt in prompts]
 
-class Told(tx.InProcessEngine):
+class Told(InProcessEngine):
     def logprobs(self, prompts):
         return [[0.0] * (len(prompt) - 1) for prompt in prompts]
 
@@ -190,7 +191,7 @@ for source in (sharded(), plain()):  # gathered, and replicated as under DDP
         early.shutdown()
     transport, collector = Failing(folder_of) if rank == 0 else tx.MemoryTransport(), Counted()
     if rank == 0:
-        sender = tx.WeightSender(transport, tx.InProcessEngine(plain()), mapper=str)
+        sender = tx.WeightSender(transport, InProcessEngine(plain()), mapper=str)
     else:
         sender = tx.WeightSender(transport, rank=rank)
     sender.register_model(source)
@@ -225,7 +226,7 @@ for kind in ("qwen3_moe", "qwen2_5_vl", "hrm_text"):
         assert torch.equal(found[name], tensor), name
     assert not source.held()
     served = converted_model(kind, 1)
-    sender = tx.WeightSender(tx.MemoryTransport(), tx.InProcessEngine(served) if rank == 0 else None, rank=rank)
+    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served) if rank == 0 else None, rank=rank)
     sender.register_model(model)
     assert sender.update_weights().verified == (rank == 0)
     for name, tensor in as_source(served):

@@ -34,6 +34,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 import torchrl_ext as tx
 from torchrl_ext.errors import ConcurrentUpdateError, ManifestError, WeightSyncError
 from torchrl_ext.registry import transports
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import MappingSource, as_source
@@ -148,7 +149,7 @@ def assert_arrived(received: Any, weights: Any) -> None:
         assert same_bits(received[name], tensor), name
 
 
-class _Remote(tx.InProcessEngine):
+class _Remote(InProcessEngine):
     """An engine of this process, told everything in JSON, as one of another process is."""
 
     def connect(self, info: dict[str, Any], on_failure: Callable[[], None] = lambda: None) -> None:

@@ -141,6 +141,7 @@ def _train(
     import torchrl_ext as tx
     from torchrl_ext.cli.demo.training import Trainer
     from torchrl_ext.registry import transports
+    from torchrl_ext.rollout.lag import MaxLag
 
     transformers_logging.disable_progress_bar()
     for handler in logging.getLogger("torchrl").handlers:
@@ -168,7 +169,7 @@ def _train(
         generate_kwargs={"max_new_tokens": _MAX_TOKENS, "ignore_eos": True},  # to end early would be an easy reward
         seed=args.seed * 1_000_003,
     )
-    fresh, result = tx.MaxLag(0, lambda: sender.version), _Result()
+    fresh, result = MaxLag(0, lambda: sender.version), _Result()
     with set_list_to_stack(True):  # as TorchRL's chat environments want it
         turns = trainer.task.turns
         collector = LLMCollector(

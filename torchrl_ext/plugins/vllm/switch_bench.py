@@ -15,6 +15,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 import torchrl_ext as tx
+from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["main"]
 
@@ -39,7 +40,7 @@ async def _measured(
     try:
         engine = tx.make_engine("inprocess", engine=llm)
         if way == "state dict":
-            loaded = [dict(iter(tx.CheckpointSource(model))) for model in models]
+            loaded = [dict(iter(CheckpointSource(model))) for model in models]
             switch = [lambda own=own: engine.update_model_weights_from_state_dict(own) for own in loaded]
         else:
             switch = [lambda own=own: engine.update_model_weights(own) for own in models]
