@@ -7,6 +7,7 @@ import torch
 from tests.codecs.data import bytes_of
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, apply_patch, diff, fold
+from torchrl_ext.codecs.pipeline import encode_tensor
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta
 
@@ -122,7 +123,7 @@ def test_a_long_chain_of_ulp_payloads_folds_to_the_last_checkpoint():
         step = torch.randint(-1, 2, (10_000,), dtype=torch.int16, generator=generator)
         step *= torch.rand(10_000, generator=generator) < 0.02
         chain.append((chain[-1].view(torch.int16) + step).view(torch.bfloat16))
-        patches.append(codec.decode(codec.encode(meta, chain[-2], chain[-1]).payload, meta))
+        patches.append(codec.decode(encode_tensor(codec, meta, chain[-2], chain[-1]).payload, meta))
     tensor = chain[0].clone()
     folded = fold(patches)
     apply_patch(folded, tensor)

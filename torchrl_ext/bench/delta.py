@@ -27,7 +27,7 @@ from torch import Tensor
 from torchrl_ext.bench.data import Pair, bounds, real_chain, synthetic_pair
 from torchrl_ext.bench.first_use import measure_first_use, table
 from torchrl_ext.bench.runner import at_most, ratio, rounds, track_peak
-from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece, make_codec
+from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads, make_codec
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, shard_name
@@ -225,14 +225,15 @@ class _Summed(Codec):
 
     name: ClassVar[str] = "summed"
     needs: ClassVar[Needs] = "all"
+    reads: ClassVar[Reads] = "all"
     inner: Codec
 
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        checksum("xxh3-128", new.view(np.uint8))
-        return self.inner.encode_piece(layout, old, new, start)
+    def encode_block(self, layout: Layout, block: Block) -> bytes:
+        checksum("xxh3-128", block.new.view(np.uint8))
+        return self.inner.encode_block(layout, block)
 
-    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
-        return self.inner.join(layout, count, pieces)
+    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+        return self.inner.join(layout, count, blocks)
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         return self.inner.decode(payload, meta, base)

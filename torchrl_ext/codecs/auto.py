@@ -9,12 +9,13 @@ from typing import ClassVar, Final, NamedTuple, final
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
+from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs
 from torchrl_ext.codecs.dense import DenseCodec
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
 from torchrl_ext.codecs.units import Layout
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.kernels.base import unsigned
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["AutoCodec"]
@@ -32,10 +33,10 @@ class _Speed(NamedTuple):
     land: tuple[float, float, float]  # decode, and write where it belongs
 
 
-_ULP: Final = _Speed((0.0, 0.14, 9.0), (0.0, 0.0, 11.5))
-_CONTEXT: Final = _Speed((0.8, 0.1, 22.0), (0.7, 0.0, 24.0))
-_STORED: Final = _Speed((0.0, 0.8, 0.0), (0.0, 0.43, 0.0))
-_PLANES: Final = _Speed((3.2, 0.55, 0.0), (0.8, 0.43, 0.0))
+_ULP: Final = UlpCodec(), _Speed((0.0, 0.14, 9.0), (0.0, 0.0, 11.5))
+_CONTEXT: Final = ContextCodec(), _Speed((0.8, 0.1, 22.0), (0.7, 0.0, 24.0))
+_STORED: Final = DenseCodec(level=0), _Speed((0.0, 0.8, 0.0), (0.0, 0.43, 0.0))
+_PLANES: Final = DenseCodec(), _Speed((3.2, 0.55, 0.0), (0.8, 0.43, 0.0))
 
 
 @final
@@ -64,33 +65,26 @@ class AutoCodec(Codec):
         if not isinstance(self.whole_base, bool):
             raise ConfigError(f"whole_base={self.whole_base!r}", expected="True or False")
 
-    def choose(self, layout: Layout, old: np.ndarray, new: np.ndarray) -> Codec:
+    def choose(self, layout: Layout, old: Tensor, new: Tensor) -> Codec:
         density, plain, conditional = _survey(layout, old, new)
-        options: list[tuple[float, Codec]] = [
-            (self._cost(layout, density, plain, _ULP), UlpCodec()),
-            (self._cost(layout, density, 8.0 * layout.width, _STORED), DenseCodec(level=0)),
-            (self._cost(layout, density, _plane_bits(layout), _PLANES), DenseCodec()),
-        ]
+        stored = 8.0 * layout.width
+        planes = stored - (4.0 if layout.ordered and layout.width > 1 else 1.0)  # of the exponent's byte half stays
+        options = [(plain, *_ULP), (stored, *_STORED), (planes, *_PLANES)]
         if self.whole_base:
-            options.append((self._cost(layout, density, conditional, _CONTEXT), ContextCodec()))
-        return min(options, key=lambda option: option[0])[1]
+            options.append((conditional, *_CONTEXT))
+        best, least = options[0][1], math.inf
+        for bits, codec, speed in options:  # nanoseconds per unit until it has landed; coding goes on beside the link
+            encode, land = (unit + byte * layout.width + change * density for unit, byte, change in speed)
+            cost = max(encode / self.threads, bits / 8 / self.link_bytes_s * 1e9) + land / self.threads
+            if cost < least:
+                best, least = codec, cost
+        return best
 
-    def looks_at(self, count: int) -> np.ndarray:
-        if count <= _SPANS * _SPAN:
-            return np.arange(count)
-        starts = (count - _SPAN) * np.arange(_SPANS) // (_SPANS - 1)  # where `scan.survey` begins its spans
-        return (starts[:, None] + np.arange(_SPAN)).reshape(-1)
+    def encode_block(self, layout: Layout, block: Block) -> bytes:
+        raise AssertionError("another codec was chosen")
 
-    def _cost(self, layout: Layout, density: float, bits: float, speed: _Speed) -> float:
-        """Nanoseconds per unit until it has landed; coding goes on while earlier payloads travel."""
-        encode, land = ((unit + byte * layout.width + change * density) / self.threads for unit, byte, change in speed)
-        return max(encode, bits / 8 / self.link_bytes_s * 1e9) + land
-
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        return UlpCodec().encode_piece(layout, old, new, start)
-
-    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
-        return UlpCodec().join(layout, count, pieces)
+    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+        raise AssertionError("another codec was chosen")
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         raise ConfigError(
@@ -102,19 +96,19 @@ def _positive(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _plane_bits(layout: Layout) -> float:
-    """Bits of a unit in compressed byte planes, about: of the byte with sign and exponent three or four stay."""
-    return 8.0 * layout.width - (4.0 if layout.ordered and layout.width > 1 else 1.0)
-
-
-def _survey(layout: Layout, old: np.ndarray, new: np.ndarray) -> tuple[float, float, float]:
+def _survey(layout: Layout, old: Tensor, new: Tensor) -> tuple[float, float, float]:
     """Density, bits per unit that `ulp` will take, and bits per unit that `context` will take, from a sample."""
-    from torchrl_ext.codecs.scan import survey
+    from torchrl_ext.codecs.coder.tokens import survey
 
-    if not old.size:
+    count = old.numel()
+    if not count:
         return 0.0, 0.0, 0.0
-    shift, select = np.uint64(layout.shift), np.uint64(layout.select)
-    seen, changed, bits = survey(old, new, _SPANS, _SPAN, layout.top, layout.mask, layout.ordered, shift, select)
+    if count > _SPANS * _SPAN:
+        shape, strides = (_SPANS, _SPAN), ((count - _SPAN) // (_SPANS - 1), 1)
+        old, new = (bits.as_strided(shape, strides, bits.storage_offset()).reshape(-1) for bits in (old, new))
+    sample = unsigned(old.cpu()), unsigned(new.cpu())
+    context = np.uint64(layout.shift), np.uint64(layout.select)
+    seen, changed, bits = survey(*sample, layout.top, layout.mask, layout.ordered, *context)
     total = seen.sum()
     plain = _entropy(seen.sum(keepdims=True), changed.sum(keepdims=True))
     inside = _entropy(seen, changed)

@@ -1,7 +1,8 @@
 """The contract of a codec, and the table of encodings by name.
 
-A codec is a frozen dataclass that turns the change of one tensor into bytes and back. It knows tensors and bytes only:
-files, versions and stores come later. To add one, write `Codec`'s abstract methods and register the class in
+A codec is a frozen dataclass that turns what changed in one tensor into bytes and back. It knows tensors and bytes
+only: `torchrl_ext.kernels.base.Kernels.diff` finds what changed, on whichever device the tensors are, and files,
+versions and stores come later. To add one, write `Codec`'s abstract methods and register the class in
 `torchrl_ext.codecs.base.encodings`; `tests/codecs/contract.py` runs over every registered name.
 """
 
@@ -18,47 +19,38 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, same
 from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.kernels.base import Words
 from torchrl_ext.registry import Registry
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["Codec", "Encoded", "Found", "Needs", "Piece", "codec_from_json", "encodings", "make_codec"]
+__all__ = ["Block", "Codec", "Encoded", "Needs", "Reads", "codec_from_json", "encodings", "make_codec"]
 
 Buffer = bytes | bytearray | memoryview
 Needs = Literal["nothing", "changed", "all"]
 """What a decoder must hold of the base: nothing, the old bits of the changed elements, or the whole old tensor."""
+Reads = Literal["changed", "all", "new"]
+"""What an encoder reads: the units that changed; also those that did not; or every new one, where none changed too."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What became of one range of a tensor.
+class Block:
+    """An independently coded range of a tensor, and what changed in it.
 
     Attributes:
-        data: its bytes; empty where nothing changed.
-        changed: units that changed.
-        digest: what the change adds to the tensor's position digest, two words modulo 2^64; None if not computed.
-    """
-
-    data: bytes
-    changed: int
-    digest: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What changed in one range of a tensor, listed before it is coded: on a GPU, so that only this leaves it.
-
-    Attributes:
-        size: units in the range.
         start: index of its first unit in the tensor.
-        places: int64, shape (k,), increasing: units that changed, counted from ``start``.
-        before, after: unsigned, of the unit's width, shape (k,): their bits.
+        size: number of its units.
+        places: int32 or int64, shape (k,), increasing: the units that changed, counted from ``start``.
+        before, after: unsigned, of the unit's width, shape (k,): their bits in the old and in the new tensor.
+        old, new: unsigned, shape (size,): all units; None where only what changed came from a device.
     """
 
-    size: int
     start: int
+    size: int
     places: np.ndarray
     before: np.ndarray
     after: np.ndarray
+    old: np.ndarray | None = None
+    new: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +62,14 @@ class Encoded:
         codec: the codec that decodes ``payload``, which is not always the one that was asked (see `auto`).
         payload: empty where nothing changed.
         changed: units (elements; two per complex128) that changed.
-        digest: as in `Piece`.
+        digest: what the change adds to the tensor's position digest, two words modulo 2^64.
     """
 
     meta: ParamMeta
     codec: Codec
     payload: bytes
     changed: int
-    digest: tuple[int, int] | None = None
+    digest: Words
 
     @property
     def density(self) -> float:
@@ -94,49 +86,38 @@ class Codec(ABC):
     framed: ClassVar[bool] = False
     """Whether a payload ends with the xxh3-64 of everything before, little-endian (see `codecs.blocks.frame`)."""
 
-    by_list: ClassVar[bool] = False
-    """Whether a payload follows from what changed alone, so that `encode_listed` works."""
+    reads: ClassVar[Reads] = "changed"
+    """What `encode_block` reads."""
 
-    def piece_units(self, layout: Layout, count: int) -> int:
+    def block_units(self, layout: Layout, count: int) -> int:
         """Units per independently coded range of a tensor of ``count`` units; all of them unless a codec cuts."""
         return max(1, count)
 
-    def choose(self, layout: Layout, old: np.ndarray, new: np.ndarray) -> Codec:
+    def choose(self, layout: Layout, old: Tensor, new: Tensor) -> Codec:
         """The codec that codes this tensor: this one, unless it is one that picks another.
 
         Args:
-            old, new: unsigned units of the tensor, shape (n,), or those that `looks_at` names.
+            old, new: the bits of the tensor (`torchrl_ext.kernels.base.flat_bits`), on any device.
         """
         return self
 
-    def looks_at(self, count: int) -> np.ndarray:
-        """Indices of the units, of ``count``, by which `choose` decides: int64, increasing; none by default."""
-        return np.empty(0, np.int64)
-
     @abstractmethod
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
+    def encode_block(self, layout: Layout, block: Block) -> bytes:
         """Code one range; called from any thread, several at a time.
 
-        Args:
-            old, new: unsigned units, shape (n,).
-            start: index of their first unit in the tensor.
-        """
-
-    def encode_listed(self, layout: Layout, found: Found) -> Piece:
-        """As `encode_piece`, byte for byte, but for the digest, which whoever listed the changes takes.
+        In the range something changed, unless the codec reads every new unit.
 
         Raises:
-            ConfigError: ``by_list`` is False.
+            ConfigError: the encoding cannot carry the range.
         """
-        raise ConfigError(f"encoding {self.name!r} needs old and new tensors as a whole", hint="use `encode_piece`")
 
     @abstractmethod
-    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
-        """The payload of a tensor of ``count`` units from its pieces in order, of which at least one has changes."""
+    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+        """The payload of a tensor of ``count`` units from its ranges in order, empty where nothing changed."""
 
     @abstractmethod
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        """Inverse of `encode`.
+        """Inverse of `torchrl_ext.codecs.pipeline.encode_tensor`.
 
         Args:
             payload: untrusted bytes.
@@ -148,31 +129,6 @@ class Codec(ABC):
             IntegrityError: the payload is not one of this parameter; names it.
             ConfigError: ``base`` is needed.
         """
-
-    def encode(self, meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
-        """Code the change of one tensor in this thread.
-
-        Raises:
-            ManifestError: the tensors do not have ``meta``'s dtype and shape.
-        """
-        layout = layout_of(meta.dtype)
-        before, after = same(meta, old, new)
-        codec = self.choose(layout, before, after)
-        size = codec.piece_units(layout, after.size)
-        starts = range(0, after.size, size)
-        pieces = [codec.encode_piece(layout, before[s : s + size], after[s : s + size], s) for s in starts]
-        return codec.finish(meta, pieces)
-
-    def finish(self, meta: ParamMeta, pieces: list[Piece]) -> Encoded:
-        """Put the pieces of a tensor together."""
-        layout = layout_of(meta.dtype)
-        changed = sum(piece.changed for piece in pieces)
-        digests = [piece.digest for piece in pieces]
-        digest = None
-        if None not in digests:
-            digest = tuple(sum(words[lane] for words in digests) % 2**64 for lane in (0, 1))  # type: ignore[index]
-        payload = self.join(layout, layout.count(meta), pieces) if changed else b""
-        return Encoded(meta=meta, codec=self, payload=payload, changed=changed, digest=digest)
 
     def to_json(self) -> Info:
         """``{"name": ..., settings}``, from which `codec_from_json` rebuilds the codec."""

@@ -14,8 +14,8 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Needs, Piece
-from torchrl_ext.codecs.coder.framing import damaged, frame, unframe
+from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
+from torchrl_ext.codecs.framing import damaged, frame, unframe
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.container import decompress
 from torchrl_ext.codecs.units import Layout, layout_of
@@ -45,6 +45,7 @@ class DenseCodec(Codec):
     name: ClassVar[str] = "dense"
     needs: ClassVar[Needs] = "nothing"
     framed: ClassVar[bool] = True
+    reads: ClassVar[Reads] = "new"
     block_log2: int = 22
     level: int = 1
 
@@ -54,22 +55,20 @@ class DenseCodec(Codec):
         if not isinstance(self.level, int) or not 0 <= self.level <= 19:
             raise ConfigError(f"level={self.level!r}", expected="an integer from 0 to 19")
 
-    def piece_units(self, layout: Layout, count: int) -> int:
+    def block_units(self, layout: Layout, count: int) -> int:
         return 1 << self.block_log2
 
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        from torchrl_ext.codecs.scan import count_changed
-
+    def encode_block(self, layout: Layout, block: Block) -> bytes:
         parts = [_PLANES]
-        for plane in np.ascontiguousarray(new.view(np.uint8).reshape(-1, layout.width).T):
+        for plane in np.ascontiguousarray(block.new.view(np.uint8).reshape(-1, layout.width).T):
             packed = zstandard.ZstdCompressor(level=self.level).compress(plane) if self.level else plane
             small = len(packed) < _WORTH * plane.size
             data = packed if small else plane
             parts += [bytes((small,)), len(data).to_bytes(4, "little"), bytes(data)]
-        return Piece(data=b"".join(parts), changed=int(count_changed(old, new)))
+        return b"".join(parts)
 
-    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
-        return frame(count, self.block_log2, [piece.data for piece in pieces])
+    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+        return frame(count, self.block_log2, blocks)
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         layout = layout_of(meta.dtype)

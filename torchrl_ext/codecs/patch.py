@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchrl_ext.codecs.units import from_units, layout_of, units, writable_units
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.kernels.base import BITS
+from torchrl_ext.kernels.base import BITS, flat_bits, unsigned
+from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["DensePatch", "Patch", "SparsePatch", "StepPatch", "apply_patch", "diff", "fold", "index_dtype"]
@@ -156,9 +157,9 @@ def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> SparsePatch:
     Raises:
         ManifestError: they do not have ``meta``'s dtype and shape.
     """
-    before, after = same(meta, old, new)
-    where = np.flatnonzero(before != after)
-    return SparsePatch(meta, where.astype(index_dtype(after.size)), after[where])
+    check_same(meta, old, new)
+    found = kernels_on(torch.device("cpu")).diff(flat_bits(old.cpu()), flat_bits(new.cpu()))
+    return SparsePatch(meta, found.places.numpy(), unsigned(found.after))
 
 
 def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:

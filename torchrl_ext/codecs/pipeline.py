@@ -6,25 +6,32 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, Encoded, Piece
-from torchrl_ext.codecs.listing import choose, encode_on_device, working_device
-from torchrl_ext.codecs.patch import same
-from torchrl_ext.codecs.units import Layout, layout_of, writable_units
-from torchrl_ext.kernels.base import Kernels
+from torchrl_ext.codecs.base import Block, Codec, Encoded
+from torchrl_ext.codecs.patch import check_same
+from torchrl_ext.codecs.units import Layout, layout_of
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.kernels.base import Kernels, Words, flat_bits, unsigned
+from torchrl_ext.kernels.host import find
 from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["decode_tensors", "encode_tensors", "spare_threads", "worker_threads"]
+__all__ = ["decode_tensors", "encode_tensor", "encode_tensors", "spare_threads", "worker_threads"]
 
 _SMALL = 1 << 20  # units: smaller tensors share a task, so that handing them over costs less than coding them
 _MOST_SPARE = 4  # several workers of an engine share a host
+_RANGE = 1 << 26  # units: bounds what a list, and the part of a tensor that has to be brought there, take on a device
+_PART = 1 << 18  # units whose changes are only counted
 _Result = TypeVar("_Result")
+_Coded = tuple[bytes, int, Words]  # payload of a block, how many units changed, and what that adds to the digest
+_Submit = Callable[..., Callable[[], Any]]
+"""Calls a function with arguments, at once or in another thread; what it returns waits for the result."""
 
 
 def worker_threads() -> int:
@@ -51,20 +58,18 @@ def encode_tensors(
     follow: bool = False,
     kernels: Kernels | None = None,
 ) -> Iterator[Encoded]:
-    """Code the change of many tensors.
+    """Code the change of many tensors, on the host or on an accelerator.
 
-    Large tensors are cut into the codec's pieces, small ones share a task. ``pairs`` is consumed by the caller's
-    thread, a few tasks ahead of what is yielded, so that neither tensors nor payloads pile up. Where a tensor is on an
-    accelerator, its changes are listed there and nothing else is copied, if the codec can code a list; else both are
-    copied to the host.
+    Large tensors are cut into the codec's blocks, small ones on the host share a task. ``pairs`` is consumed by the
+    caller's thread, a few tasks ahead of what is yielded, so that neither tensors nor payloads pile up.
 
     Args:
         pairs: ``(name, old, new)``; both tensors stay as they are until their result was yielded.
         codec: how.
         threads: worker threads; by default one per core.
-        follow: make each old tensor the new one, at the latest when its result is yielded; old tensors must be
-            contiguous then. On the host this is done as soon as a piece was coded, while the processor has it at hand.
-        kernels: list changes; by default those of each tensor's device.
+        follow: make each old tensor, which is contiguous, the new one, at the latest when its result is yielded. On the
+            host this is done as soon as a block was coded, while the processor has it at hand.
+        kernels: find what changed; by default those of each tensor's device.
 
     Yields:
         One result per pair, in order; an empty payload where nothing changed.
@@ -76,83 +81,197 @@ def encode_tensors(
 
     def tasks(submit: Callable[..., Future[Any]]) -> Iterator[list[Callable[[], Encoded]]]:
         small: list[tuple[ParamMeta, Tensor, Tensor]] = []
+
+        def batch() -> list[Callable[[], Encoded]]:
+            rows = small.copy()
+            small.clear()
+            future = submit(lambda: [_encoding(codec, *row, follow=follow, kernels=kernels)() for row in rows])
+            return [lambda row=row: future.result()[row] for row in range(len(rows))]
+
         held = 0
         for name, old, new in pairs:
             meta = ParamMeta.of(name, new)
-            own = kernels or kernels_on(working_device(old, new))
-            if not own.on_host:
-                if small:
-                    yield _batch(submit, codec, small, follow)
-                    small, held = [], 0
-                yield [_elsewhere(submit, codec, own, meta, old, new, follow)]
-                continue
-            if meta.numel < _SMALL:
+            on_host = old.device.type == new.device.type == "cpu" and (kernels is None or kernels.on_host)
+            if on_host and meta.numel < _SMALL:
                 small.append((meta, old, new))
                 held += meta.numel
                 if held >= _SMALL:
-                    yield _batch(submit, codec, small, follow)
-                    small, held = [], 0
+                    yield batch()
+                    held = 0
                 continue
             if small:
-                yield _batch(submit, codec, small, follow)
-                small, held = [], 0
-            yield [_large(submit, codec, meta, old, new, follow)]
+                yield batch()
+                held = 0
+            call = partial(_submitted, submit)
+            yield [_encoding(codec, meta, old, new, submit=call, follow=follow, kernels=kernels)]
         if small:
-            yield _batch(submit, codec, small, follow)
+            yield batch()
 
     yield from _ordered(tasks, threads)
 
 
-def _elsewhere(submit, codec, kernels, meta, old, new, follow):
-    """A tensor on an accelerator."""
-    chosen = choose(codec, meta, old, new)
-    if chosen.by_list:
-        return encode_on_device(submit, chosen, kernels, meta, old, new, follow)
-    before, after = old.cpu(), new.cpu()
-    result = _large(submit, chosen, meta, before, after, follow)
-    if not follow or old.device.type == "cpu":
-        return result
-
-    def followed() -> Encoded:
-        coded = result()
-        old.copy_(after)
-        return coded
-
-    return followed
+def _submitted(submit: Callable[..., Future[Any]], *call: Any) -> Callable[[], Any]:
+    return submit(*call).result
 
 
-def _batch(submit, codec, small, follow):
-    def whole(meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
-        coded = codec.encode(meta, old, new)
-        if follow and coded.changed:
+def encode_tensor(codec: Codec, meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
+    """Code the change of one tensor in this thread.
+
+    Raises:
+        ManifestError: the tensors do not have ``meta``'s dtype and shape.
+    """
+    return _encoding(codec, meta, old, new)()
+
+
+def _at_once(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    result = function(*args)
+    return lambda: result
+
+
+def _encoding(
+    codec: Codec,
+    meta: ParamMeta,
+    old: Tensor,
+    new: Tensor,
+    *,
+    submit: _Submit = _at_once,
+    follow: bool = False,
+    kernels: Kernels | None = None,
+) -> Callable[[], Encoded]:
+    """Find what changed in one tensor, and have it coded block by block.
+
+    On the host every block is a task of its own, which finds and codes. On an accelerator what changed is found by the
+    caller's thread, and only that comes to the host to be coded; a codec that reads whole tensors gets both copied.
+
+    Args:
+        codec: how.
+        meta: the parameter.
+        old, new: its tensors, on any device.
+        submit: calls tasks.
+        follow: make ``old``, which is contiguous, what ``new`` is, at the latest when the result is there.
+        kernels: find what changed; by default those of the accelerator that either tensor is on, else the host's.
+
+    Returns:
+        Waits for the result. On the host, both tensors must stay as they are until then.
+
+    Raises:
+        ManifestError: the tensors do not have ``meta``'s dtype and shape; names the tensor.
+        ConfigError: ``old`` cannot follow.
+    """
+    check_same(meta, old, new)
+    if follow and not old.is_contiguous():
+        raise ConfigError("a tensor that is to follow must be contiguous")
+    layout, device = layout_of(meta.dtype), old.device if new.device.type == "cpu" else new.device
+    kernels = kernels or kernels_on(device)
+    before, after = flat_bits(old), flat_bits(new)
+    codec, count = codec.choose(layout, before, after), after.numel()
+    if codec.reads != "changed" and not kernels.on_host:
+        kernels, before, after = kernels_on(torch.device("cpu")), before.cpu(), after.cpu()
+        if follow and old.device.type != "cpu":
             old.copy_(new)
-        return coded
+            follow = False
+    size = codec.block_units(layout, count)
+    if kernels.on_host:
+        olds, news = unsigned(before), unsigned(after)
+        tasks = [
+            submit(_block, codec, layout, olds[at : at + size], news[at : at + size], at, follow)
+            for at in range(0, count, size)
+        ]
+    else:
+        tasks = _listed(codec, layout, kernels, device, before, after, size, submit, follow)
 
-    future = submit(lambda: [whole(*row) for row in small])
-    return [lambda row=row: future.result()[row] for row in range(len(small))]
+    def result() -> Encoded:
+        payloads, changed, first, second = [], 0, 0, 0
+        for task in tasks:
+            payload, more, words = task()
+            payloads.append(payload)
+            changed, first, second = changed + more, first + words[0], second + words[1]
+        payload = codec.join(layout, count, payloads) if changed else b""
+        digest = (first % 2**64, second % 2**64)
+        return Encoded(meta=meta, codec=codec, payload=payload, changed=changed, digest=digest)
+
+    return result
 
 
-def _large(submit, codec, meta, old, new, follow):
-    layout = layout_of(meta.dtype)
-    before, after = same(meta, old, new)
-    chosen = codec.choose(layout, before, after)
-    if follow:
-        before = writable_units(old)
-    size = chosen.piece_units(layout, after.size)
-    futures = [
-        submit(_piece, chosen, layout, before[at : at + size], after[at : at + size], at, follow)
-        for at in range(0, after.size, size)
-    ]
-    return lambda: chosen.finish(meta, [future.result() for future in futures])
+def _block(codec: Codec, layout: Layout, old: np.ndarray, new: np.ndarray, start: int, follow: bool) -> _Coded:
+    """Find and code what changed in one block on the host."""
+    lists = codec.reads != "new"  # else what changed is only counted, in parts whose lists stay small
+    changed, first, second, part = 0, 0, 0, new.size if lists else _PART
+    for at in range(0, new.size, part):
+        places, before, after, words = find(old[at : at + part], new[at : at + part], start + at)
+        changed, first, second = changed + places.size, first + words[0], second + words[1]
+    if lists and not changed:
+        return b"", 0, (0, 0)
+    block = Block(start=start, size=new.size, places=places, before=before, after=after, old=old, new=new)
+    payload = codec.encode_block(layout, block)
+    if follow and lists and changed < new.size // 32:
+        old[places] = after
+    elif follow and changed:
+        old[:] = new
+    return payload, changed, (first, second)
 
 
-def _piece(codec: Codec, layout: Layout, old: np.ndarray, new: np.ndarray, start: int, follow: bool) -> Piece:
-    piece = codec.encode_piece(layout, old, new, start)
-    if follow and piece.changed:
-        from torchrl_ext.codecs.scan import follow as write_changes
+def _listed(
+    codec: Codec,
+    layout: Layout,
+    kernels: Kernels,
+    device: torch.device,
+    before: Tensor,
+    after: Tensor,
+    size: int,
+    submit: _Submit,
+    follow: bool,
+) -> list[Callable[[], _Coded]]:
+    """Find what changed in a tensor on an accelerator, and have it coded; neither tensor is needed afterwards."""
+    count, first, second = after.numel(), 0, 0
+    lists: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for start in range(0, count, _RANGE):
+        old, new = (bits[start : start + _RANGE] for bits in (before, after))
+        diff = kernels.diff(*(bits.to(device, non_blocking=True) for bits in (old, new)), start)
+        if not diff.places.numel():
+            continue
+        first, second = first + diff.words[0], second + diff.words[1]
+        places, olds, news = _on_host(diff.places, diff.before, diff.after)
+        if follow and old.device == device:
+            kernels.scatter(old, diff.places, diff.after)
+        elif follow:
+            kernels_on(old.device).scatter(old, places.to(old.device), news.to(old.device))
+        lists.append((places.numpy().astype(np.int64) + start, unsigned(olds), unsigned(news)))
+    if not lists:
+        return []
+    every, olds, news = (np.concatenate(each) if len(lists) > 1 else each[0] for each in zip(*lists, strict=True))
+    starts = range(0, count, size)
+    cuts = np.searchsorted(every, [*starts, count]).tolist()
 
-        write_changes(old, new)
-    return piece
+    def task(number: int, start: int) -> Callable[[], _Coded]:
+        own = slice(cuts[number], cuts[number + 1])
+        words = (first, second) if number == 0 else (0, 0)
+        changed = own.stop - own.start
+        if not changed:
+            return lambda: (b"", 0, words)
+        places = every[own] - start
+        block = Block(
+            start=start,
+            size=min(size, count - start),
+            places=places.astype(np.int32) if size < 2**31 else places,
+            before=olds[own].view(layout.dtype),
+            after=news[own].view(layout.dtype),
+        )
+        payload = submit(codec.encode_block, layout, block)
+        return lambda: (payload(), changed, words)
+
+    return [task(number, start) for number, start in enumerate(starts)]
+
+
+def _on_host(*tensors: Tensor) -> list[Tensor]:
+    """Copies on the host (or the tensors, where they are there): through pinned memory, at the speed of the bus."""
+    if not tensors[0].is_cuda:
+        return [tensor.cpu() for tensor in tensors]
+    copies: list[Any] = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
 
 
 def decode_tensors(decodes: Iterable[Callable[[], _Result]], *, threads: int) -> Iterator[_Result]:

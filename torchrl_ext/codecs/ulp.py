@@ -16,7 +16,6 @@ by more than its framing.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -24,8 +23,8 @@ from typing import ClassVar, final
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
-from torchrl_ext.codecs.coder.framing import damaged, frame, unframe
+from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
+from torchrl_ext.codecs.framing import damaged, frame, unframe
 from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch, index_dtype
 from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import ConfigError
@@ -34,22 +33,6 @@ from torchrl_ext.types import ParamMeta
 __all__ = ["ContextCodec", "UlpCodec"]
 
 _CODED, _STEPS = b"\x01", b"\x02"
-
-
-class _Scratch(threading.local):
-    """Work arrays of a thread, kept from block to block: fresh memory costs more than the work done in it."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
-
-    def take(self, name: str, size: int, dtype: type[np.generic]) -> np.ndarray:
-        array = self._arrays.get(name)
-        if array is None or array.size < size:
-            array = self._arrays[name] = np.empty(size, dtype)
-        return array[:size]
-
-
-_scratch = _Scratch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,62 +53,48 @@ class _BlockCodec(Codec):
         if not isinstance(self.block_log2, int) or not 12 <= self.block_log2 <= 28:
             raise ConfigError(f"block_log2={self.block_log2!r}", expected="an integer from 12 to 28")
 
-    def piece_units(self, layout: Layout, count: int) -> int:
+    def block_units(self, layout: Layout, count: int) -> int:
         return 1 << self.block_log2
 
-    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
-        return frame(count, self.block_log2, [piece.data for piece in pieces])
+    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+        return frame(count, self.block_log2, blocks)
 
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        digest = np.zeros(2, np.uint64)
-        changed, data = self._code(layout, old, new, start, digest)
-        if changed and not data:
-            from torchrl_ext.codecs.scan import plain_steps
-
-            steps, digest = np.empty(old.size, layout.dtype), np.zeros(2, np.uint64)
-            plain_steps(old, new, start, layout.top, layout.mask, layout.ordered, steps, digest)
-            data = _STEPS + steps.tobytes()
-        return Piece(data=data, changed=changed, digest=(int(digest[0]), int(digest[1])))
-
-    def _code(
-        self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int, digest: np.ndarray
-    ) -> tuple[int, bytes]:
-        """Number of changes, and the coded body, empty where plain steps are no longer."""
-        ids, starts, raw = self._scan(layout, old, new, start, digest)
-        changed = int(starts[-1])
-        if not changed:
-            return 0, b""
-        return changed, self._body(old.nbytes, old.size, ids, starts, raw)
-
-    def _body(self, most: int, size: int, ids: np.ndarray, starts: np.ndarray, raw: np.ndarray) -> bytes:
-        """The coded body from the scratch arrays of a block of ``size`` units and ``most`` bytes; see `_code`."""
+    def encode_block(self, layout: Layout, block: Block) -> bytes:
         from torchrl_ext.codecs.coder.encode import encode_body
+        from torchrl_ext.codecs.coder.tokens import lay_steps
 
-        changed = int(starts[-1])
-        head = _scratch.take("head", 1 << 19, np.uint8)
-        words = _scratch.take("words", 2 * changed + 8, np.uint16)
-        gaps, steps = _scratch.take("gaps", size, np.uint8), _scratch.take("steps", size, np.uint8)
-        used, first = encode_body(gaps, steps, starts, ids, self.needs == "all", raw.size, most, head, words)
-        if used < 0 or used + raw.nbytes + words[first:].nbytes > most:
-            return b""
-        return b"".join((_CODED, head[:used].data, raw.data, words[first:].data))
-
-    @abstractmethod
-    def _scan(
-        self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int, digest: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Fill the scratch arrays ``gaps`` and ``steps`` with tokens; context ids, their starts, and the raw bits."""
+        changed, most = block.places.size, block.size * layout.width
+        gaps, steps = np.empty(changed, np.uint8), np.empty(changed, np.uint8)
+        room = np.empty(changed * (4 + layout.width) // 4 + 64, np.uint32)
+        ids, starts, used = self._tokens(layout, block, gaps, steps, room)
+        raw, head, words = room[:used], np.empty(1 << 19, np.uint8), np.empty(2 * changed + 8, np.uint16)
+        end, first = encode_body(gaps, steps, starts, ids, self.needs == "all", used, most, head, words)
+        if end >= 0 and end + raw.nbytes + words[first:].nbytes <= most:
+            return b"".join((_CODED, head[:end].data, raw.data, words[first:].data))
+        plain = np.zeros(block.size, layout.dtype)
+        lay_steps(block.places, block.before, block.after, layout.top, layout.mask, layout.ordered, plain)
+        return _STEPS + plain.tobytes()
 
     @abstractmethod
-    def _place(
+    def _tokens(
+        self, layout: Layout, block: Block, gaps: np.ndarray, steps: np.ndarray, raw: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Fill ``gaps`` and ``steps`` with tokens, and ``raw`` with raw bits.
+
+        Returns:
+            Context ids, where the tokens of each begin (and the last end), and how many words of ``raw`` are used.
+        """
+
+    @abstractmethod
+    def _untoken(
         self,
         layout: Layout,
         base: np.ndarray | None,
         start: int,
+        size: int,
         decoded: tuple[np.ndarray, ...],
         indices: np.ndarray,
         steps: np.ndarray,
-        size: int,
     ) -> bool:
         """Fill ``indices`` and ``steps`` from tokens, ids, starts and raw bits; False where these do not fit."""
 
@@ -173,7 +142,7 @@ class _BlockCodec(Codec):
         decoded.append(data[low:high])
         indices, steps = np.empty(decoded[0].size, dtype), np.empty(decoded[0].size, layout.dtype)
         base = None if old is None else old[start : start + size]
-        if not self._place(layout, base, start, tuple(decoded), indices, steps, size):
+        if not self._untoken(layout, base, start, size, tuple(decoded), indices, steps):
             raise damaged(meta, f"changes leave the block at {start}", "a payload and a base of consecutive versions")
         return indices, steps
 
@@ -185,38 +154,19 @@ class UlpCodec(_BlockCodec):
 
     name: ClassVar[str] = "ulp"
     needs: ClassVar[Needs] = "changed"
-    by_list: ClassVar[bool] = True
 
-    def encode_listed(self, layout: Layout, found: Found) -> Piece:
-        from torchrl_ext.codecs.scan import listed_steps, scan_listed
+    def _tokens(self, layout, block, gaps, steps, raw):
+        from torchrl_ext.codecs.coder.tokens import tokenise
 
-        changed, nbytes = found.places.size, found.size * layout.width
-        if not changed:
-            return Piece(data=b"", changed=0)
-        listed, line = (found.places, found.before, found.after), (layout.top, layout.mask, layout.ordered)
-        gaps, tokens = _scratch.take("gaps", found.size, np.uint8), _scratch.take("steps", found.size, np.uint8)
-        raw = _scratch.take("raw", nbytes // 4 + 64, np.uint32)
-        used = scan_listed(*listed, *line, gaps, tokens, raw)
-        data = self._body(nbytes, found.size, np.zeros(1, np.uint8), np.array([0, changed]), raw[:used])
-        if not data:
-            steps = np.zeros(found.size, layout.dtype)
-            listed_steps(*listed, *line, steps)
-            data = _STEPS + steps.tobytes()
-        return Piece(data=data, changed=changed)
+        line = layout.top, layout.mask, layout.ordered
+        used = tokenise(block.places, block.before, block.after, *line, gaps, steps, raw)
+        return np.zeros(1, np.uint8), np.array([0, gaps.size]), used
 
-    def _scan(self, layout, old, new, start, digest):
-        from torchrl_ext.codecs.scan import scan_plain
-
-        gaps, steps = _scratch.take("gaps", old.size, np.uint8), _scratch.take("steps", old.size, np.uint8)
-        raw = _scratch.take("raw", old.nbytes // 4 + 64, np.uint32)
-        found, used = scan_plain(old, new, start, layout.top, layout.mask, layout.ordered, gaps, steps, raw, digest)
-        return np.zeros(1, np.uint8), np.array([0, found]), raw[:used]
-
-    def _place(self, layout, base, start, decoded, indices, steps, size):
-        from torchrl_ext.codecs.coder.untoken import place_plain
+    def _untoken(self, layout, base, start, size, decoded, indices, steps):
+        from torchrl_ext.codecs.coder.tokens import untokenise
 
         gaps, values, _, _, raw = decoded
-        return place_plain(gaps, values, raw, size, start, layout.mask, indices, steps)
+        return untokenise(gaps, values, raw, size, start, layout.mask, indices, steps)
 
 
 @final
@@ -230,30 +180,22 @@ class ContextCodec(_BlockCodec):
 
     name: ClassVar[str] = "context"
     needs: ClassVar[Needs] = "all"
+    reads: ClassVar[Reads] = "all"
 
-    def _scan(self, layout, old, new, start, digest):
-        from torchrl_ext.codecs.scan import scan_contexts, sort_contexts
+    def _tokens(self, layout, block, gaps, steps, raw):
+        from torchrl_ext.codecs.coder.contexts import sort_by_context, walk
 
-        size = old.size
-        contexts, far = _scratch.take("contexts", size, np.uint8), _scratch.take("far", size, np.uint32)
-        wide = _scratch.take("wide", size, np.uint64)
-        shift, select = np.uint64(layout.shift), np.uint64(layout.select)
-        found = scan_contexts(
-            old, new, start, layout.top, layout.mask, layout.ordered, shift, select, contexts, far, wide, digest
-        )
-        gaps, steps = _scratch.take("gaps", size, np.uint8), _scratch.take("steps", size, np.uint8)
-        raw, starts = _scratch.take("raw", old.nbytes // 4 + size // 16 + 64, np.uint32), np.empty(257, np.int64)
-        used = sort_contexts(contexts, far, wide, found, starts, gaps, steps, raw)
+        line, context = (layout.top, layout.mask, layout.ordered), (np.uint64(layout.shift), np.uint64(layout.select))
+        contexts, starts = np.empty(gaps.size, np.uint8), np.empty(257, np.int64)
+        far, wide = np.empty(gaps.size, np.uint32), np.empty(gaps.size, layout.dtype)
+        walk(block.old, block.places, block.before, block.after, *line, *context, contexts, far, wide)
+        used = sort_by_context(contexts, far, wide, starts, gaps, steps, raw)
         ids = np.flatnonzero(starts[1:] > starts[:-1])
-        return ids.astype(np.uint8), np.append(starts[ids], found), raw[:used]
+        return ids.astype(np.uint8), np.append(starts[ids], gaps.size), used
 
-    def _place(self, layout, base, start, decoded, indices, steps, size):
-        from torchrl_ext.codecs.coder.untoken import place_contexts
+    def _untoken(self, layout, base, start, size, decoded, indices, steps):
+        from torchrl_ext.codecs.coder.contexts import unwalk
 
         gaps, values, ids, starts, raw = decoded
-        shift, select = np.uint64(layout.shift), np.uint64(layout.select)
-        far = _scratch.take("far64", gaps.size, np.uint64)
-        wide = _scratch.take("wide", gaps.size, np.uint64)
-        return place_contexts(
-            base, shift, select, ids, starts, gaps, values, raw, start, layout.mask, far, wide, indices, steps
-        )
+        context = np.uint64(layout.shift), np.uint64(layout.select)
+        return unwalk(base, *context, ids, starts, gaps, values, raw, start, layout.mask, indices, steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.kernels.base import BITS, flat_bits, unsigned
 from torchrl_ext.types import ParamMeta, dtype_name
 
 __all__ = ["Layout", "from_units", "layout_of", "units", "writable_units"]
@@ -32,17 +34,17 @@ class Layout:
     shift: int = 0
     select: int = 0
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         """The unsigned numpy dtype of a unit, little-endian."""
         return np.dtype(f"<u{self.width}")
 
-    @property
+    @cached_property
     def top(self) -> np.uint64:
         """Highest bit of a unit."""
         return np.uint64(1 << (8 * self.width - 1))
 
-    @property
+    @cached_property
     def mask(self) -> np.uint64:
         """All bits of a unit."""
         return np.uint64((1 << (8 * self.width)) - 1)
@@ -63,9 +65,9 @@ _FLOATS = {
     "float8_e5m2": Layout(width=1, ordered=True, shift=2, select=31),
     "float8_e5m2fnuz": Layout(width=1, ordered=True, shift=2, select=31),
 }
-_VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
+@cache
 def layout_of(dtype: torch.dtype) -> Layout:
     """The layout of ``dtype``.
 
@@ -75,7 +77,7 @@ def layout_of(dtype: torch.dtype) -> Layout:
     name = dtype_name(dtype)
     if name in _FLOATS:
         return _FLOATS[name]
-    if dtype.itemsize not in _VIEWS or name.startswith(("qint", "quint")):
+    if dtype.itemsize not in BITS or name.startswith(("qint", "quint")):
         raise ConfigError(
             f"tensors of dtype {name} cannot be coded as a delta",
             expected="a dtype of 1, 2, 4 or 8 bytes, or complex128",
@@ -86,7 +88,7 @@ def layout_of(dtype: torch.dtype) -> Layout:
 
 def units(tensor: Tensor) -> np.ndarray:
     """The bits of ``tensor`` in C order: unsigned, 1-D; shares memory where the tensor is contiguous on the host."""
-    return _view(tensor.detach().cpu().contiguous())
+    return unsigned(flat_bits(tensor.cpu()))
 
 
 def writable_units(tensor: Tensor) -> np.ndarray:
@@ -97,15 +99,7 @@ def writable_units(tensor: Tensor) -> np.ndarray:
     """
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ConfigError("a patch can be applied in place to contiguous host tensors only")
-    return _view(tensor.detach())
-
-
-def _view(tensor: Tensor) -> np.ndarray:
-    layout = layout_of(tensor.dtype)
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    if layout.parts == 2:
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(_VIEWS[layout.width]).numpy()
+    return units(tensor)
 
 
 def from_units(values: np.ndarray, meta: ParamMeta) -> Tensor:

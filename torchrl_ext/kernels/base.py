@@ -1,4 +1,4 @@
-"""What every implementation offers: list what differs, land changes, keep digests.
+"""What every implementation offers: find what differs, land changes, keep digests.
 
 Tensors come as *bits*: integers of their elements' width (uint8, int16, int32, int64), so that NaN payloads and -0.0
 count. All implementations return the same, bit for bit; `tests/kernels` runs one suite over them.
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BITS", "Composed", "Kernels", "Landed", "Listed", "Place", "Words", "flat_bits"]
+__all__ = ["BITS", "Composed", "Diff", "Kernels", "Landed", "Place", "Words", "flat_bits", "unsigned"]
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the dtype of its bits."""
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 Words = tuple[int, int]
 """What elements add to a position digest: two words, each modulo 2^64 (`torchrl_ext.weights.digests`)."""
@@ -35,18 +37,25 @@ def flat_bits(tensor: Tensor) -> Tensor:
     return flat.view(BITS[flat.element_size()])
 
 
+def unsigned(bits: Tensor) -> np.ndarray:
+    """Bits on the host as an unsigned array over the same memory."""
+    return bits.view(_UNSIGNED[bits.element_size()]).numpy()
+
+
 @dataclass(frozen=True, kw_only=True)
-class Listed:
-    """Elements that differ, in order.
+class Diff:
+    """The elements that differ between two tensors, in order.
 
     Attributes:
         places: their indices: int32, shape (k,), increasing; int64 where the tensor has 2^31 elements or more.
         before, after: their bits in the old and in the new tensor, shape (k,).
+        words: what the change adds to the position digest of the tensor.
     """
 
     places: Tensor
     before: Tensor
     after: Tensor
+    words: Words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,23 +174,15 @@ class Kernels(ABC):
 
     name: ClassVar[str]
     on_host: ClassVar[bool] = False
-    """Whether tensors lie where encoders can read them: these list changes themselves then, in the pass that codes."""
+    """Whether tensors lie where encoders can read them, so that several threads find what differs."""
 
     @abstractmethod
-    def diff(self, old: Tensor, new: Tensor) -> Listed:
-        """What differs.
+    def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
+        """Find what differs, bit for bit.
 
         Args:
             old, new: bits, contiguous, shape (n,), on the device.
-        """
-
-    @abstractmethod
-    def change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int = 0) -> Words:
-        """What a change of ``before`` to ``after`` adds to the digest of a tensor.
-
-        Args:
-            places: int32 or int64, shape (k,), each once; ``start`` is the position of place 0.
-            before, after: bits, shape (k,).
+            start: position of element 0 in its tensor, for the digest; places count from element 0.
         """
 
     @abstractmethod
@@ -222,7 +223,11 @@ class Composed(Kernels):
         offsets = self._counted(offsets, place.reach)
         before = self._gather(target, offsets)
         values = payload if ordered is None else self._move(before, payload, ordered)
-        return Landed(offsets=offsets, values=values, words=self.change_words(positions, before, values))
+        return Landed(offsets=offsets, values=values, words=self._change_words(positions, before, values))
+
+    @abstractmethod
+    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
+        """What a change of ``before`` to ``after`` at these positions adds to the digest of a tensor."""
 
     @abstractmethod
     def _counted(self, offsets: Tensor, reach: int) -> Tensor:

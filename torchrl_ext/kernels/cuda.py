@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Kernels, Landed, Listed, Place, Words
+from torchrl_ext.kernels.base import Diff, Kernels, Landed, Place, Words
 
 __all__ = ["TritonKernels"]
 
@@ -30,7 +30,7 @@ class TritonKernels(Kernels):
     def __init__(self, loops: ModuleType | None = None) -> None:
         self._loops: Any = loops or importlib.import_module("torchrl_ext.kernels.cuda_programs")
 
-    def diff(self, old: Tensor, new: Tensor) -> Listed:
+    def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
         size, blocks = old.numel(), _blocks(old.numel())
         dtype = torch.int32 if size < 2**31 else torch.int64
         ends, total = torch.zeros(blocks, dtype=torch.int64, device=old.device), 0
@@ -43,9 +43,10 @@ class TritonKernels(Kernels):
             before, after = old.new_empty(total), new.new_empty(total)
             if total:
                 self._loops.list_changes[(blocks,)](old, new, ends, places, before, after, size, BLOCK=_BLOCK)
-        return Listed(places=places, before=before, after=after)
+        words = self._change_words(places, before, after, start)
+        return Diff(places=places, before=before, after=after, words=words)
 
-    def change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int = 0) -> Words:
+    def _change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int) -> Words:
         size = places.numel()
         out = _out(size, places.device)
         with torch.cuda.device_of(places):

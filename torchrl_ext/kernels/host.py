@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+import threading
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import BITS, Composed, Listed, Place, Words
+from torchrl_ext.kernels.base import BITS, Composed, Diff, Place, Words, unsigned
 
-__all__ = ["HostKernels", "unsigned"]
+__all__ = ["HostKernels", "find"]
 
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _PIECE = 1 << 20  # elements that are looked at together: they stay in the processor's cache
 
 
-def unsigned(bits: Tensor) -> np.ndarray:
-    """Bits on the host as an unsigned array over the same memory."""
-    return bits.view(_UNSIGNED[bits.element_size()]).numpy()
+class _Lists(threading.local):
+    """Memory of a thread for what it finds, by dtype: where much changes, fresh memory costs more than finding does."""
+
+    def __init__(self) -> None:
+        self.of: dict[np.dtype[Any], tuple[np.ndarray, ...]] = {}
+
+
+_lists = _Lists()
+
+
+def find(old: np.ndarray, new: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Words]:
+    """`HostKernels.diff` of unsigned arrays; the lists are good until this thread calls again.
+
+    Returns:
+        Places, bits before, bits after, and words.
+    """
+    from torchrl_ext.kernels.host_loops import CHUNK, diff
+
+    lists, dtype = _lists.of.get(old.dtype), np.int32 if old.size < 2**31 else np.int64
+    if lists is None or lists[0].size < min(old.size, CHUNK) + 64 or lists[0].dtype != dtype:
+        lists = tuple(np.empty(CHUNK + 64, each) for each in (dtype, old.dtype, old.dtype))
+    digest = np.zeros(2, np.uint64)
+    found, *lists = diff(old, new, start, *lists, digest)
+    _lists.of[old.dtype] = lists
+    places, before, after = lists
+    return places[:found], before[:found], after[:found], (int(digest[0]), int(digest[1]))
 
 
 @final
@@ -28,21 +51,16 @@ class HostKernels(Composed):
     name: ClassVar[str] = "numba"
     on_host: ClassVar[bool] = True
 
-    def diff(self, old: Tensor, new: Tensor) -> Listed:
-        parts = [
-            np.flatnonzero(old[at : at + _PIECE].numpy() != new[at : at + _PIECE].numpy()) + at
-            for at in range(0, old.numel(), _PIECE)
-        ]
-        dtype = np.int32 if old.numel() < 2**31 else np.int64
-        places = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]).astype(dtype))
-        return Listed(places=places, before=self._gather(old, places), after=self._gather(new, places))
+    def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
+        *lists, words = find(unsigned(old), unsigned(new), start)
+        places, before, after = (torch.from_numpy(each.copy()) for each in lists)
+        return Diff(places=places, before=before.view(old.dtype), after=after.view(old.dtype), words=words)
 
-    def change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int = 0) -> Words:
+    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
         from torchrl_ext.kernels.host_loops import digest_change
 
         total = np.zeros(2, np.uint64)
-        where = places if start == 0 else places.to(torch.int64) + start
-        digest_change(where.contiguous().numpy(), unsigned(before.contiguous()), unsigned(after.contiguous()), total)
+        digest_change(positions.numpy(), unsigned(before), unsigned(after.contiguous()), total)
         return int(total[0]), int(total[1])
 
     def words(self, memory: Tensor, place: Place) -> Words:

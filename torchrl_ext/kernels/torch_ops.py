@@ -7,7 +7,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Composed, Listed, Place, Words
+from torchrl_ext.kernels.base import Composed, Diff, Place, Words
 
 __all__ = ["TorchKernels"]
 
@@ -59,17 +59,19 @@ class TorchKernels(Composed):
 
     name: ClassVar[str] = "torch"
 
-    def diff(self, old: Tensor, new: Tensor) -> Listed:
+    def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
         where = (old != new).nonzero().flatten()
+        before, after = old.index_select(0, where), new.index_select(0, where)
+        words = self._change_words(where + start, before, after)
         places = where.to(torch.int32) if old.numel() < 2**31 else where
-        return Listed(places=places, before=old.index_select(0, where), after=new.index_select(0, where))
+        return Diff(places=places, before=before, after=after, words=words)
 
-    def change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int = 0) -> Words:
-        total = torch.zeros(2, dtype=torch.int64, device=places.device)
-        for at in range(0, places.numel(), _PIECE):
+    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
+        total = torch.zeros(2, dtype=torch.int64, device=positions.device)
+        for at in range(0, positions.numel(), _PIECE):
             end = at + _PIECE
-            positions = places[at:end].to(torch.int64) + start
-            total += _sums(positions, after[at:end]) - _sums(positions, before[at:end])
+            here = positions[at:end].to(torch.int64)
+            total += _sums(here, after[at:end]) - _sums(here, before[at:end])
         return _words(total)
 
     def words(self, memory: Tensor, place: Place) -> Words:

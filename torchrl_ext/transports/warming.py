@@ -181,13 +181,10 @@ def _stamp(codec: Codec, widths: Iterable[int]) -> Path:
     import numba
     from llvmlite import binding
 
-    from torchrl_ext.codecs import scan
-    from torchrl_ext.codecs.coder import decode as entropy_reader
-    from torchrl_ext.codecs.coder import encode as entropy
-    from torchrl_ext.codecs.coder import untoken as place
-    from torchrl_ext.kernels import host_loops as loops
+    from torchrl_ext.codecs.coder import contexts, decode, encode, tokens
+    from torchrl_ext.kernels import host_loops
 
-    modules = (loops, scan, entropy, entropy_reader, place)
+    modules = (host_loops, tokens, contexts, encode, decode)
     sources = [Path(str(module.__file__)).read_bytes() for module in modules]
     about: list[Any] = [sys.version, numba.__version__, llvmlite.__version__, binding.get_host_cpu_name()]
     about += [sorted(binding.get_host_cpu_features().items()), codec.to_json(), max(widths)]

@@ -84,10 +84,6 @@ class Container(ABC):
 
     name: ClassVar[str]
 
-    def scanner(self, codec: Codec) -> Codec:
-        """Return the codec whose payloads `write` takes, where that is not the encoding itself."""
-        return codec
-
     @abstractmethod
     def write(self, files: DeltaFiles, changes: Iterable[Encoded]) -> None:
         """Write changes as they come."""

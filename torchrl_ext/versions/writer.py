@@ -74,7 +74,6 @@ class ChainWriter:
         self._store, self._chain, self._run_id = store, chain, run_id
         self._codec, self._full = codec, full
         self._container = container_for(codec)
-        self._scanner = self._container.scanner(codec)
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._baseline: Baseline | None = None
         self._baseline_device = baseline_device
@@ -155,7 +154,7 @@ class ChainWriter:
             baseline.tensors.__getitem__,
             lambda name, data: draft.write(prefix + name, data),
         )
-        self._container.write(files, baseline.encode(source, self._scanner))
+        self._container.write(files, baseline.encode(source, self._codec))
         rows, digests = [], baseline.digests()
         for meta in baseline.params():
             row = files.params.get(meta.name) or DeltaParam(meta=meta, digest="")
@@ -261,10 +260,7 @@ class Baseline(WeightSource):
         for change in encode_tensors(triples, codec, follow=True):
             name = change.meta.name
             if change.changed:
-                if change.digest is None:
-                    self._digests[name] = position_digest(self.tensors[name])
-                else:
-                    self._digests[name] = self._digests[name].plus(change.digest)
+                self._digests[name] = self._digests[name].plus(change.digest)
             yield change
 
 

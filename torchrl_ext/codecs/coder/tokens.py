@@ -1,4 +1,4 @@
-"""A change as two numbers, and a number as a token and raw bits; compiled into the loops of the files beside.
+"""What changed as tokens and raw bits, and back.
 
 A changed element is a *gap* (unchanged elements since the last changed one) and a *step* (units in the last place,
 counted on one ordered line of integers). Float formats are sign-magnitude: mapped so that -0.0 and 0.0 are neighbours
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.kernels.jit import bit_length, helper, line
+from torchrl_ext.kernels.jit import bit_length, helper, line, njit
 
-__all__ = ["put", "split", "take", "unzigzag", "zigzag"]
+__all__ = ["lay_steps", "put", "split", "survey", "take", "tokenise", "untokenise", "unzigzag", "zigzag"]
+
+_CHUNK = 4096  # changes that are worked on together: they stay in the processor's nearest cache
 
 _0, _1, _2, _3 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3)
 _16, _32 = np.uint64(16), np.uint64(32)
@@ -93,3 +95,125 @@ def take(raw, at, acc, filled, token):
         if now == count:
             return value, at, acc, filled
         shift, count = shift + now, count - now
+
+
+@helper
+def zigzags(before, after, top, mask, ordered, steps):
+    """Fill ``steps`` with the lowered zigzag steps."""
+    for k in range(before.size):
+        steps[k] = zigzag(np.uint64(before[k]), np.uint64(after[k]), top, mask, ordered)
+
+
+@helper
+def _gaps(places, last, gaps):
+    """Unchanged units before each place; ``last`` is the place before."""
+    gaps[0] = np.uint32(places[0] - last - 1)
+    for k in range(1, places.size):
+        gaps[k] = np.uint32(places[k] - places[k - 1] - 1)
+
+
+@helper
+def _split_all(gaps, steps, gap_tokens, step_tokens, bits, counts):
+    """Tokens of gaps and steps, and the raw bits of both together; returns how many these are in all."""
+    total = _0
+    for k in range(gap_tokens.size):
+        gap_tokens[k], low, count = split(np.uint64(gaps[k]))
+        step_tokens[k], high, more = split(np.uint64(steps[k]))
+        bits[k] = low | (high << count)
+        counts[k] = count + more
+        total += count + more
+    return total
+
+
+@njit
+def tokenise(places, before, after, top, mask, ordered, gap_tokens, step_tokens, raw):
+    """Tokens and raw bits of what changed in a block.
+
+    Args:
+        places: int32 shape (k,), increasing: places in the block.
+        before, after: bits there, one unsigned dtype, shape (k,).
+        top, mask: highest bit and all bits of the dtype, uint64.
+        gap_tokens, step_tokens: uint8 shape (k,), filled.
+        raw: uint32, filled with raw bits: gap, step, gap, step...
+
+    Returns:
+        Number of words used in ``raw``.
+    """
+    used, acc, filled, last = 0, _0, 0, np.int32(-1)
+    gaps, steps = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, before.dtype)
+    bits, counts = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.uint8)
+    for at in range(0, places.size, _CHUNK):
+        end = min(at + _CHUNK, places.size)
+        _gaps(places[at:end], last, gaps)
+        zigzags(before[at:end], after[at:end], top, mask, ordered, steps)
+        last = places[end - 1]
+        if before.itemsize == 8:  # the raw bits of a gap and a step together may be more than a word
+            for k in range(end - at):
+                gap_tokens[at + k], low, count = split(np.uint64(gaps[k]))
+                used, acc, filled = put(raw, used, acc, filled, low, np.int64(count))
+                step_tokens[at + k], low, count = split(np.uint64(steps[k]))
+                used, acc, filled = put(raw, used, acc, filled, low, np.int64(count))
+        elif _split_all(gaps, steps, gap_tokens[at:end], step_tokens[at:end], bits, counts):
+            for k in range(end - at):
+                used, acc, filled = put(raw, used, acc, filled, bits[k], np.int64(counts[k]))
+    if filled:
+        raw[used] = np.uint32(acc & _LOW)
+        used += 1
+    return used
+
+
+@njit
+def untokenise(gaps, values, raw, size, start, mask, indices, steps):
+    """Indices (from ``start``) and steps of a decoded block: the inverse of `tokenise`, which trusts nothing.
+
+    Args:
+        gaps, values: uint8 tokens.
+        raw: uint8, the raw bits.
+        indices, steps: filled; shape (n,).
+
+    Returns:
+        False where the changes leave the block, or the raw bits are more or fewer than the tokens say.
+    """
+    last, at, acc, filled = np.int64(-1), 0, _0, 0
+    for k in range(gaps.size):
+        gap, at, acc, filled = take(raw, at, acc, filled, gaps[k])
+        if gap >= np.uint64(size):
+            return False
+        last += np.int64(gap) + 1
+        if last >= size:
+            return False
+        value, at, acc, filled = take(raw, at, acc, filled, values[k])
+        indices[k] = start + last
+        steps[k] = unzigzag(value, mask)
+    return at == raw.size
+
+
+@njit
+def lay_steps(places, before, after, top, mask, ordered, out):
+    """``out[place]`` = step on the ordered line, modulo 2^width; ``out`` is all zeros."""
+    for k in range(places.size):
+        step = line(np.uint64(after[k]), top, mask, ordered) - line(np.uint64(before[k]), top, mask, ordered)
+        out[places[k]] = step & mask
+
+
+@njit
+def survey(old, new, top, mask, ordered, shift, select):
+    """What a sample of a tensor says.
+
+    Args:
+        old, new: one unsigned dtype, shape (n,).
+        shift, select: ``(old >> shift) & select`` is the context of an element, below 256.
+
+    Returns:
+        Per context: elements seen, elements changed (both float64 shape (256,)); bits of steps, about.
+    """
+    seen, changed, bits = np.zeros(256), np.zeros(256), 0.0
+    for i in range(old.size):
+        a, b = np.uint64(old[i]), np.uint64(new[i])
+        context = (a >> shift) & select
+        seen[context] += 1
+        if a != b:
+            changed[context] += 1
+            step = zigzag(a, b, top, mask, ordered) + _1
+            bits += 1.0 if step < _3 else 2.0 + bit_length(step)
+    return seen, changed, bits

@@ -1,6 +1,7 @@
-"""slime's first encodings, `indices`, `deltas` and `deltas_zstd`, for one tensor: a flush file with a single parameter.
+"""slime's first encodings, `indices`, `deltas` and `deltas_zstd`: what changed, as it is.
 
-`torchrl_ext.codecs.slime.flush` has the format, and puts many parameters into one file.
+Their files hold many parameters (`torchrl_ext.codecs.slime.flush`), so a payload never leaves the process that writes
+them: int64 positions, then values.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import ClassVar, final
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
+from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
-from torchrl_ext.codecs.slime.flush import build_flush, check_dtype, parse_flush
 from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.types import ParamMeta
@@ -22,45 +22,37 @@ __all__ = ["DeltasCodec", "DeltasZstdCodec", "IndicesCodec"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FlushCodec(Codec):
-    """Shared half: a tensor is a file of its own. Needs its parameter's name and shape, so `encode` only."""
+class _SparseCodec(Codec):
+    """Shared half: all of it but the name."""
 
     needs: ClassVar[Needs] = "nothing"
-    by_list: ClassVar[bool] = True
 
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        where = np.flatnonzero(old != new)
-        packed = where.astype("<i8").tobytes() + new[where].tobytes()
-        return Piece(data=packed, changed=where.size)
+    def block_units(self, layout: Layout, count: int) -> int:
+        return 1 << 20
 
-    def encode_listed(self, layout: Layout, found: Found) -> Piece:
-        return Piece(data=found.places.astype("<i8").tobytes() + found.after.tobytes(), changed=found.places.size)
+    def encode_block(self, layout: Layout, block: Block) -> bytes:
+        return (block.places + np.int64(block.start)).astype("<i8").tobytes() + block.after.tobytes()
 
-    def finish(self, meta, pieces):
-        check_dtype(meta)
-        piece, layout = pieces[0] if pieces else Piece(data=b"", changed=0), layout_of(meta.dtype)
-        where = np.frombuffer(piece.data, "<i8", piece.changed)
-        values = np.frombuffer(piece.data, layout.dtype, piece.changed, 8 * piece.changed)
-        patch = SparsePatch(meta, where.astype(index_dtype(layout.count(meta))), values)
-        payload = build_flush([patch], self.name, current_version="0") if piece.changed else b""
-        return super().finish(meta, [Piece(data=payload, changed=piece.changed)])
-
-    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
-        return pieces[0].data
+    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+        cuts = [len(data) // (8 + layout.width) * 8 for data in blocks]
+        where = [data[:cut] for data, cut in zip(blocks, cuts, strict=True)]
+        return b"".join([*where, *(data[cut:] for data, cut in zip(blocks, cuts, strict=True))])
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         layout = layout_of(meta.dtype)
-        if not len(payload):
-            return SparsePatch(meta, np.empty(0, index_dtype(layout.count(meta))), np.empty(0, layout.dtype))
-        file = parse_flush(payload, f"the {self.name} delta of {meta.name!r}", {meta.name: meta})
-        if len(file.patches) != 1:
-            raise IntegrityError(f"the {self.name} delta of {meta.name!r} has {len(file.patches)} parameters")
-        return file.patches[0]
+        count = len(payload) // (8 + layout.width)
+        if len(payload) != count * (8 + layout.width):
+            raise IntegrityError(f"the {self.name} delta of {meta.name!r} has {len(payload)} bytes")
+        where = np.frombuffer(payload, "<i8", count)
+        if count and not 0 <= where[0] <= where[-1] < layout.count(meta):  # before a cast could hide it
+            raise IntegrityError(f"the {self.name} delta of {meta.name!r} has indices up to {where[-1]}")
+        values = np.frombuffer(payload, layout.dtype, count, 8 * count)
+        return SparsePatch(meta, where.astype(index_dtype(layout.count(meta))), values)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class IndicesCodec(_FlushCodec):
+class IndicesCodec(_SparseCodec):
     """int32 positions and values."""
 
     name: ClassVar[str] = "indices"
@@ -68,7 +60,7 @@ class IndicesCodec(_FlushCodec):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DeltasCodec(_FlushCodec):
+class DeltasCodec(_SparseCodec):
     """Position gaps of 16 or 32 bits and values."""
 
     name: ClassVar[str] = "deltas"
@@ -76,7 +68,7 @@ class DeltasCodec(_FlushCodec):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DeltasZstdCodec(_FlushCodec):
+class DeltasZstdCodec(_SparseCodec):
     """`DeltasCodec`, compressed."""
 
     name: ClassVar[str] = "deltas_zstd"

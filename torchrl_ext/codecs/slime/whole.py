@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Buffer, Codec, Found, Needs, Piece
+from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.container import decompress
 from torchrl_ext.codecs.units import Layout, layout_of
@@ -33,15 +33,10 @@ class _WholeCodec(Codec):
     """Shared half: one frame per tensor, checked against the base on the way back."""
 
     needs: ClassVar[Needs] = "all"
-    by_list: ClassVar[bool] = True
 
     @abstractmethod
-    def _bytes(self, old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray | bytes, int]:
-        """What is compressed, and how many units changed."""
-
-    @abstractmethod
-    def _listed_bytes(self, layout: Layout, found: Found) -> tuple[np.ndarray | bytes, int]:
-        """As `_bytes`."""
+    def _bytes(self, layout: Layout, block: Block) -> np.ndarray | bytes:
+        """What is compressed."""
 
     @abstractmethod
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
@@ -51,18 +46,11 @@ class _WholeCodec(Codec):
     def _most(self, meta: ParamMeta) -> int:
         """Bytes that the decompressed form may take."""
 
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        return self._packed(*self._bytes(old, new))
+    def encode_block(self, layout: Layout, block: Block) -> bytes:
+        return zstandard.ZstdCompressor(level=_LEVEL).compress(self._bytes(layout, block))
 
-    def encode_listed(self, layout: Layout, found: Found) -> Piece:
-        return self._packed(*self._listed_bytes(layout, found))
-
-    def _packed(self, data: np.ndarray | bytes, changed: int) -> Piece:
-        packed = zstandard.ZstdCompressor(level=_LEVEL).compress(data) if changed else b""
-        return Piece(data=packed, changed=changed)
-
-    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
-        return pieces[0].data
+    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+        return blocks[0]
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         old = self._base(meta, base)
@@ -83,14 +71,12 @@ class XorCodec(_WholeCodec):
 
     name: ClassVar[str] = "xor"
 
-    def _bytes(self, old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, int]:
-        difference = new ^ old
-        return difference.view(np.uint8), int(np.count_nonzero(difference))
-
-    def _listed_bytes(self, layout: Layout, found: Found) -> tuple[np.ndarray, int]:
-        difference = np.zeros(found.size, layout.dtype)
-        difference[found.places] = found.before ^ found.after
-        return difference.view(np.uint8), found.places.size
+    def _bytes(self, layout: Layout, block: Block) -> np.ndarray:
+        if block.old is not None and block.new is not None:
+            return (block.new ^ block.old).view(np.uint8)
+        difference = np.zeros(block.size, layout.dtype)
+        difference[block.places] = block.before ^ block.after
+        return difference.view(np.uint8)
 
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
         if len(data) != old.nbytes:
@@ -113,34 +99,18 @@ class OverwriteCodec(_WholeCodec):
 
     name: ClassVar[str] = "overwrite"
 
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        self._check_size(new.nbytes)
-        return super().encode_piece(layout, old, new, start)
-
-    def encode_listed(self, layout: Layout, found: Found) -> Piece:
-        self._check_size(found.size * layout.width)
-        return super().encode_listed(layout, found)
-
-    def _check_size(self, nbytes: int) -> None:
-        if nbytes > 2**32:
+    def _bytes(self, layout: Layout, block: Block) -> bytes:
+        if block.size * layout.width > 2**32:
             raise ConfigError(
-                f"a tensor of {nbytes} bytes has byte positions that encoding 'overwrite' cannot write",
+                f"encoding 'overwrite' cannot write byte positions of a tensor of {block.size * layout.width} bytes",
                 expected="at most 4 GiB",
                 hint="use 'xor', or 'ulp'",
             )
-
-    def _bytes(self, old: np.ndarray, new: np.ndarray) -> tuple[bytes, int]:
-        after = new.view(np.uint8)
-        where = np.flatnonzero(after != old.view(np.uint8)).astype("<u4")
-        changed = int(np.count_nonzero(np.diff(where // new.itemsize))) + 1 if where.size else 0
-        return b"".join((where.size.to_bytes(4, "little"), where.tobytes(), after[where].tobytes())), changed
-
-    def _listed_bytes(self, layout: Layout, found: Found) -> tuple[bytes, int]:
-        before, after = (bits.view(np.uint8).reshape(-1, layout.width) for bits in (found.before, found.after))
+        before, after = (bits.view(np.uint8).reshape(-1, layout.width) for bits in (block.before, block.after))
         differ = before != after
-        where = (found.places[:, None] * layout.width + np.arange(layout.width))[differ].astype("<u4")
-        data = b"".join((where.size.to_bytes(4, "little"), where.tobytes(), after[differ].tobytes()))
-        return data, found.places.size
+        first = block.places.astype("<u4") * layout.width
+        where = (first[:, None] + np.arange(layout.width, dtype="<u4"))[differ]
+        return b"".join((where.size.to_bytes(4, "little"), where.tobytes(), after[differ].tobytes()))
 
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
         count = int.from_bytes(data[:4], "little")

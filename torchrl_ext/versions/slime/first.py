@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import ClassVar, final
 
-import numpy as np
-from torch import Tensor
-
-from torchrl_ext.codecs.base import Buffer, Codec, Encoded, Found, Needs, Piece
-from torchrl_ext.codecs.patch import Patch, SparsePatch, fold, index_dtype
+from torchrl_ext.codecs.base import Encoded
+from torchrl_ext.codecs.patch import Patch, SparsePatch, fold
 from torchrl_ext.codecs.slime.flush import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
-from torchrl_ext.codecs.units import Layout, layout_of
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.stores.delta_manifest import DeltaManifest
-from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.delta_files import Container, Decode, DeltaFiles, Files
-from torchrl_ext.weights.digests import PositionDigest
 
 __all__ = ["Flushes", "ForeignFlushes"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Places(Codec):
-    """What changed as it is: positions (int64), then values. Never stored; it saves the codecs' own file per tensor."""
-
-    name: ClassVar[str] = "places"
-    needs: ClassVar[Needs] = "nothing"
-    by_list: ClassVar[bool] = True
-
-    def piece_units(self, layout: Layout, count: int) -> int:
-        return 1 << 20
-
-    def encode_piece(self, layout: Layout, old: np.ndarray, new: np.ndarray, start: int) -> Piece:
-        local = np.flatnonzero(old != new)
-        where, values = local + start, new[local]
-        added = PositionDigest().updated(where, old[local], values)
-        data = where.astype("<i8").tobytes() + values.tobytes()
-        return Piece(data=data, changed=where.size, digest=(added.first, added.second))
-
-    def encode_listed(self, layout: Layout, found: Found) -> Piece:
-        where = (found.places + found.start).astype("<i8")
-        return Piece(data=where.tobytes() + found.after.tobytes(), changed=where.size)
-
-    def join(self, layout: Layout, count: int, pieces: list[Piece]) -> bytes:
-        cuts = [8 * piece.changed for piece in pieces]
-        where = [piece.data[:cut] for piece, cut in zip(pieces, cuts, strict=True)]
-        return b"".join([*where, *(piece.data[cut:] for piece, cut in zip(pieces, cuts, strict=True))])
-
-    def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        layout = layout_of(meta.dtype)
-        count = len(payload) // (8 + layout.dtype.itemsize)
-        where = np.frombuffer(payload, "<i8", count).astype(index_dtype(layout.count(meta)))
-        return SparsePatch(meta, where, np.frombuffer(payload, layout.dtype, count, 8 * count))
 
 
 @final
@@ -62,9 +20,6 @@ class Flushes(Container):
     """Many parameters' positions and values per file, one dtype each."""
 
     name: ClassVar[str] = "flushes"
-
-    def scanner(self, codec: Codec) -> Codec:
-        return _Places()
 
     def write(self, files: DeltaFiles, changes: Iterable[Encoded]) -> None:
         encoding = files.codec.name

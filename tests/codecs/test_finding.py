@@ -1,4 +1,4 @@
-"""The loops that find changes, on their own: with and without vector instructions, and what follows them."""
+"""The loops that find what changed, on their own: with and without vector instructions; and tensors that follow."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.changes import CHUNK, list_by_vectors, list_by_words, list_changes
 from torchrl_ext.codecs.pipeline import encode_tensors
-from torchrl_ext.codecs.scan import follow
+from torchrl_ext.kernels.host import HostKernels, find
+from torchrl_ext.kernels.host_loops import CHUNK, list_by_vectors, list_by_words, list_changes
 from torchrl_ext.kernels.jit import njit
 
 LENGTHS = [0, 1, 7, 31, 33, 64, 1000, CHUNK - 1, CHUNK, CHUNK + 65]
@@ -46,12 +46,21 @@ def test_every_way_to_list_changes_finds_the_same():
                 assert np.array_equal(after, new[begin + expected])
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
-def test_following_makes_the_old_what_the_new_is(share):
-    for length in LENGTHS:
-        old, new = changed_pair(np.uint16, length, share)
-        follow(old, new)
-        assert np.array_equal(old, new)
+def test_lists_grow_with_what_is_found():
+    for shares in ((0.0, 1.0), (1.0, 0.0), (0.001, 0.3), (1.0, 1.0)):
+        parts = [changed_pair(np.uint16, 5 * CHUNK + 7, share, seed) for seed, share in enumerate(shares)]
+        old, new = (np.concatenate(side) for side in zip(*parts, strict=True))
+        places, before, after, _ = find(old, new, 0)
+        expected = np.flatnonzero(old != new)
+        assert np.array_equal(places, expected)
+        assert np.array_equal(before, old[expected]) and np.array_equal(after, new[expected])
+
+
+def test_what_was_found_is_not_overwritten_by_what_is_found_next():
+    tensors = [torch.arange(100, dtype=torch.int16) + number for number in range(3)]
+    first = HostKernels().diff(tensors[0], tensors[1])
+    HostKernels().diff(tensors[1], tensors[2])
+    assert torch.equal(first.before, tensors[0]) and torch.equal(first.after, tensors[1])
 
 
 @pytest.mark.parametrize("name", ["ulp", "context", "dense", "xor", "indices", "auto"])
