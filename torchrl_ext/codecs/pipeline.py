@@ -165,13 +165,14 @@ def _encoding(
     kernels = kernels or kernels_on(device)
     before, after = flat_bits(old), flat_bits(new)
     codec, count = codec.choose(layout, before, after), after.numel()
-    if codec.reads != "changed" and not kernels.on_host:
-        kernels, before, after = kernels_on(torch.device("cpu")), before.cpu(), after.cpu()
+    on_host = kernels.on_host
+    if codec.reads != "changed" and not on_host:
+        on_host, before, after = True, before.cpu(), after.cpu()
         if follow and old.device.type != "cpu":
             old.copy_(new)
             follow = False
     size = codec.block_units(layout, count)
-    if kernels.on_host:
+    if on_host:
         olds, news = unsigned(before), unsigned(after)
         tasks = [
             submit(_block, codec, layout, olds[at : at + size], news[at : at + size], at, follow)
