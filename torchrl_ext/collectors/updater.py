@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -113,14 +114,15 @@ class TransportWeightUpdater(WeightUpdaterBase):
         """
         self._require_everybody(worker_ids)
         self._push_weights(policy_or_weights=policy_or_weights)
-        bump(self.collectors or ())
+        bump(weakref.ref(known) for known in self.collectors or () if known is not None)
         self._call_post_hooks()
 
     def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         """As `push_weights`, for a collector's `update_policy_weights_`, which bumps its own version afterwards."""
         self._require_everybody(worker_ids)
         self._push_weights(policy_or_weights=policy_or_weights)
-        bump(known for known in self.collectors or () if not self._calls(known))
+        others = (known for known in self.collectors or () if known is not None and not self._calls(known))
+        bump(map(weakref.ref, others))
         self._call_post_hooks()
 
     def shutdown(self) -> None:

@@ -274,11 +274,16 @@ class TensorsLoader(WeightLoader):
 
     def digests(self) -> dict[str, str]:
         spelled = self._spelled()
-        live = [(name, tensor, same_memory(tensor)) for name, tensor in spelled.places.items()]
-        once = {key: tensor for _, tensor, key in live}
-        found = {key: tensor_digest(full(tensor)) for key, tensor in once.items()}
-        made = {name: tensor_digest(tensor) for name, tensor in spelled.assembled()}
-        return {name: found[key] for name, _, key in live} | made
+        found: dict[str, str] = {}
+        taken: dict[Any, str] = {}  # tied tensors are read once
+        for name, tensor in spelled.places.items():
+            key = same_memory(tensor)
+            if key not in taken:
+                taken[key] = tensor_digest(full(tensor))
+            found[name] = taken[key]
+        for name, tensor in spelled.assembled():
+            found[name] = tensor_digest(tensor)
+        return found
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
         """Every tensor under each of its names; a module's non-persistent buffers may be sent, and need not be.

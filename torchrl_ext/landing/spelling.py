@@ -33,26 +33,28 @@ class Spelling:
 
     def __init__(self, own: Mapping[str, Tensor], groups: Iterable[Group], sent: frozenset[str] | None = None) -> None:
         self._own, self._sent = own, sent
-        # a part of a shard is no view of it: sharded modules take their own names
-        groups = [one for one in groups if not any(is_distributed(own[name]) for name in one.sources)]
-        self._group_of = {name: group for group in groups for name in group.sources}
-        self._results = {name: group for group in groups for name in group.results}
+        self._group_of: dict[str, Group] = {}
+        self._results: dict[str, Group] = {}
+        for group in groups:  # a part of a shard is no view of it: sharded modules take their own names
+            if not any(is_distributed(own[name]) for name in group.sources):
+                self._group_of |= dict.fromkeys(group.sources, group)
+                self._results |= dict.fromkeys(group.results, group)
         plain = own.keys() - self._group_of.keys()
         self._checkpoint = sent is None or sent <= plain | self._results.keys()
         self.places: dict[str, Tensor] = {}
         self.copied: dict[str, Group] = {}
         self.source_of: dict[str, str] = {}
         for name, tensor in own.items():
-            group = self._group_of.get(name)
-            if group is None or self._takes_own(name):
+            of = self._group_of.get(name)
+            if of is None or self._takes_own(name):
                 self.places[name], self.source_of[name] = tensor, name
-            if group is not None and not group.copied:
-                parts = {part: view for part, view in group.parts(tensor.detach()).items() if self._takes_result(part)}
+            if of is not None and not of.copied:
+                parts = {part: view for part, view in of.parts(tensor.detach()).items() if self._takes_result(part)}
                 self.places |= parts
                 self.source_of |= dict.fromkeys(parts, name)
-        self.copied = {
-            name: group for name, group in self._results.items() if group.copied and self._takes_result(name)
-        }
+        for name, group in self._results.items():
+            if group.copied and self._takes_result(name):
+                self.copied[name] = group
 
     def _takes_own(self, name: str) -> bool:
         """Whether the update means the live tensor of a group by this name."""
@@ -135,7 +137,7 @@ class Spelling:
         Raises:
             ManifestError: some tensors of a group are missing, or cannot be turned into live ones.
         """
-        for group in dict.fromkeys(self.copied[name] for name in tensors):
+        for group in dict.fromkeys(map(self.copied.__getitem__, tensors)):
             left = [name for name in group.results if name not in tensors]
             if left:
                 raise ManifestError(f"{left[0]!r} is missing from the update, which has others of its group")

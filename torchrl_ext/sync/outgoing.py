@@ -20,7 +20,7 @@ from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked, inner_model
 
-__all__ = ["Outgoing", "Ranks", "bump", "require_data", "source_of"]
+__all__ = ["Outgoing", "Ranks", "bump"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -34,7 +34,8 @@ class Outgoing(WeightSource):
     """One update's pass over a source.
 
     Args:
-        source: where the weights come from.
+        weights: what `as_source` takes, or one of TorchRL's LLM wrappers.
+        registered: the registered model; anything, or None. What is called as in a module goes as the module would.
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
 
@@ -46,28 +47,41 @@ class Outgoing(WeightSource):
         model_bytes: what passes in a whole one.
 
     Raises:
-        ManifestError: a tensor has no data.
+        ManifestError: a tensor is on the meta device: offloaded, or never loaded.
     """
 
     def __init__(
         self,
-        source: WeightSource,
+        weights: Any,
+        registered: Any = None,
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        source, registered = as_source(weights), inner_model(registered)
+        if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
+            source = converted(source, registered)
         self._origin = source
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
-        held = require_data(source)
         self._gathers, self.digesting = False, False
         self.digests: dict[str, str] = {}
         self._stream: Iterator[tuple[str, Tensor]] | None = None
         self.version = self.count = self.bytes = self.model_bytes = 0
+        held, empty = source.held(), []
         for meta in self._params:
             self.model_bytes += meta.nbytes
-            self._gathers |= meta.name not in held
+            if meta.name not in held:
+                self._gathers = True
+            elif held[meta.name].device.type == "meta":
+                empty.append(meta.name)
+        if empty:
+            raise ManifestError(
+                f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",
+                state="nothing was sent",
+                hint="load the weights, or bring offloaded ones back, before sending them",
+            )
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
@@ -115,36 +129,6 @@ class Outgoing(WeightSource):
             log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)
 
 
-def source_of(weights: Any, registered: Any) -> WeightSource:
-    """The source for what an update sends; what is called as in a registered module goes as the module would.
-
-    Args:
-        weights: what `as_source` takes, or one of TorchRL's LLM wrappers.
-        registered: the registered model; anything, or None.
-    """
-    source, registered = as_source(weights), inner_model(registered)
-    if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
-        return converted(source, registered)
-    return source
-
-
-def require_data(source: WeightSource) -> Mapping[str, Tensor]:
-    """What ``source`` holds as it is sent.
-
-    Raises:
-        ManifestError: a tensor is on the meta device: offloaded, or never loaded.
-    """
-    held = source.held()
-    empty = [name for name, tensor in held.items() if tensor.device.type == "meta"]
-    if empty:
-        raise ManifestError(
-            f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",
-            state="nothing was sent",
-            hint="load the weights, or bring offloaded ones back, before sending them",
-        )
-    return held
-
-
 class Ranks:
     """What became of an update, told by the trainer rank that drives to those that only take part in the gathers,
     through the store of torch's process group.
@@ -158,27 +142,21 @@ class Ranks:
         self._name = ""
         self._updates = 0
 
-    def next(self, source: Outgoing) -> str:
-        """The name of this sender's next update, which sends ``source``; the same on every rank."""
-        if not self._name:
-            model = hashlib.sha256("\n".join(sorted(source.own_names())).encode()).hexdigest()[:32]
-            self._name = f"torchrl_ext/{model}/{_senders[model]}"
-            _senders[model] += 1
-        self._updates += 1
-        return f"{self._name}/{self._updates}"
+    def tell(self, source: Outgoing, version: int, accepted: bool) -> None:
+        """Say that the update that sent ``source`` is over, and which version the engines serve now.
 
-    def tell(self, update: str, version: int, accepted: bool) -> None:
-        """Say that an update is over, and which version the engines serve now; a store that is gone is logged."""
+        A store that is gone is logged.
+        """
         store = _store()
         if store is None:
             return
         try:
-            store.set(update, f"{version} {int(accepted)}")
+            store.set(self._next(source), f"{version} {int(accepted)}")
         except RuntimeError as error:
             log.warning("the other trainer ranks were not told of weights version %d: %s", version, error)
 
-    def hear(self, update: str) -> tuple[int, bool] | None:
-        """Wait until an update is over.
+    def hear(self, source: Outgoing) -> tuple[int, bool] | None:
+        """Wait until the update that sends ``source`` is over.
 
         Returns:
             The version that the engines serve now, and whether this update put it in service; None where there are no
@@ -191,6 +169,7 @@ class Ranks:
         store = _store()
         if store is None:
             return None
+        update = self._next(source)
         try:
             wait_until(
                 lambda: store.check([update]),
@@ -215,14 +194,27 @@ class Ranks:
             ) from error
         return int(version), accepted == "1"
 
+    def _next(self, source: Outgoing) -> str:
+        """The name of this sender's next update; the same on every rank."""
+        if not self._name:
+            model = hashlib.sha256("\n".join(sorted(source.own_names())).encode()).hexdigest()[:32]
+            self._name = f"torchrl_ext/{model}/{_senders[model]}"
+            _senders[model] += 1
+        self._updates += 1
+        return f"{self._name}/{self._updates}"
 
-def bump(collectors: Iterable[Any]) -> None:
-    """Increment the policy version of each collector once; None stands for one that is gone.
+
+def bump(collectors: Iterable[Callable[[], Any]]) -> None:
+    """Increment the policy version of each collector once.
+
+    Args:
+        collectors: references that return a collector, or None where it is gone.
 
     The engines have the weights, whatever a collector makes of it: one that raises is logged, and the others are told.
     """
     seen: set[int] = set()
-    for collector in list(collectors):
+    for known in collectors:
+        collector = known()
         if collector is None or id(collector) in seen:  # its truth would be its length, and an endless one has none
             continue
         seen.add(id(collector))

@@ -21,7 +21,7 @@ from torch import nn
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.outgoing import Outgoing
-from torchrl_ext.types import PROOFS, EngineRow, ParamMeta
+from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, least
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import inner_model
 
@@ -219,23 +219,26 @@ class Outputs:
                 "larger max_gap; the next good update resumes it",
             )
 
-    def row(self, row: EngineRow, compared: bool) -> EngineRow:
-        """An engine's row of a report, with what was found in its outputs after the newest update.
+    def rows(self, rows: Iterable[EngineRow], version: int, compared: bool) -> tuple[tuple[EngineRow, ...], str]:
+        """The engines' rows of a report, with what was found in their outputs, and the least that one of them proves.
 
         Args:
-            row: the engine's own.
-            compared: it compared digests of the version that it serves; else it proves no more than that it was sent.
+            rows: as the engines tell them.
+            version: what was sent; an engine that does not serve it proves nothing of it.
+            compared: whether those that serve it have compared digests.
         """
-        finding = self._findings.get(row.engine, _Finding())
-        proof = row.proof if compared else PROOFS[0]
-        return replace(
-            row,
-            state="unreachable" if finding.lost else row.state,
-            error=finding.error or row.error,
-            proof="outputs" if row.engine in self.agreed else proof,
-            max_gap=finding.largest,
-            mean_gap=finding.mean,
-        )
+        found = []
+        for row in rows:
+            finding = self._findings.get(row.engine, _Finding())
+            row = replace(row, max_gap=finding.largest, mean_gap=finding.mean, error=finding.error or row.error)
+            if finding.lost:
+                row = replace(row, state="unreachable")
+            if row.engine in self.agreed:
+                row = replace(row, proof="outputs")
+            elif not compared or (row.state, row.version) != ("serving", version):
+                row = replace(row, proof=PROOFS[0])
+            found.append(row)
+        return tuple(found), least([row.proof for row in found])
 
     def _ask_all(self, engine: EngineClient, version: int, asked: _Asked, bound: float | None) -> None:
         began = time.perf_counter()

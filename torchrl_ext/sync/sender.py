@@ -13,11 +13,11 @@ import torch
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.connection import Connection, Spans
-from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump, source_of
+from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import PROOFS, ParamMeta, SyncReport, least
+from torchrl_ext.types import PROOFS, ParamMeta, SyncReport
 from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.source import inner_model
 
@@ -148,17 +148,16 @@ class WeightSender:
         """
         started = time.perf_counter()
         source = self._outgoing(weights)
-        update = self._ranks.next(source)
         if self._rank != 0:
-            return self._follow(source, weights, update)
+            return self._follow(source, weights)
         accepted = False
         try:
             report = self._drive(source, weights, started)
             accepted = True
         finally:
-            self._ranks.tell(update, self.version, accepted)
+            self._ranks.tell(source, self.version, accepted)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
-        bump(known() for known in self._collectors)
+        bump(self._collectors)
         return report
 
     def check_connection(self) -> bool:
@@ -198,13 +197,13 @@ class WeightSender:
         self.version = source.version
         return self._report(self.version, source, started)
 
-    def _follow(self, source: Outgoing, weights: Any, update: str) -> SyncReport:
+    def _follow(self, source: Outgoing, weights: Any) -> SyncReport:
         """The role of ranks that do not drive: the gathers, and then what became of them."""
         self._outputs.asked(weights, self._model())
         source.replay()
-        self.version, accepted = self._ranks.hear(update) or (self.version + 1, True)
+        self.version, accepted = self._ranks.hear(source) or (self.version + 1, True)
         if accepted:
-            bump(known() for known in self._collectors)
+            bump(self._collectors)
         else:
             log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
         return SyncReport(version=self.version, transport=self._transport.name)
@@ -260,7 +259,7 @@ class WeightSender:
             raise NotConnectedError(
                 "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
             )
-        return Outgoing(source_of(model, self._model()), mapper=self._mapper, dtype=self._dtype)
+        return Outgoing(model, self._model(), mapper=self._mapper, dtype=self._dtype)
 
     def _next_version(self) -> int:
         """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""
@@ -278,9 +277,8 @@ class WeightSender:
     def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
         stats = self._transport.stats
         moved = source.bytes if stats.bytes is None else stats.bytes
-        compared, serves = self._verify and self.engine.verifies, ("serving", version)
-        rows = [self._outputs.row(row, compared and (row.state, row.version) == serves) for row in self.engine.rows()]
-        proof = PROOFS[0] if failed else least([row.proof for row in rows])
+        rows, proof = self._outputs.rows(self.engine.rows(), version, self._verify and self.engine.verifies)
+        proof = PROOFS[0] if failed else proof
         return SyncReport(
             version=version,
             transport=self._transport.name,
@@ -289,7 +287,7 @@ class WeightSender:
             model_bytes=source.model_bytes,
             density=0.0 if failed and not moved else stats.density,
             spans={**self._spans, **self._outputs.spans, **stats.spans, "total": time.perf_counter() - started},
-            engines=tuple(rows),
+            engines=rows,
             verified=proof != PROOFS[0],
             proof=proof,
         )

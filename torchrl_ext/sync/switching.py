@@ -11,12 +11,11 @@ from torch import Tensor
 from torchrl_ext.errors import ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.registry import transports
 from torchrl_ext.sync.inprocess import InProcessEngine
-from torchrl_ext.sync.outgoing import require_data
+from torchrl_ext.sync.outgoing import Outgoing
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.derived import RenamedSource, as_mapper
-from torchrl_ext.weights.source import WeightSource, as_source
+from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["Layered", "Switch"]
 
@@ -49,9 +48,7 @@ class Switch:
         Raises:
             ManifestError: nothing held has a tensor's name, or its shape; or a tensor has no data.
         """
-        given: WeightSource = as_source(tensors)
-        require_data(given)
-        given = given if mapper is None else RenamedSource(given, as_mapper(mapper))
+        given = Outgoing(tensors, mapper=mapper)
         with self._turn:
             good = self._last_good()
             dtypes = {meta.name: meta.dtype for meta in good.params()}

@@ -52,13 +52,13 @@ class MemoryTransport(StandaloneTransport):
         return Handoff(info={"transport": self.name, "channel": self._name})
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
-        tensors = {meta.name: tensor.clone() for meta, tensor in checked(source)}
-        self._channel.versions[version] = tensors
+        tensors, params = {}, []
+        for meta, tensor in checked(source):
+            tensors[meta.name] = tensor.clone()
+            params.append(meta.to_json())
+        self._channel.versions = {version: tensors}
         self._channel.newest = max(self._channel.newest, version)
         self._connected = True
-        for old in [known for known in self._channel.versions if known < version]:
-            del self._channel.versions[old]
-        params = [ParamMeta.of(name, tensor).to_json() for name, tensor in tensors.items()]
         return Handoff(info={"transport": self.name, "version": version, "params": params})
 
     def latest_version(self) -> int:

@@ -136,7 +136,8 @@ class _TensorsSource(RowSource):
         """Every name with its live tensor, tied ones under each of their names."""
 
     def rows(self) -> Iterable[Row]:
-        return [(name, tensor, partial(full, tensor)) for name, tensor in self._once()]
+        for name, tensor in self._once():
+            yield name, tensor, partial(full, tensor)
 
     def tied(self) -> Mapping[str, str]:
         sent = {same_memory(tensor): name for name, tensor in self._once()}
@@ -151,7 +152,7 @@ class _TensorsSource(RowSource):
                 raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
             tensors[name] = tensor
             firsts.setdefault(same_memory(tensor), name)
-        return [(name, tensors[name]) for name in firsts.values()]
+        return zip(firsts.values(), map(tensors.__getitem__, firsts.values()), strict=True)
 
     def held(self) -> Mapping[str, Tensor]:
         return {name: tensor.detach() for name, tensor in self._once() if not is_distributed(tensor)}
