@@ -69,7 +69,7 @@ def test_a_sglang_with_a_key_for_requests_and_another_for_control_is_driven():
 def test_the_client_of_a_served_model_has_the_key_of_its_routing(answers, kind):
     with guarded({**answers, "GET /health": (200, {})}, "secret") as (url, _), serving(Gateway(delay=0)) as router:
         routing = Routing([tx.EngineInfo(url=url, kind=kind)], router=router.url, api_key="secret")
-        model = ServedModel("policy", update_weights=True, routing=routing)
+        model = ServedModel(name="policy", update_weights=True, routing=routing)
         fleet = model.fleet()
         fleet.pause()
         fleet.close()

@@ -14,7 +14,8 @@ from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.remote import RemoteInferenceClient
-from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.rpc.discovery import connect, discover
+from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.rpc.router import RouterClient, place
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
@@ -48,14 +49,15 @@ class Routing:
     the weights of the others.
 
     Args:
-        engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools.
+        engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools. None make
+            a router alone, for whom `adopt` brings.
         router: base address of a router that runs already; None starts one, which ends with `close`.
         max_lag: versions that an engine may be behind the newest that any engine serves.
         api_key: sent as a bearer token; of several, the first with requests, and whichever is accepted for control.
         settings: for the router that is started, see `RouterProcess`.
 
     Raises:
-        ConfigError: no engine, engines that one router cannot serve, or a router that cannot take them.
+        ConfigError: engines that one router cannot serve, or a router that cannot take them.
         EngineError, DeadlineError: an engine or the router does not answer.
     """
 
@@ -89,6 +91,8 @@ class Routing:
         Raises:
             ConfigError, EngineError, DeadlineError: as for `torchrl_ext.discover` and the class.
         """
+        if not addresses:
+            raise ConfigError("there is no engine to put behind a router")
         return cls(discover(*addresses, api_key=api_key), api_key=api_key, **settings)
 
     @property
@@ -116,11 +120,28 @@ class Routing:
 
         Args:
             settings: further fields of `RemoteInferenceClient`.
+
+        Raises:
+            ConfigError: there is no engine.
         """
+        self._refuse_empty()
         kind = next(iter(self._engines.values())).kind
         return RemoteInferenceClient(
             proxy_url=self.url, server_urls=tuple(self._engines), kind=kind, api_key=self._api_key, **settings
         )
+
+    def fleet(self, **settings: Any) -> Fleet:
+        """A client for `WeightSender` and for control of every engine.
+
+        Args:
+            settings: as for `torchrl_ext.connect`; the key is the routing's where none is given.
+
+        Raises:
+            ConfigError: there is no engine.
+            EngineError, DeadlineError: as for `torchrl_ext.connect`.
+        """
+        self._refuse_empty()
+        return connect(*self._engines, **{"api_key": self._api_key, **settings})
 
     def adopt(self, info: EngineInfo) -> None:
         """Let an engine belong behind the router; it gets requests once a report shows it with the others' weights.
@@ -203,6 +224,10 @@ class Routing:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def _refuse_empty(self) -> None:
+        if not self._engines:
+            raise ConfigError(f"there is no engine behind router {self.url}")
+
     @property
     def _pools(self) -> bool:
         return any(info.worker_type in ("prefill", "decode") for info in self._engines.values())
@@ -219,7 +244,7 @@ class Routing:
             by_type[info.worker_type].append(normalise_url(info.url))
         ports = {normalise_url(info.url): info.bootstrap_port for info in routed}
         prefill = [(url, ports[url]) if ports[url] else url for url in by_type["prefill"]]
-        kind = next(iter(self._engines.values())).kind
+        kind = next((info.kind for info in routed), "vllm")
         # SGLang's /health may generate a token, in vain while it is paused; its /ping wants its key
         health = "/ping" if kind == "sglang" and self._api_key is None else None
         settings = {"kind": kind, "health_route": health, **self._settings, **more}
@@ -323,8 +348,6 @@ class Routing:
 
 
 def _check(engines: Sequence[EngineInfo]) -> None:
-    if not engines:
-        raise ConfigError("there is no engine to put behind a router")
     asked = {type(dialects.make(info.kind)) for info in engines}
     if len(asked) > 1:
         kinds = ", ".join(sorted({info.kind for info in engines}))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +17,10 @@ from typing import Any
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.launch.keeper import Keeper, Kept
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher
-from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.launch.topology import ModelPlan, Topology
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rollout.routing import Routing
-from torchrl_ext.rpc.discovery import connect, discover
+from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import EngineInfo
 
@@ -29,25 +29,24 @@ __all__ = ["ExternalEngines", "OwnedEngines", "ServedModel", "Serving"]
 log = logging.getLogger("torchrl_ext")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ServedModel:
     """One model behind its router.
 
-    Args:
+    Attributes:
         name: how the job calls it.
         update_weights: whether it follows the trainer.
-        routing: its engines and their router; None for a router without engines.
-        router: that router.
+        routing: its engines and their router.
     """
 
-    def __init__(
-        self, name: str, *, update_weights: bool, routing: Routing | None, router: RouterProcess | None = None
-    ) -> None:
-        self.name, self.update_weights, self.routing, self._router = name, update_weights, routing, router
+    name: str
+    update_weights: bool
+    routing: Routing = field(repr=False)
 
     @property
     def url(self) -> str:
         """The router's base address."""
-        return self._router.url if self.routing is None else self.routing.url  # type: ignore[union-attr]
+        return self.routing.url
 
     def client(self, **settings: Any) -> RemoteInferenceClient:
         """A client for requests; see `Routing.client`.
@@ -55,13 +54,10 @@ class ServedModel:
         Raises:
             ConfigError: the model has no engine.
         """
-        return self._engines().client(**settings)
+        return self.routing.client(**settings)
 
     def fleet(self, **settings: Any) -> Fleet:
-        """A client for `WeightSender`.
-
-        Args:
-            settings: as for `torchrl_ext.connect`; the key is the routing's where none is given.
+        """A client for `WeightSender`; see `Routing.fleet`.
 
         Raises:
             ConfigError: the model does not follow the trainer, or has no engine.
@@ -72,19 +68,11 @@ class ServedModel:
                 state="its engines keep the weights that they were started with",
                 hint="set update_weights: true for it",
             )
-        routing = self._engines()
-        return connect(*(info.url for info in routing.engines), **{"api_key": routing.api_key, **settings})
+        return self.routing.fleet(**settings)
 
     def close(self) -> None:
         """End the router where it is ours."""
-        for end in (self.routing, self._router):
-            if end is not None:
-                end.close() if isinstance(end, Routing) else end.stop()
-
-    def _engines(self) -> Routing:
-        if self.routing is None:
-            raise ConfigError(f"model {self.name!r} has a router and no engine")
-        return self.routing
+        self.routing.close()
 
 
 class Serving(ABC):
@@ -147,7 +135,7 @@ class ExternalEngines(Serving):
 
     def __init__(self, *addresses: str, router: str | None = None, **settings: Any) -> None:
         routing = Routing.over(*addresses, router=router, **settings)
-        self.models = MappingProxyType({"default": ServedModel("default", update_weights=True, routing=routing)})
+        self.models = MappingProxyType({"default": ServedModel(name="default", update_weights=True, routing=routing)})
 
     def recover(self) -> tuple[str, ...]:
         """Nothing but a warning: their life is not ours."""
@@ -229,10 +217,10 @@ class OwnedEngines(Serving):
         A topology gives engines on GPUs ``sleep_mode: true`` among their ``overrides``: without it vLLM only pauses,
         and SGLang refuses. An update wakes them (see `torchrl_ext.rpc.engines.sleep`).
         """
-        self._everywhere("sleep", level=1)
+        self._everywhere(lambda fleet: fleet.sleep(1))
 
     def onload(self) -> None:
-        self._everywhere("wake_up")
+        self._everywhere(lambda fleet: fleet.wake_up())
 
     def shutdown(self) -> None:
         """End routers first, then engines."""
@@ -241,9 +229,6 @@ class OwnedEngines(Serving):
         self._keeper.stop()
 
     def _routed(self, model: ModelPlan, settings: dict[str, Any]) -> ServedModel:
-        if not model.engines:
-            process = RouterProcess(**settings)
-            return ServedModel(model.name, update_weights=False, routing=None, router=process)
         infos = [
             EngineInfo(
                 url=kept.url,
@@ -256,9 +241,8 @@ class OwnedEngines(Serving):
             for kept in self._keeper.engines
             if kept.plan.model == model.name
         ]
-        return ServedModel(
-            model.name, update_weights=model.update_weights, routing=Routing(infos, api_key=self._api_key, **settings)
-        )
+        routing = Routing(infos, api_key=self._api_key, **settings)
+        return ServedModel(name=model.name, update_weights=model.update_weights and bool(infos), routing=routing)
 
     def _bootstrap_port(self, kept: Kept) -> int | None:
         """Where decode engines meet it; only a prefill engine has such a port, and it tells."""
@@ -266,23 +250,19 @@ class OwnedEngines(Serving):
             discover(kept.url, api_key=self._api_key)[0].bootstrap_port if kept.plan.worker_type == "prefill" else None
         )
 
-    def _everywhere(self, call: str, **arguments: Any) -> None:
+    def _everywhere(self, call: Callable[[Fleet], object]) -> None:
         for model in self._models.values():
-            if model.routing is not None:
-                client = model.client()
-                try:
-                    client.run(getattr(client, call)(**arguments))
-                finally:
-                    client.close()
+            if model.routing.engines:
+                call(model.routing.fleet())
 
     def _lost(self, kept: Kept) -> None:
         model = self._models.get(kept.plan.model)
-        if model is not None and model.routing is not None:
+        if model is not None:
             model.routing.withdraw(kept.url)
 
     def _restarted(self, kept: Kept) -> None:
         model = self._models.get(kept.plan.model)
-        if model is not None and model.routing is not None and not model.update_weights:
+        if model is not None and not model.update_weights:
             for _, problem in model.routing.restore(kept.url).problems:
                 raise EngineError(
                     f"{kept.plan.name} is up, and its router did not take it back: {problem}",
