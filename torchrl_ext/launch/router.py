@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import SGLANG_ROUTER, VLLM_ROUTER, Recipe, to_stderr
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.server import Server, ServerSpec, as_flags
+from torchrl_ext.launch.topology import check_pools
 
 __all__ = ["RouterProcess", "RouterSpec"]
 
@@ -87,10 +87,8 @@ class RouterSpec(ServerSpec):
         return False
 
     def check(self) -> None:
-        if self.workers and (self.prefill or self.decode):
-            raise ConfigError("a router has regular workers, or a prefill and a decode pool", hint="start two routers")
-        if bool(self.prefill) != bool(self.decode):
-            raise ConfigError("a prefill pool needs a decode pool, and the other way round")
+        given = {"regular": self.workers, "prefill": self.prefill, "decode": self.decode}
+        check_pools("a router", [worker_type for worker_type, urls in given.items() if urls])
 
     def interpreter(self) -> Path:
         return self._make.recipe.python(self.report)

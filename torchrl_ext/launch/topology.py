@@ -16,14 +16,14 @@ Source of the keys and of how they are resolved: ``--vllm-config`` of vime and `
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
 
-__all__ = ["EnginePlan", "ModelPlan", "Topology"]
+__all__ = ["EnginePlan", "ModelPlan", "Topology", "check_pools"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -191,7 +191,10 @@ def _model(kind: str, row: Any, hf_checkpoint: str | None, per_engine: int, offs
         offset += gpus
     if len(paths) > 1:
         raise ConfigError(f"groups of {name!r} have different paths: {', '.join(sorted(paths))}", expected="one model")
-    _check_types(name, {plan.worker_type for plan in engines})
+    types = {plan.worker_type for plan in engines}
+    check_pools(f"model {name!r}", types)
+    if types == {"encoder"}:
+        raise ConfigError(f"model {name!r} has encoders alone")
     path = paths.pop() if paths else str(row.get("model_path") or hf_checkpoint or "")
     engines.sort(key=lambda plan: plan.worker_type != "encoder")
     updated = _updated(name, row.get("update_weights", "auto"), path, hf_checkpoint)
@@ -209,16 +212,17 @@ def _updated(name: str, told: Any, path: str, hf_checkpoint: str | None) -> bool
     return False
 
 
-def _check_types(name: str, types: set[str]) -> None:
-    pools = types & {"prefill", "decode"}
+def check_pools(whose: str, types: Collection[str]) -> None:
+    """Refuse worker types that one router cannot serve together.
+
+    Raises:
+        ConfigError: a pool without the other, or pools beside regular engines; the message begins with ``whose``.
+    """
+    pools = {"prefill", "decode"}.intersection(types)
     if len(pools) == 1:
-        raise ConfigError(f"model {name!r} has {pools.pop()} engines alone", expected="a prefill and a decode group")
+        raise ConfigError(f"{whose} has {pools.pop()} engines alone", expected="prefill and decode engines")
     if pools and "regular" in types:
-        raise ConfigError(
-            f"model {name!r} has pools and regular engines", expected="one or the other", hint="two models"
-        )
-    if types == {"encoder"}:
-        raise ConfigError(f"model {name!r} has encoders alone")
+        raise ConfigError(f"{whose} has pools and regular engines", expected="one or the other", hint="two routers")
 
 
 def _keys(row: Any, known: set[str], what: str) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, UpdateError, WeightSyncError
 from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.launch.topology import check_pools
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.remote import RemoteInferenceClient
@@ -351,9 +352,5 @@ def _check(engines: Sequence[EngineInfo]) -> None:
     asked = {type(dialects.make(info.kind)) for info in engines}
     if len(asked) > 1:
         kinds = ", ".join(sorted({info.kind for info in engines}))
-        raise ConfigError(f"{kinds} are asked in different ways", expected="engines of one kind behind a router")
-    types = {info.worker_type for info in engines} - {"encoder"}
-    if "regular" in types and len(types) > 1:
-        raise ConfigError("one router has regular workers or pools, not both", expected="two routers")
-    if len(types) == 1 and types != {"regular"}:
-        raise ConfigError(f"there are only {types.pop()} engines", expected="prefill and decode engines")
+        raise ConfigError(f"{kinds} are asked in different dialects", expected="engines of one kind behind a router")
+    check_pools("a router", {info.worker_type for info in engines})
