@@ -16,7 +16,7 @@ PACKAGE = ROOT / "torchrl_ext"
 FLOORS = [
     {"errors"},
     {"types", "registry", "files", "waiting"},
-    {"kernels"},
+    {"kernels", "messages"},
     {"stores", "weights"},
     {"codecs"},
     {"landing"},
@@ -39,7 +39,8 @@ HOMES = {
     "pytest": {"testing"},
 }
 IN_ENGINES = {
-    "types", "errors", "registry", "files", "waiting", "kernels", "weights", "codecs", "landing", "stores", "versions",
+    "types", "errors", "messages", "registry", "files", "waiting", "kernels", "weights", "codecs", "landing", "stores",
+    "versions",
     "transports", "proof", "sync", "plugins",
 }  # fmt: skip
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "aiohttp", "httpx", "requests", "peft", "datasets"}

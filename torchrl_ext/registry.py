@@ -21,7 +21,7 @@ from torchrl_ext.errors import ConfigError
 
 log = logging.getLogger("torchrl_ext")
 
-__all__ = ["Entry", "Registry", "engines", "launchers", "receivers", "scorers", "switches", "transports"]
+__all__ = ["Entry", "Registry", "engines", "launchers", "scorers", "transports"]
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,6 @@ engines.register(
 )
 
 engines.register("ray", "torchrl_ext.sync.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines")
-
-receivers = Registry("receiver")
-receivers.register("default", "torchrl_ext.sync.receiver:WeightReceiver", "lands weights in a module or a TensorDict")
-
-switches = Registry("switch")
-switches.register("default", "torchrl_ext.sync.switching:Switch", "other weights for an engine of this process")
 
 scorers = Registry("scorer")
 scorers.register("vllm", "torchrl_ext.plugins.vllm.scorer:VLLMScorer", "log-probabilities of tokens by a vLLM object")

@@ -9,27 +9,19 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torchrl_ext.errors import ManifestError
 
 __all__ = [
-    "ADAPTERS_ROUTE",
-    "ANSWERS",
-    "BACKEND",
-    "CHANNEL",
-    "HOLLOW",
-    "OPEN_UPDATE",
     "PROOFS",
-    "STILL_STAGING",
     "EngineInfo",
     "EngineRow",
     "Handoff",
     "Info",
     "ParamMeta",
-    "Receiver",
     "SyncReport",
     "adapter_label",
     "adapter_rank",
@@ -42,23 +34,8 @@ __all__ = [
 Info = dict[str, Any]
 """A JSON-safe message: str, int, float, bool, None, and lists and dicts of these."""
 
-BACKEND = "torchrl_ext"
-"""The name of our weight-transfer backend inside vLLM."""
-
 API_KEY_VARIABLE = "TORCHRL_EXT_API_KEY"
 """Environment variable with the key that an embedded engine wants; commands that talk to engines send it."""
-
-CHANNEL = "torchrl_ext:"
-"""What our messages to SGLang begin with; they travel as the ``action`` of its ``/weights_checker``."""
-
-OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
-"""What an engine's refusal to join says when `/finish_weight_update` has to end an abandoned update first."""
-
-HOLLOW = "torchrl_ext: the weights were given up in a sleep, and no update has filled them since"
-"""What an engine says when it is asked whether it has weights to serve, and it has not."""
-
-STILL_STAGING = "torchrl_ext: the version is still being staged"
-"""What an engine says when it is asked whether a prefetch is over, and it is not."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -76,14 +53,6 @@ def dtype_from_name(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ManifestError(f"{name!r} is no dtype of torch {torch.__version__}")
     return dtype
-
-
-ANSWERS = "torchrl_ext answers: "
-"""What vLLM's workers put before an answer in JSON; their route can hand nothing back but an error's words."""
-
-
-ADAPTERS_ROUTE = "/torchrl_ext/adapters"
-"""Where our plugin in vLLM lists LoRA adapters; what can be done with them lies below."""
 
 
 @dataclass(frozen=True)
@@ -288,28 +257,6 @@ class SyncReport:
 
 def _finite(fields: Iterable[tuple[str, Any]]) -> Info:
     return {name: str(value) if value in (math.inf, -math.inf) else value for name, value in fields}
-
-
-class Receiver(Protocol):
-    """The engine end as the control layer sees it; an HTTP route, an actor call or a direct call away."""
-
-    def connect(self, info: Info) -> None:
-        """Join the transport that ``info`` names."""
-
-    def rehearse(self, question: Info) -> Info:
-        """See `torchrl_ext.sync.receiver.WeightReceiver.rehearse`."""
-
-    def prefetch(self, version: int) -> None:
-        """Do for ``version`` whatever can be done while the engine serves."""
-
-    def start(self) -> None:
-        """The engine is paused: make ready to load."""
-
-    def load(self, info: Info) -> None:
-        """Receive one handoff."""
-
-    def finish(self, version: int) -> None:
-        """Everything arrived: make ``version`` the one in service."""
 
 
 def is_loopback(host: str) -> bool:

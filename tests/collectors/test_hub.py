@@ -13,6 +13,7 @@ import pytest
 from torchrl_ext.collectors.hub import Hub, dial
 from torchrl_ext.collectors.worker_end import Station, WorkerEngine
 from torchrl_ext.errors import DeadlineError, EngineUnreachableError, NotConnectedError, WeightSyncError
+from torchrl_ext.messages import Finish, Join, Rehearse
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.links import Link
@@ -64,11 +65,11 @@ class TestDeadlines:
     def test_a_worker_that_does_not_read_ends_the_trainers_ask(self, ends, monkeypatch):
         monkeypatch.setattr("torchrl_ext.collectors.worker_end._GRACE_S", 0.0)
         engine = WorkerEngine(Link(ends[0], "worker 3"), timeout_s=0.3)
-        error = within(engine.ask, "connect", LARGE)
+        error = within(engine.ask, Join(transport="disk", params=(), offer=LARGE))
         assert isinstance(error, DeadlineError)
         assert "worker 3 did not read" in error.what and "was closed" in error.state
         assert engine.rows()[0].state == "unreachable"
-        assert isinstance(within(engine.ask, "finish", 1), EngineUnreachableError)
+        assert isinstance(within(engine.ask, Finish(version=1)), EngineUnreachableError)
 
     def test_a_message_of_any_size_reaches_one_who_reads(self, ends):
         sender, reader = Link(ends[0], "a"), Link(ends[1], "b")
@@ -99,7 +100,7 @@ class TestDeadlines:
 
         station = Station(Link(ends[0], "the trainer"), Talkative(), lambda version: None)
         station.start()
-        ends[1].sendall(frame(json.dumps({"number": 1, "ask": "rehearse", "argument": {}}).encode()))
+        ends[1].sendall(frame(json.dumps({"number": 1, "message": Rehearse().to_json()}).encode()))
         station._thread.join(WAIT_S)
         assert not station._thread.is_alive()
         station.stop()
@@ -135,14 +136,15 @@ class TestWhatOthersSay:
                 theirs.sendall(frame(json.dumps(answer).encode()))
                 theirs.shutdown(socket.SHUT_WR)
                 with suppress(WeightSyncError):
-                    engine.ask("finish", 1)
+                    engine.ask(Finish(version=1))
 
     def test_a_worker_takes_any_question(self):
         draw = random.Random(5)
         for _ in range(40):
-            asked = {"number": 1, "ask": "connect", "argument": None}
-            asked[draw.choice([*asked])] = draw.choice([None, 5, [], {}, "rehearse", {"params": 3}])
-            asked = draw.choice([asked, {}, [asked], "connect"])
+            message = Join(transport="disk", params=(), offer={}).to_json()
+            message[draw.choice([*message])] = draw.choice([None, 5, [], {}, "rehearse", {"params": 3}])
+            asked = {"number": 1, "message": draw.choice([message, message, None, 5, [], {}, "join"])}
+            asked = draw.choice([asked, asked, {}, [asked], "join"])
             with _tcp_pair() as (ours, theirs):
                 station = Station(Link(ours, "the trainer"), WeightReceiver({}), lambda version: None)
                 theirs.sendall(frame(json.dumps(asked).encode()))

@@ -14,8 +14,8 @@ from tests.engine.served import ServedSGLang, ServedVLLM
 from tests.models import PROMPT, VOCAB, greedy, tiny_model
 from tests.processes import ROOT, WAIT_S
 from torchrl_ext.errors import EngineRefusedError, UpdateError
+from torchrl_ext.messages import ADAPTERS_ROUTE
 from torchrl_ext.rollout.remote import RemoteInferenceClient
-from torchrl_ext.types import ADAPTERS_ROUTE
 
 pytestmark = pytest.mark.engine
 

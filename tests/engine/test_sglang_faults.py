@@ -12,7 +12,8 @@ from tests.engine.served import until_met
 from tests.engine.test_sglang_sync import running
 from tests.models import tiny_model
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.types import CHANNEL, ParamMeta
+from torchrl_ext.messages import CHANNEL
+from torchrl_ext.types import ParamMeta
 
 pytestmark = pytest.mark.engine
 
@@ -80,9 +81,10 @@ def test_whatever_is_said_to_the_plugin_does_not_end_the_server(serving):
         "no json",
         "[]",
         "{}",
-        '{"load": 3}',
-        '{"load": {"verify": {"x": "0"}}}',
-        '{"connect": {}}',
+        '{"format": 1, "kind": "load", "version": 3}',
+        '{"format": 1, "kind": "verify", "digests": {"x": "0"}}',
+        '{"format": 1, "kind": "join", "transport": "disk", "params": [], "offer": {}}',
+        '{"format": 99, "release": "9.9", "kind": "poll"}',
     ):
         answer = serving.http.call("POST", "/weights_checker", {"action": CHANNEL + text})
         assert answer.status == 400 and answer.json()["message"], text

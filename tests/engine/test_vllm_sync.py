@@ -1,6 +1,5 @@
 """A stock vLLM server follows a trainer, and lands or refuses what comes: the suite, and what vLLM alone has."""
 
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,9 +8,6 @@ import torchrl_ext as tx
 from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
 from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
-from tests.processes import ROOT, WAIT_S
-from torchrl_ext.launch.environments import VLLM_CPU
-from torchrl_ext.types import STILL_STAGING
 
 pytestmark = pytest.mark.engine
 
@@ -26,30 +22,6 @@ class TestFollowingInBfloat16(FollowsInBfloat16):
 
 class TestRecovering(Recovers):
     kind = "vllm"
-
-
-ASKED = """
-from concurrent.futures import Future
-from torchrl_ext.errors import EngineError
-from torchrl_ext.plugins import vllm_engine
-
-def waiting(*_, **__):
-    raise AssertionError("the worker waits, in the thread that generates")
-
-vllm_engine.wait = waiting
-engine = object.__new__(vllm_engine.TorchRLExtEngine)
-engine._staging = Future()
-try:
-    engine._stage({"prefetched": 1})
-except EngineError as error:
-    print(error)
-"""
-
-
-def test_a_question_whether_staging_is_over_does_not_keep_a_worker_from_generating(vllm):
-    command = [str(VLLM_CPU.python()), "-c", ASKED]
-    done = subprocess.run(command, cwd=ROOT, timeout=WAIT_S, capture_output=True, text=True)
-    assert STILL_STAGING in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("pause_mode", ["abort", "wait", "keep"])

@@ -15,6 +15,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_model
 from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.messages import Inspect, Join, Load, Rehearse, Verify
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.stores.opening import ROOTS_VARIABLE, admit
 from torchrl_ext.sync.access import bears_key
@@ -26,7 +27,7 @@ KEY = "sesame"
 GET = ("/load", "/server_info", "/get_world_size", "/weight_info", "/weights_digest", "/is_paused", "/is_sleeping")
 POST = (
     "/prompt_logprobs", "/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory",
-    "/init_weight_transfer_engine", "/prefetch_weights", "/start_weight_update", "/update_weights",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
     "/finish_weight_update", "/reset_prefix_cache", "/inference/v1/generate",
 )  # fmt: skip
 
@@ -115,7 +116,7 @@ def test_a_directory_for_local_copies_is_made_only_in_one_that_is_there(tmp_path
 
 
 def asked(http, **question):
-    answer = http.post("/init_weight_transfer_engine", json={"init_info": {"inspect": question}})
+    answer = http.post("/init_weight_transfer_engine", json={"init_info": Inspect(**question).to_json()})
     assert answer.status_code == 200
     return answer.json()["answer"]
 
@@ -155,7 +156,7 @@ def test_an_open_port_looks_as_a_closed_one_and_takes_as_long(monkeypatch):
     token, took, told = "a" * 32, [], []
     for port in ports:
         began = time.monotonic()
-        told.append(inspect({"dial": ["127.0.0.1", port], "token": token})["dial"])
+        told.append(inspect(Inspect(dial=["127.0.0.1", port], token=token))["dial"])
         took.append(time.monotonic() - began)
     listener.close()
     assert told[0] == told[1] and not told[0]["reached"]
@@ -183,7 +184,7 @@ def test_a_body_beyond_what_an_update_needs_is_refused_before_it_is_read(http):
         for _ in range(65):
             yield b" " * (1 << 20)
 
-    answer = http.post("/prefetch_weights", content=body())
+    answer = http.post("/update_weights", content=body())
     assert answer.status_code == 400 and "more than 67108864 bytes" in answer.json()["error"]["message"]
 
 
@@ -280,19 +281,23 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     shared = {"root": str(tmp_path), "run_id": "a" * 32, "probe": ".probe.tmp-" + "0" * 32, "host": "here"}
     (tmp_path / shared["probe"]).write_text(shared["run_id"])
     group = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "backend": "gloo", "room": "r"}
-    joining = [
+    offers = [
         {"transport": "disk", **shared},
         {"transport": "delta", **shared, "base": str(tmp_path), "needs_base": True, "local_dir": str(tmp_path / "x")},
         {"transport": "ipc", "address": "x", "session": "y", "timeout_s": 0.05},
         {"transport": "collective", **group, "bucket_bytes": 1000, "timeout_s": 0.05, "rank_offset": 1},
-        {"inspect": {"root": shared, "dial": ["127.0.0.1", 9], "clear": shared}},
-        {"rehearse": {"how": "once", "ask": True}},
+    ]
+    joining = [Join.of({**offer, "params": params}).to_json() for offer in offers]
+    joining += [
+        Inspect(root=shared, dial=["127.0.0.1", 9], clear=shared).to_json(),
+        Rehearse(how="once", ask=True).to_json(),
     ]
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 2, "stop_token_ids": [1], "logprobs": 1, "n": 1}
     asks = [
         ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": sampling, "request_id": "x"}),
         ("/prompt_logprobs", {"prompts": [[1, 2], [3, 4]]}),
-        ("/update_weights", {"update_info": {"version": 1, "params": params, "verify": {"a": "b"}}}),
+        ("/update_weights", {"update_info": Load(version=1, handoff={"params": params}).to_json()}),
+        ("/update_weights", {"update_info": Verify(digests={"a": "b"}).to_json()}),
         ("/finish_weight_update", {"weight_version": "1"}),
     ]
     chance = random.Random(0)
@@ -300,8 +305,9 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
         route, body = chance.choice(asks)
         body = mutated(chance, body)
         if chance.random() < 0.6:
-            route, info = "/init_weight_transfer_engine", mutated(chance, chance.choice(joining))
-            whole = isinstance(info, dict) and chance.random() < 0.9
+            route, message = "/init_weight_transfer_engine", chance.choice(joining)
+            info = mutated(chance, message)
+            whole = isinstance(info, dict) and "params" in message and chance.random() < 0.9
             body = {"init_info": {**info, "params": params} if whole else info}
         answer = http.post(route, content=json.dumps(body), headers={"content-type": "application/json"})
         told = answer.json().get("error", {}) if answer.status_code != 200 else {}

@@ -18,6 +18,7 @@ from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
 from torchrl_ext.launch.sglang import SGLangServer
 from torchrl_ext.launch.vllm import VLLMServer
+from torchrl_ext.messages import Seal
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.sync.inprocess import InProcessEngine
@@ -200,7 +201,7 @@ def test_control_calls_that_fail_say_how_each_engine_is(server, engine):
     for paused, state in ((True, "paused"), (False, "serving")):
         client.run(client.pause() if paused else client.resume())
         with pytest.raises(EngineError, match="no weight update is open") as caught:
-            client.run(client.update_named_weights({"names": []}))
+            client.run(client.update_named_weights(Seal().to_json()))
         (row,) = caught.value.rows
         assert (row.engine, row.state) == (server.url, state) and "no weight update is open" in row.error
     client.close()

@@ -16,6 +16,7 @@ from torchrl_ext.codecs.patch import diff
 from torchrl_ext.codecs.slime.flush import build_flush, flush_name
 from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError, WeightSyncError
 from torchrl_ext.landing.loader import as_loader
+from torchrl_ext.messages import Join, Seal
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
@@ -350,7 +351,9 @@ def test_weights_that_do_not_fit_are_named_and_the_engine_serves_on(
 
 def test_a_transport_that_cannot_reach_the_process_is_refused_with_those_that_can(http):
     for name in ("memory", "pigeon"):
-        answer = http.post("/init_weight_transfer_engine", json={"init_info": {"transport": name}})
+        answer = http.post(
+            "/init_weight_transfer_engine", json={"init_info": Join(transport=name, params=(), offer={}).to_json()}
+        )
         assert answer.status_code == 400
         _, _, expected = answer.json()["error"]["message"].partition("Expected: ")
         assert "collective" in expected and "disk" in expected and "memory" not in expected
@@ -366,7 +369,8 @@ def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another
     answers = []
 
     def join():
-        answers.append(httpx.post(f"{server.url}/init_weight_transfer_engine", json={"init_info": info}, timeout=120))
+        body = {"init_info": Join.of(info).to_json()}
+        answers.append(httpx.post(f"{server.url}/init_weight_transfer_engine", json=body, timeout=120))
 
     thread = threading.Thread(target=join)
     thread.start()
@@ -382,7 +386,7 @@ def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another
 def test_an_update_needs_a_pause_and_a_start(http, in_service):
     in_service(0)
     assert http.post("/start_weight_update").status_code == 409
-    answer = http.post("/update_weights", json={"update_info": {}})
+    answer = http.post("/update_weights", json={"update_info": Seal().to_json()})
     assert answer.status_code >= 400 and "start_weight_update" in answer.json()["error"]["message"]
 
 

@@ -11,7 +11,6 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.server import make_overlay
 from torchrl_ext.launch.sglang import SGLangServer
-from torchrl_ext.plugins.common.workers import joined
 
 LOOK = """
 import sys
@@ -40,11 +39,6 @@ def test_the_overlay_brings_the_plugin_and_nothing_of_the_trainers(tmp_path):
 def test_a_model_that_does_not_exist_is_refused_before_anything_is_installed(tmp_path):
     with pytest.raises(ConfigError, match="no directory"):
         SGLangServer(tmp_path / "nothing", python="/no/python")
-
-
-def test_failures_in_the_same_words_are_told_once():
-    assert joined(["only one"]) == "only one"
-    assert joined(["", "late", "late", "lost"]) == "worker 1, 2: late; worker 3: lost"
 
 
 TOGETHER = """

@@ -227,7 +227,7 @@ def test_input_that_cannot_work_is_refused_before_anything_is_sent(client, urls)
 def test_control_calls_to_a_router_are_refused_and_reach_no_engine(routing, urls):
     for call in (
         lambda: VLLMEngine(routing.url).pause(),
-        lambda: EmbeddedEngine(routing.url).connect({"transport": "disk"}),
+        lambda: EmbeddedEngine(routing.url).connect({"transport": "disk", "params": []}),
         lambda: tx.make_engine("sglang", url=routing.url).pause(),
     ):
         with pytest.raises(ConfigError, match=f"{routing.url} is a router"):

@@ -4,8 +4,8 @@ import json
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.rpc.servers import GOOD, running
-from torchrl_ext.types import ADAPTERS_ROUTE
+from tests.rpc.servers import GOOD, bare, running
+from torchrl_ext.messages import ADAPTERS_ROUTE
 
 
 class Adapters:
@@ -17,13 +17,15 @@ class Adapters:
     def told(self, body):
         return 200, {"adapters": {name: {"version": version} for name, version in self.served.items()}}
 
+    def answer(self, body):
+        return getattr(self, body["kind"].removesuffix("_adapter"))(body)
+
     def check(self, body):
         return 200, {}
 
     def stage(self, body):
         if self.refusal is not None:
             return 400, {"error": self.refusal}
-        assert set(body) == {"name", "version", "path"}
         self.files[body["version"]] = sorted(path.name for path in Path(body["path"]).iterdir())
         self.staged[body["name"]] = body["version"]
         return 200, {}
@@ -44,16 +46,13 @@ def serving_adapters():
     """The server, with what it holds as ``adapters``."""
     adapters = Adapters()
     routes = {f"GET {ADAPTERS_ROUTE}": adapters.told}
-    routes |= {f"POST {ADAPTERS_ROUTE}/{name}": getattr(adapters, name) for name in _POSTS}
+    routes |= {f"POST {ADAPTERS_ROUTE}": adapters.answer}
     with running({**GOOD, **routes}) as server:
         server.adapters = adapters
         yield server
 
 
-_POSTS = ("check", "stage", "serve", "unload")
-
-
 def actions(server):
     """The questions about adapters that an SGLang server was sent."""
     found = [json.loads(body["action"].partition(":")[2]) for _, _, body in server.calls if body and "action" in body]
-    return [message["adapters"] for message in found]
+    return [bare(message) for message in found]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-from torchrl_ext.types import ANSWERS, HOLLOW
+from torchrl_ext.messages import ANSWERS
 
 CONFIG = {
     "model_config": {"model": "/models/policy", "dtype": "torch.float32"},
@@ -40,6 +40,13 @@ def failed(words):
         "please check the stack trace above for the root cause"
     )
     return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+
+
+def bare(message):
+    """A message without what says whose it is, and without fields that are as they are by default."""
+    plain = {"rank_offset": 1, "world_size": None, "compares": True, "unproved": False, "params": [], "offer": {}}
+    own = {name: value for name, value in message.items() if name not in ("format", "release")}
+    return {name: value for name, value in own.items() if plain.get(name, message) != value}
 
 
 class Resting:
@@ -100,10 +107,10 @@ class Resting:
         return 200, {"status": "sleeping" if self.asleep else "awake"}
 
     def tell(self, asked):
-        info = asked["init_info"]
-        self.hollow = self.hollow or ("doubt" in info and "hollow" in info)
-        if "doubt" not in info and "hollow" in info and self.hollow:
-            return failed(f"EngineError: {HOLLOW}.")
+        kind = asked["init_info"]["kind"]
+        self.hollow = self.hollow or kind == "reset"
+        if kind == "state" and self.hollow:
+            return failed(f'EngineError: {ANSWERS}{{"empty": true}}.')
         return 200, {"message": "done"}
 
     def start(self):
@@ -119,8 +126,8 @@ def rehearsing(*, needed=True, refused=False, restored=True):
     """Answers of ``/init_weight_transfer_engine`` whose two workers rehearse, as vLLM's server words them."""
 
     def answer(body):
-        question = (body or {}).get("init_info", {}).get("rehearse")
-        if question is None:
+        question = (body or {}).get("init_info", {})
+        if question.get("kind") != "rehearse":
             return 200, {"message": "done"}
         if refused and not question.get("ask"):
             return failed("layer.0 (Experts): not as after a cold start")

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from tests.rpc.adapter_servers import actions, serving_adapters
-from tests.rpc.servers import running
+from tests.rpc.servers import bare, running
 from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.messages import ADAPTERS_ROUTE
 from torchrl_ext.rpc.engines.embedded import EmbeddedEngine
 from torchrl_ext.rpc.engines.sglang import SGLangEngine
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.types import ADAPTERS_ROUTE
 
 HANDOFF = {"version": 3, "path": "/root/a/weight_v000003"}
 
@@ -29,13 +29,13 @@ def test_a_version_is_staged_then_served_and_vllm_is_neither_paused_nor_flushed(
         adapter.prefetch(3)
         with adapter.updating(3):
             server.adapters.staged["a"] = 3  # what the load leaves behind
-            server.answers[f"POST {ADAPTERS_ROUTE}/stage"] = (200, {})
+            server.adapters.stage = lambda body: (200, {})
             adapter.load(HANDOFF)
-        assert server.calls == [
-            (f"POST {ADAPTERS_ROUTE}/check", {}, {"info": {"root": "/root/a", "params": []}}),
-            (f"POST {ADAPTERS_ROUTE}/stage", {}, {"name": "a", **HANDOFF}),
-            (f"POST {ADAPTERS_ROUTE}/serve", {}, {"name": "a", "version": 3}),
-            (f"GET {ADAPTERS_ROUTE}", {}, None),
+        assert [(call, body and bare(body)) for call, _, body in server.calls] == [
+            (f"POST {ADAPTERS_ROUTE}", {"kind": "check_adapter", "root": {"root": "/root/a"}}),
+            (f"POST {ADAPTERS_ROUTE}", {"kind": "stage_adapter", "name": "a", **HANDOFF}),
+            (f"POST {ADAPTERS_ROUTE}", {"kind": "serve_adapter", "name": "a", "version": 3}),
+            (f"GET {ADAPTERS_ROUTE}", None),
         ]
         (row,) = adapter.rows()
         assert (row.engine, row.state, row.version, row.pause_s) == (server.url, "serving", 3, 0)
@@ -50,11 +50,11 @@ def test_sglang_is_told_by_messages():
             adapter.load(HANDOFF)
         adapter.unload()
         assert actions(server) == [
-            {"check": {"root": "/root/a", "params": []}},
-            {"stage": "a", "version": 3, "path": HANDOFF["path"]},
-            {"serve": "a", "version": 3},
-            {"list": True},
-            {"unload": "a"},
+            {"kind": "check_adapter", "root": {"root": "/root/a"}},
+            {"kind": "stage_adapter", "name": "a", "version": 3, "path": HANDOFF["path"]},
+            {"kind": "serve_adapter", "name": "a", "version": 3},
+            {"kind": "list_adapters"},
+            {"kind": "unload_adapter", "name": "a"},
         ]
 
 
@@ -77,7 +77,7 @@ def test_a_version_counts_only_when_the_engine_says_that_it_serves_it():
     ],
 )
 def test_a_server_that_serves_no_adapters_is_told_apart(kind, answer, hint):
-    with running({f"POST {ADAPTERS_ROUTE}/check": answer, "POST /weights_checker": answer}) as server:
+    with running({f"POST {ADAPTERS_ROUTE}": answer, "POST /weights_checker": answer}) as server:
         adapter = kind(server.url).adapter("a")
         with pytest.raises(EngineRefusedError, match=f"(?s)make ready for adapter 'a'.*{hint}"):
             adapter.connect({"params": []})
@@ -93,7 +93,7 @@ def test_an_unknown_name_cannot_be_unloaded():
 def test_workers_words_come_without_their_wrapping():
     words = "Call to init_weight_transfer_engine method failed: EngineError: ConfigError: LoRA rank 16 is greater"
     with serving_adapters() as server:
-        server.answers[f"POST {ADAPTERS_ROUTE}/check"] = (400, {"error": words})
+        server.answers[f"POST {ADAPTERS_ROUTE}"] = (400, {"error": words})
         with pytest.raises(EngineRefusedError, match="rank 16") as error:
             VLLMEngine(server.url).adapter("a").connect({"params": []})
         assert "Call to" not in str(error.value)

@@ -244,7 +244,7 @@ def test_an_sglang_server_is_described_though_its_control_routes_are_not_for_eve
         assert (info.kind, info.model, info.transports) == ("sglang", "/m", ())
         engine = tx.make_engine("sglang", url=f"127.0.0.1:{server.port}")
         with pytest.raises(EngineRefusedError, match=f"{status}: not for you"):
-            engine.connect({"transport": "disk"})
+            engine.connect({"transport": "disk", "params": []})
         engine.close()
 
 

@@ -23,7 +23,7 @@ JUNK = [
     {"message": "{}"},
     {"message": json.dumps({"needed": 3, "proof": "none that is known", "working": [], "flushed": None})},
     {"message": json.dumps({"proof": "sent"})},
-    {"message": json.dumps({"torchrl_ext": 1, "asleep": 5, "hollow": "x", "paused": []})},
+    {"message": json.dumps({"torchrl_ext": 1, "asleep": 5, "empty": "x", "paused": []})},
     {"loads": 3},
     {"loads": [3, {"num_waiting_reqs": "many"}]},
     {"world_size": "many"},
@@ -44,7 +44,7 @@ def calls(engine):
     return [
         engine.info,
         lambda: engine.world_size,
-        lambda: engine.connect({"transport": "disk"}),
+        lambda: engine.connect({"transport": "disk", "params": []}),
         lambda: engine.rehearse("always"),
         lambda: engine.prefetch(3),
         lambda: engine.begin(3),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rpc.servers import rehearsing, running
+from tests.rpc.servers import bare, rehearsing, running
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
@@ -24,7 +24,7 @@ def rehearsal(how="once", **answers):
         except EngineRefusedError as error:
             failure = error
         calls = [call for call in changes(server) if not call.endswith("/generate")]
-        asked = [body["init_info"]["rehearse"] for call, _, body in server.calls if call == INIT]
+        asked = [bare(body["init_info"]) for call, _, body in server.calls if call == INIT]
         engine.close()
     return engine, failure, calls, asked
 
@@ -32,14 +32,16 @@ def rehearsal(how="once", **answers):
 def test_an_engine_is_paused_for_it_and_proves_the_least_of_its_workers():
     engine, failure, calls, asked = rehearsal()
     assert failure is None and calls == [INIT, "POST /pause", INIT, "POST /resume"]
-    assert asked == [{"how": "once", "ask": True}, {"how": "once"}]
+    assert asked == [{"kind": "rehearse", "how": "once", "ask": ask} for ask in (True, False)]
     assert engine.proof == "in place" and [told["worker"] for told in engine.rehearsed] == [0, 1]
     assert engine.rows()[0].state == "serving" and engine.rows()[0].proof == "in place"
 
 
 def test_one_that_has_nothing_to_show_is_not_paused():
     engine, _, calls, asked = rehearsal("always", needed=False)
-    assert calls == [INIT] and asked == [{"how": "always", "ask": True}] and engine.proof == "in place"
+    assert (
+        calls == [INIT] and asked == [{"kind": "rehearse", "how": "always", "ask": True}] and engine.proof == "in place"
+    )
 
 
 @pytest.mark.parametrize(("restored", "state"), [(True, "serving"), (False, "paused")])

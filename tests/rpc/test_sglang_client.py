@@ -5,11 +5,12 @@ import json
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.servers import running
+from tests.rpc.servers import bare, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.messages import CHANNEL
 from torchrl_ext.rpc.engines.sglang import SGLangEngine
-from torchrl_ext.types import CHANNEL
 
+JOIN = {"transport": "disk", "params": []}
 GONE = (404, {"detail": "Not Found"})
 DONE = (200, {"success": True, "message": "Success"})
 STARTED_WITH = {
@@ -59,7 +60,7 @@ STOCK = refused("Unsupported action='torchrl_ext:{\"hello\": true}'")
 
 
 def update(engine, version=8):
-    engine.connect({"transport": "disk"})
+    engine.connect(JOIN)
     engine.prefetch(version)
     with engine.updating(version):
         engine.load({"version": version, "path": "/updates/weight_v000008", "params": []})
@@ -70,7 +71,7 @@ def said(server):
     found = []
     for call, _, body in server.calls:
         action = str((body or {}).get("action", ""))
-        found.append(json.loads(action.removeprefix(CHANNEL)) if action.startswith(CHANNEL) else call)
+        found.append(bare(json.loads(action.removeprefix(CHANNEL))) if action.startswith(CHANNEL) else call)
     return found
 
 
@@ -80,27 +81,27 @@ def test_an_update_pauses_flushes_transfers_and_resumes():
         update(engine)
         engine.load({"verify": {"w": "00"}})
         assert said(server) == [
-            {"hello": True},
-            {"connect": {"rank_offset": 1, "transport": "disk"}},
-            {"poll": True},
+            {"kind": "inspect", **dict.fromkeys(("root", "clear", "dial", "token"))},
+            {"kind": "join", "transport": "disk"},
+            {"kind": "poll"},
             "GET /server_info",
-            {"rest": True},
+            {"kind": "state"},
             "GET /ready",
-            {"prefetch": 8},
-            {"poll": True},
-            {"rest": True},
+            {"kind": "prefetch", "version": 8},
+            {"kind": "poll"},
+            {"kind": "state"},
             "GET /ready",
             "POST /pause_generation",
-            {"flush": True},
+            {"kind": "flush"},
             "POST /begin_weight_update",
-            {"start": True, "session": True},
-            {"load": {"version": 8, "path": "/updates/weight_v000008", "params": []}},
-            {"seal": 8, "label": "8"},
+            {"kind": "start", "bracketed": True},
+            {"kind": "load", "version": 8, "handoff": {"path": "/updates/weight_v000008", "params": []}},
+            {"kind": "finish", "version": 8},
             "POST /end_weight_update",
             "POST /update_weight_version",
             "GET /model_info",
             "POST /continue_generation",
-            {"load": {"verify": {"w": "00"}}},
+            {"kind": "verify", "digests": {"w": "00"}},
         ]
         bodies = {call: body for call, _, body in server.calls}
         assert bodies["POST /pause_generation"] == {"mode": "retract"}
@@ -121,7 +122,7 @@ def test_a_store_of_keys_is_cleared_after_the_flush(setting, route):
     with running({**NEW, "GET /server_info": told, route: (200, "cleared")}) as server:
         update(SGLangEngine(server.url))
         calls = said(server)
-        assert calls.index({"flush": True}) < calls.index(route) < calls.index("POST /begin_weight_update")
+        assert calls.index({"kind": "flush"}) < calls.index(route) < calls.index("POST /begin_weight_update")
 
 
 def test_a_store_of_keys_that_cannot_be_cleared_keeps_the_update_away():
@@ -129,13 +130,13 @@ def test_a_store_of_keys_that_cannot_be_cleared_keeps_the_update_away():
     with running({**NEW, "GET /server_info": told, CLEAR: (400, "busy")}) as server:
         with pytest.raises(EngineRefusedError, match=r"(?s)could not clear the store.*busy.*serves again"):
             update(SGLangEngine(server.url))
-        assert said(server)[-3:] == ["POST /continue_generation", {"rest": True}, "GET /ready"]
+        assert said(server)[-3:] == ["POST /continue_generation", {"kind": "state"}, "GET /ready"]
 
 
 def test_earlier_releases_have_no_session_around_an_update():
     with running(OLD) as server:
         update(SGLangEngine(server.url, pause_mode="abort"))
-        assert {"start": True, "session": False} in said(server)
+        assert {"kind": "start", "bracketed": False} in said(server)
         assert "POST /end_weight_update" not in said(server)
         assert {"mode": "abort"} in [body for _, _, body in server.calls]
 
@@ -146,7 +147,7 @@ def test_without_the_plugin_full_files_go_through_sglangs_own_route(generation):
         engine = SGLangEngine(server.url)
         update(engine)
         assert said(server) == [
-            {"hello": True},
+            {"kind": "inspect", **dict.fromkeys(("root", "clear", "dial", "token"))},
             "GET /server_info",
             "GET /ready",
             "POST /pause_generation",
@@ -173,13 +174,13 @@ def test_without_the_plugin_full_files_go_through_sglangs_own_route(generation):
 def test_without_the_plugin_other_transports_are_refused_with_what_is_missing(checker):
     with running(NEW, post_weights_checker=checker) as server:
         with pytest.raises(EngineRefusedError, match=r"(?s)without our plugin.*'collective'.*sglang\.srt\.plugins"):
-            SGLangEngine(server.url).connect({"transport": "collective"})
+            SGLangEngine(server.url).connect({"transport": "collective", "params": []})
         assert "POST /pause_generation" not in server.routes()
 
 
 def test_replicas_take_no_part_in_a_group():
     with running(NEW) as server, pytest.raises(EngineRefusedError, match=r"3 data-parallel replicas.*--dp-size 1"):
-        SGLangEngine(server.url).connect({"transport": "collective"})
+        SGLangEngine(server.url).connect({"transport": "collective", "params": []})
 
 
 def test_a_session_that_a_trainer_left_open_is_closed_first():
@@ -203,15 +204,15 @@ def test_a_cache_that_is_never_free_reaches_the_deadline_and_the_server_serves_a
         engine = SGLangEngine(server.url, flush_timeout_s=0.2)
         with pytest.raises(DeadlineError, match=r"(?s)within 0\.2 s \(2 running, 1 waiting\).*serves again"):
             update(engine)
-        assert said(server)[-3:] == ["POST /continue_generation", {"rest": True}, "GET /ready"]
-        assert {"seal": 8, "label": "8"} not in said(server) and engine.rows()[0].state == "serving"
+        assert said(server)[-3:] == ["POST /continue_generation", {"kind": "state"}, "GET /ready"]
+        assert {"kind": "finish", "version": 8} not in said(server) and engine.rows()[0].state == "serving"
 
 
 def test_requests_that_are_paused_in_place_are_not_waited_for():
     with running(NEW, post_weights_checker=plugin(flushed=False)) as server:
         with pytest.raises(EngineRefusedError, match=r"(?s)paused in place.*2 running.*keep_cache=True"):
             update(SGLangEngine(server.url, pause_mode="in_place"))
-        assert said(server).count({"flush": True}) == 1
+        assert said(server).count({"kind": "flush"}) == 1
         update(SGLangEngine(server.url, pause_mode="in_place", keep_cache=True))
         assert server.routes()[-1] == "POST /continue_generation"
 
@@ -246,13 +247,13 @@ def test_a_label_that_did_not_take_keeps_the_engine_paused():
 def test_a_step_that_goes_on_is_asked_after_until_its_deadline():
     answers = [plugin(), plugin(), plugin(working=True), plugin(working=True), plugin()]
     with running(NEW, post_weights_checker=answers) as server:
-        SGLangEngine(server.url).connect({"transport": "disk"})
-        assert said(server).count({"poll": True}) == 3
+        SGLangEngine(server.url).connect(JOIN)
+        assert said(server).count({"kind": "poll"}) == 3
     with (
         running(NEW, post_weights_checker=plugin(working=True)) as server,
         pytest.raises(DeadlineError, match=r"longer than 2 s"),
     ):
-        SGLangEngine(server.url, load_timeout_s=2.0).connect({"transport": "disk"})
+        SGLangEngine(server.url, load_timeout_s=2.0).connect(JOIN)
 
 
 def test_answers_of_data_parallel_ranks_are_taken_together():

@@ -8,8 +8,8 @@ import pytest
 from tests.rpc.servers import running
 from tests.rpc.test_sglang_client import NEW, STARTED_WITH, STOCK, plugin, refused, update
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.messages import CHANNEL
 from torchrl_ext.rpc.engines.sglang import SGLangEngine
-from torchrl_ext.types import CHANNEL
 
 ALL = {"weights", "kv_cache", "cuda_graph"}
 
@@ -63,11 +63,11 @@ class Resting:
 
     def tell(self, asked):
         message = json.loads(asked["action"].removeprefix(CHANNEL))
-        self.seen.append((next(iter(message)), set(self.asleep)))
-        self.hollow = "hollow" in message or (self.hollow and "seal" not in message)
-        if "flush" in message:
+        self.seen.append((message["kind"], set(self.asleep)))
+        self.hollow = message["kind"] == "reset" or (self.hollow and message["kind"] != "finish")
+        if message["kind"] == "flush":
             return plugin(flushed=not self.in_place)
-        return plugin(paused=self.paused, asleep=sorted(self.asleep), hollow=self.hollow)
+        return plugin(paused=self.paused, asleep=sorted(self.asleep), empty=self.hollow)
 
 
 def mute(_):
@@ -160,8 +160,8 @@ def test_an_update_wakes_weights_before_they_are_touched_and_the_cache_last():
         resting.seen.clear()
         update(engine)
         slept = dict(resting.seen)
-        assert not any("weights" in slept[what] for what in ("prefetch", "start", "load", "seal"))
-        assert "kv_cache" in slept["seal"]
+        assert not any("weights" in slept[what] for what in ("prefetch", "start", "load", "finish"))
+        assert "kv_cache" in slept["finish"]
         assert not resting.asleep and not resting.paused and resting.ended is None
 
 

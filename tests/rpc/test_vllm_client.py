@@ -6,34 +6,41 @@ import threading
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.servers import CONFIG, GOOD, Resting, failed, running
+from tests.rpc.servers import CONFIG, GOOD, Resting, bare, failed, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.messages import ANSWERS, OPEN_UPDATE
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.types import OPEN_UPDATE, STILL_STAGING
 
+WORKING = failed(f'EngineError: {ANSWERS}{{"working": true}}.')
+JOIN = {"transport": "disk", "params": []}
 GONE = (404, {"detail": "Not Found"})
 
 
 def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
     with running(Resting().answers) as server:
         engine = VLLMEngine(server.url, pause_mode="wait")
-        engine.connect({"transport": "disk", "rank_offset": 3})
+        engine.connect({**JOIN, "rank_offset": 3})
         engine.prefetch(8)
         with engine.updating(8):
             engine.load({"version": 8, "params": []})
             engine.load({"verify": {"w": "00"}})
-        assert server.calls == [
-            ("POST /init_weight_transfer_engine", {}, {"init_info": {"rank_offset": 3, "transport": "disk"}}),
+        assert [
+            (call, query, body if "info" not in str(body) else bare(next(iter(body.values()))))
+            for call, query, body in server.calls
+        ] == [
+            ("POST /init_weight_transfer_engine", {}, {"kind": "join", "rank_offset": 3, "transport": "disk"}),
+            ("POST /init_weight_transfer_engine", {}, {"kind": "poll"}),
             ("GET /server_info", {"config_format": "json"}, None),
             ("GET /is_sleeping", {}, None),
-            ("POST /init_weight_transfer_engine", {}, {"init_info": {"prefetch": 8}}),
+            ("POST /init_weight_transfer_engine", {}, {"kind": "prefetch", "version": 8}),
+            ("POST /init_weight_transfer_engine", {}, {"kind": "poll"}),
             ("GET /is_sleeping", {}, None),
             ("POST /pause", {"mode": "wait", "clear_cache": "false"}, None),
             ("POST /start_weight_update", {}, None),
-            ("POST /update_weights", {}, {"update_info": {"version": 8, "params": []}}),
-            ("POST /update_weights", {}, {"update_info": {"verify": {"w": "00"}}}),
-            ("POST /update_weights", {}, {"update_info": {"seal": 8}}),
+            ("POST /update_weights", {}, {"kind": "load", "version": 8, "handoff": {"params": []}}),
+            ("POST /update_weights", {}, {"kind": "verify", "digests": {"w": "00"}}),
+            ("POST /update_weights", {}, {"kind": "seal"}),
             ("POST /finish_weight_update", {}, {"weight_version": "8"}),
             ("POST /reset_prefix_cache", {"reset_running_requests": "true", "reset_external": "true"}, None),
             ("POST /resume", {}, None),
@@ -151,7 +158,7 @@ def test_embeddings_of_images_are_dropped_where_the_model_takes_images(seeing):
     told = (200, {"vllm_config": config})
     with running(get_server_info=told, post_reset_encoder_cache=(200, {})) as server:
         engine = VLLMEngine(server.url)
-        engine.connect({"transport": "disk"})
+        engine.connect(JOIN)
         with engine.updating(8):
             pass
         assert ("POST /reset_encoder_cache" in server.routes()) == bool(seeing)
@@ -161,26 +168,27 @@ def test_embeddings_of_images_are_dropped_where_the_model_takes_images(seeing):
 def test_an_abandoned_update_is_ended_before_joining():
     refusals = [failed(f"worker 0, 1: EngineError: {OPEN_UPDATE}."), (200, {})]
     with running(post_init_weight_transfer_engine=refusals) as server:
-        VLLMEngine(server.url).connect({"transport": "disk"})
+        VLLMEngine(server.url).connect(JOIN)
         assert server.routes() == [
             "POST /init_weight_transfer_engine",
             "POST /finish_weight_update",
+            "POST /init_weight_transfer_engine",
             "POST /init_weight_transfer_engine",
             "GET /server_info",
         ]
 
 
 def test_a_prefetch_is_asked_for_until_it_is_over():
-    answers = [failed(f"EngineError: {STILL_STAGING}."), failed(f"EngineError: {STILL_STAGING}."), (200, {})]
+    answers = [(200, {}), WORKING, WORKING, (200, {})]
     with running(post_init_weight_transfer_engine=answers) as server:
         VLLMEngine(server.url).prefetch(3)
-        bodies = [body["init_info"] for call, _, body in server.calls if call.startswith("POST")]
-        assert bodies == [{"prefetch": 3}, {"prefetched": 3}, {"prefetched": 3}]
+        bodies = [bare(body["init_info"]) for call, _, body in server.calls if call.startswith("POST")]
+        assert bodies == [{"kind": "prefetch", "version": 3}, *3 * [{"kind": "poll"}]]
 
 
 def test_a_prefetch_that_never_ends_reaches_its_deadline():
     with (
-        running(post_init_weight_transfer_engine=failed(STILL_STAGING)) as server,
+        running(post_init_weight_transfer_engine=WORKING) as server,
         pytest.raises(DeadlineError, match=r"longer than 0\.3 s"),
     ):
         VLLMEngine(server.url, load_timeout_s=0.3).prefetch(3)
@@ -205,7 +213,7 @@ def test_a_server_without_our_backend_gets_the_exact_flags(words):
         running(post_init_weight_transfer_engine=failed(words)) as server,
         pytest.raises(EngineRefusedError, match=r"""--weight-transfer-config '\{"backend": "torchrl_ext"\}'"""),
     ):
-        VLLMEngine(server.url).connect({"transport": "disk"})
+        VLLMEngine(server.url).connect(JOIN)
 
 
 def test_nobody_there_is_unreachable():
@@ -275,12 +283,12 @@ def test_connect_makes_one_client_that_names_every_engine():
         fleet = tx.connect(first.url, second.url, pause_mode="abort")
         assert [engine.url for engine in fleet.engines] == [first.url, second.url]
         assert fleet.world_size == 12
-        fleet.connect({"transport": "disk"})
+        fleet.connect(JOIN)
         offsets = [
             body["init_info"]["rank_offset"]
             for server in (first, second)
             for call, _, body in server.calls
-            if call == "POST /init_weight_transfer_engine"
+            if call == "POST /init_weight_transfer_engine" and body["init_info"]["kind"] == "join"
         ]
         assert offsets == [1, 7]
 
@@ -309,7 +317,7 @@ def test_engines_that_decode_serve_again_after_those_that_prefill():
                 order.append(self.url)
 
         fleet = Fleet([Noting(decode.url), Noting(prefill.url)])
-        fleet.connect({"transport": "disk"})
+        fleet.connect(JOIN)
         with fleet.updating(8):
             fleet.load({"version": 8, "params": []})
         assert order == [prefill.url, decode.url]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
@@ -18,7 +21,8 @@ from torchrl_ext.weights.source import as_source
 
 def invitation(transport, model):
     params = as_source(model).params()
-    return {**transport.open(1, params).info, "params": [meta.to_json() for meta in params], "world_size": 2}
+    info = {**transport.open(1, params).info, "params": [meta.to_json() for meta in params], "world_size": 2}
+    return Join.of(info)
 
 
 def test_it_follows_whatever_transport_it_is_told_to_join(tmp_path):
@@ -32,8 +36,8 @@ def test_it_follows_whatever_transport_it_is_told_to_join(tmp_path):
         handoff = transport.prepare(as_source(policy), version)
         receiver.prefetch(version)
         receiver.start()
-        receiver.load(handoff.info)
-        receiver.load({"verify": {name: tensor_digest(tensor) for name, tensor in as_source(policy)}})
+        receiver.load(Load.of(handoff.info))
+        receiver.verify({name: tensor_digest(tensor) for name, tensor in as_source(policy)})
         receiver.finish(version)
         assert receiver.version == version
         assert same_bits(policy.weight.detach(), held.weight.detach())
@@ -46,7 +50,7 @@ def test_a_digest_that_differs_names_the_parameter():
     receiver, transport = tx.WeightReceiver(nn.Linear(3, 2)), tx.MemoryTransport()
     receiver.connect(invitation(transport, nn.Linear(3, 2)))
     with pytest.raises(IntegrityError, match="'bias'"):
-        receiver.load({"verify": {"bias": "0" * 32}})
+        receiver.verify({"bias": "0" * 32})
 
 
 def test_parameters_that_cannot_land_are_refused_before_the_transport_is_joined(tmp_path):
@@ -59,14 +63,14 @@ def test_parameters_that_cannot_land_are_refused_before_the_transport_is_joined(
 
 def test_a_transport_that_nobody_knows_is_refused_with_the_names():
     receiver = tx.WeightReceiver({"x": torch.zeros(1)})
-    info = invitation(tx.MemoryTransport(), {"x": torch.zeros(1)}) | {"transport": "pigeon"}
+    info = replace(invitation(tx.MemoryTransport(), {"x": torch.zeros(1)}), transport="pigeon")
     with pytest.raises(ConfigError, match=r"no transport called 'pigeon'.*memory"):
         receiver.connect(info)
 
 
 def test_without_a_model_or_a_transport_it_says_what_is_missing():
     with pytest.raises(NotConnectedError, match=r"register_model"):
-        tx.WeightReceiver().connect({"params": []})
+        tx.WeightReceiver().connect(Join(transport="disk", params=(), offer={}))
     with pytest.raises(NotConnectedError, match="connect first"):
         tx.WeightReceiver(nn.Linear(2, 2)).start()
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchrl_ext as tx
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, free_port, group, member, same, weights
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
+from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.announcements import Announcements
 from torchrl_ext.transports.collective import group as groups
@@ -75,16 +76,16 @@ def test_an_engine_that_waits_for_a_silent_trainer_is_another_trainers_at_once()
     began = time.monotonic()
     with silent_port() as port, ThreadPoolExecutor(1) as pool:
         info = {**member(0, 0, None).open(1, ()).info, "master_port": port, "params": params}
-        waiting = pool.submit(receiver.connect, info)
+        waiting = pool.submit(receiver.connect, Join.of(info))
         while not isinstance(receiver._transport, VLLMCollectiveTransport):
             assert time.monotonic() - began < WAIT_S
         receiver.abort()  # as every control layer does before it lets another trainer in
         with pytest.raises(TransportError, match="aborted"):
             waiting.result(WAIT_S)
-        receiver.connect({**other.open(1, ()).info, "params": params})
+        receiver.connect(Join.of({**other.open(1, ()).info, "params": params}))
     piece = other.prepare(as_source(policy), 1)
     receiver.start()
-    receiver.load(piece.info)
+    receiver.load(Load.of(piece.info))
     receiver.finish(1)
     assert torch.equal(served.weight, policy.weight)
 

@@ -9,6 +9,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
+from torchrl_ext.messages import Join, Load
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.sync.inprocess import InProcessEngine
@@ -202,10 +203,10 @@ class TestFleet:
         sender.update_weights(own)
         late.join(info := trainer.open(1, ()).info)
         receiver = tx.WeightReceiver(second)
-        receiver.connect({**info, "params": [meta.to_json() for meta in as_source(own).params()]})
+        receiver.connect(Join.of({**info, "params": [meta.to_json() for meta in as_source(own).params()]}))
         receiver.prefetch(1)
         receiver.start()
-        receiver.load({"version": 1, "params": []})
+        receiver.load(Load(version=1, handoff={"params": []}))
         receiver.finish(1)
         for version in range(2, 6):
             step(own, version)
@@ -213,7 +214,7 @@ class TestFleet:
         receiver.prefetch(5)
         assert receiver._staged is not None
         receiver.start()
-        receiver.load({"version": 5, "params": []})
+        receiver.load(Load(version=5, handoff={"params": []}))
         receiver.finish(5)
         assert same(second, own) and same(first, own)
         changes = sum(

@@ -138,13 +138,14 @@ def _trainer(root: str) -> None:
 
 def _engine(info: Mapping[str, Any]) -> None:
     from torchrl_ext.codecs.base import codec_from_json
+    from torchrl_ext.messages import Join, Load
     from torchrl_ext.sync.receiver import WeightReceiver
     from torchrl_ext.transports.warming import Warming
     from torchrl_ext.weights.source import MappingSource
 
     served = _model()
     receiver, clock = WeightReceiver(served), _Clock()
-    receiver.connect(dict(info))
+    receiver.connect(Join.of(info))
     clock.lap("connect")
     codec = codec_from_json(info["codec"])
     Warming(codec, MappingSource(served).params(), beside=True).wait(_DEADLINE_S)  # the one on its way
@@ -155,7 +156,7 @@ def _engine(info: Mapping[str, Any]) -> None:
         receiver.prefetch(version)
         clock.lap(step)
         receiver.start()
-        receiver.load({"version": version, "params": info["params"]})
+        receiver.load(Load(version=version, handoff={"params": info["params"]}))
         receiver.finish(version)
     print(json.dumps(clock.seconds))
 

@@ -141,7 +141,7 @@ class ModelLoader(WeightLoader):
                     if id(arrived) not in made:
                         made[id(arrived)] = _like(tensor, arrived, self._device)
                     held[own] = made[id(arrived)]
-        self._current().forget()
+        self._current().invalidate()
         for name, tensor in named_tensors(model, scratch=True):
             if tensor.is_meta:
                 raise ManifestError(

@@ -15,6 +15,7 @@ from torchrl_ext.collectors.hub import Hub
 from torchrl_ext.collectors.policy_loader import ModelLoader, other_names
 from torchrl_ext.collectors.worker_end import WorkerEngine
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, EngineUnreachableError, UpdateError, WeightSyncError
+from torchrl_ext.messages import Keep
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.inprocess import InProcessEngine
@@ -98,7 +99,7 @@ class TrainerEnd:
             if first is None:
                 for engine in self._engines.values():
                     if isinstance(engine, WorkerEngine):
-                        engine.ask("keep", None)
+                        engine.ask(Keep())
             else:
                 self._deliver(first, None)
         except BaseException:

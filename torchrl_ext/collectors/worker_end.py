@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext import errors
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError, TransportError
+from torchrl_ext.messages import Finish, Join, Keep, Leave, Message, Prefetch, Rehearse, Start, loading, read
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import deadline
@@ -51,7 +52,7 @@ class WorkerEngine(EngineClient):
         return EngineInfo(url=self.url, kind=self.kind, weight_version=str(self._version))
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self.ask("connect", info)
+        self.ask(Join.of(info))
 
     @property
     def proof(self) -> str:
@@ -59,21 +60,21 @@ class WorkerEngine(EngineClient):
 
     def rehearse(self, how: str = "once") -> None:
         """What a worker computes with is what weights land in, so this only asks what it proves."""
-        self._proof = str(self.ask("rehearse", {"how": how})["proof"])
+        self._proof = str(self.ask(Rehearse(how=how))["proof"])
 
     def prefetch(self, version: int) -> None:
-        self.ask("prefetch", version)
+        self.ask(Prefetch(version=version))
 
     def begin(self, version: int) -> None:
         self._watch.start()
         self._state = "paused"
-        self.ask("start", None)
+        self.ask(Start())
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self.ask("load", info)
+        self.ask(loading(info))
 
     def commit(self, version: int) -> None:
-        self.ask("finish", version)
+        self.ask(Finish(version=version))
         self._watch.stop()
         self._state, self._version = "serving", version
 
@@ -98,9 +99,9 @@ class WorkerEngine(EngineClient):
 
     def close(self) -> None:
         if self.link.alive:
-            self.ask("leave", None)
+            self.ask(Leave())
 
-    def ask(self, what: str, argument: Any) -> Any:
+    def ask(self, message: Message) -> Any:
         """Let the worker do one thing, and wait until it has; returns what it tells.
 
         Raises:
@@ -110,17 +111,17 @@ class WorkerEngine(EngineClient):
         """
         number = next(self._numbers)
         try:
-            self.link.send({"number": number, "ask": what, "argument": argument}, deadline(self._timeout_s))
+            self.link.send({"number": number, "message": message.to_json()}, deadline(self._timeout_s))
             until = deadline(self._timeout_s)
             answer = self.link.read(until)
             while answer is not None and answer.get("number") != number:  # late, of an ask that was given up
                 answer = self.link.read(until)
         except TransportError as error:
             raise EngineUnreachableError(
-                f"{self.url} ended during {what!r}", state=f"its last weights version was {self._version}"
+                f"{self.url} ended during {message.kind!r}", state=f"its last weights version was {self._version}"
             ) from error
         if answer is None:
-            raise DeadlineError(f"{self.url} did not answer {what!r} within {self._timeout_s:g} s")
+            raise DeadlineError(f"{self.url} did not answer {message.kind!r} within {self._timeout_s:g} s")
         error = answer.get("error")
         if error is not None:
             parts = error if isinstance(error, dict) else {"what": error}
@@ -164,7 +165,7 @@ class Station:
             failure = self._answer(asked)
             if failure is not None:
                 raise failure
-            if asked.get("ask") in ("finish", "keep"):
+            if asked["message"]["kind"] in (Finish.kind, Keep.kind):
                 return
 
     def start(self) -> None:
@@ -202,39 +203,19 @@ class Station:
                 log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
 
     def _answer(self, asked: Info) -> Exception | None:
-        number, what, argument = asked.get("number"), asked.get("ask"), asked.get("argument")
+        number = asked.get("number")
         try:
-            told = self._do(what, argument)
+            message = read(asked.get("message"))
+            told = self._receiver.handle(message)
+            if isinstance(message, Finish):
+                self._landed(message.version)
+                with self._news:
+                    self.version = message.version
+                    self._news.notify_all()
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
             self._link.send({"number": number, "error": _described(error)}, deadline(_ANSWER_S))
             return error
         self._link.send({"number": number, "told": told}, deadline(_ANSWER_S))
-        return None
-
-    def _do(self, what: str, argument: Any) -> Any:
-        if what == "connect":
-            self._receiver.connect(argument)
-        elif what == "rehearse":
-            return self._receiver.rehearse(argument)
-        elif what == "prefetch":
-            self._receiver.prefetch(argument)
-        elif what == "start":
-            self._receiver.confirm()
-            self._receiver.start()
-        elif what == "load":
-            self._receiver.load(argument)
-        elif what == "finish":
-            self._receiver.finish(argument)
-            self._landed(argument)
-            with self._news:
-                self.version = argument
-                self._news.notify_all()
-        elif what == "leave":
-            self._receiver.close()
-        elif what != "keep":
-            raise errors.TransportError(
-                f"a worker knows no {what!r}", hint="use one release of torchrl_ext on both ends"
-            )
         return None
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from torchrl_ext import registry
 from torchrl_ext.embedded.scheduler import PauseMode, Scheduler
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
 from torchrl_ext.landing.dormant import Dormant
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Seal, Start, State, Verify
+from torchrl_ext.sync.inspection import followed
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import HOLLOW, Info, ParamMeta, dtype_from_name
+from torchrl_ext.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.scoring import score
 
@@ -63,14 +64,13 @@ class Engine:
         self._updating = False
         self._torn = False
         self._dormant = Dormant(model)
-        self._hollow = False  # the weights were given up, and no update has written all of them since
         self._arrived: list[ParamMeta] = []
         self.asleep: frozenset[str] = frozenset()
         """What of `TAGS` gave its memory up."""
 
     def transports(self) -> tuple[str, ...]:
         """Names of the transports that this engine can follow: all but the one within a single process."""
-        return tuple(name for name in registry.transports.names() if name != "memory" and _importable(name))
+        return tuple(followed())
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """See `Scheduler.pause`."""
@@ -104,11 +104,9 @@ class Engine:
                 return
             self.scheduler.forget()
             if level == 2:
-                self._loader.forget()
-                self._receiver.doubt()
+                self._receiver.invalidate(empty=True)
                 with self.scheduler.weights():
                     self._dormant.drop()
-                self._hollow = True
             self.asleep = TAGS
 
     def release_kv_cache(self) -> None:
@@ -154,49 +152,53 @@ class Engine:
         self._refuse_torn()
 
     def _refuse_torn(self) -> None:
-        if self._torn or self._hollow:
+        if self._torn or self._receiver.empty:
             raise EngineRefusedError(
                 "the engine slept at level 2 and holds no weights"
-                if self._hollow
+                if self._receiver.empty
                 else "the engine holds half an update and cannot serve it",
                 state="paused",
                 hint="send the weights again; the next update that arrives whole resumes the engine",
             )
 
-    def connect(self, info: Info) -> None:
+    def handle(self, message: Message) -> Info:
+        """Do what a message says, and return when it is done; returns the answer.
+
+        Raises:
+            WeightSyncError: what the step says.
+        """
+        match message:
+            case Inspect() | State():
+                return self._receiver.handle(message)
+            case Join():
+                self.connect(message)
+            case Start():
+                self.start()
+            case Load() | Verify() | Seal():
+                self.load(message)
+            case Finish():
+                self.finish(str(message.version))
+            case _:
+                with self._alone():
+                    return self._receiver.handle(message)
+        return {}
+
+    def connect(self, message: Join) -> None:
         """Join the trainer's transport; a trainer that connects anew ends a receive that is still waiting.
 
         Raises:
             ConfigError: the transport cannot reach this process.
             WeightSyncError: what the transport says.
         """
-        if "doubt" in info:
-            with self._alone():
-                self._receiver.doubt()
-            return
-        if "hollow" in info:
-            if self._hollow:
-                raise EngineRefusedError(HOLLOW, state="asleep, or paused")
-            return
-        if info.get("transport") not in self.transports():
+        if message.transport not in self.transports():
             raise ConfigError(
-                f"the embedded engine cannot follow by transport {info.get('transport')!r}",
+                f"the embedded engine cannot follow by transport {message.transport!r}",
                 expected=f"one of {', '.join(self.transports())}",
             )
         self._receiver.abort()
         with self._alone():
             self._updating = False
-            self._receiver.connect(info)
-
-    def rehearse(self, question: Info) -> Info:
-        """See `WeightReceiver.rehearse`: the model computes with the tensors that are read back."""
-        with self._alone():
-            return self._receiver.rehearse(question)
-
-    def prefetch(self, version: int) -> None:
-        """Fetch, check and stage ``version`` while generation goes on."""
-        with self._alone():
-            self._receiver.prefetch(version)
+            self._receiver.connect(message)
 
     def start(self) -> None:
         """Begin an update.
@@ -217,24 +219,25 @@ class Engine:
             self._arrived = []
             self._updating = True
 
-    def load(self, info: Info) -> None:
-        """Receive one piece of the update that `start` began; one that fails ends the update."""
+    def load(self, message: Load | Verify | Seal) -> None:
+        """Take one step of the update that `start` began; one that fails ends the update."""
         with self._in_update():
-            self._torn = self._torn or "verify" not in info
+            self._torn = self._torn or isinstance(message, Load)
             self._updating = False
-            self._receiver.load(info)
-            self._arrived += [ParamMeta.from_json(row) for row in info.get("params", ())]
+            self._receiver.handle(message)
+            if isinstance(message, Load):
+                self._arrived += [ParamMeta.from_json(row) for row in message.handoff.get("params", ())]
             self._updating = True
 
     def finish(self, label: str | None) -> None:
         """End an update of which every piece arrived; ``label`` becomes the weight version."""
         with self._in_update():
-            if self._hollow:
+            if self._receiver.empty:
                 self._loader.check(self._arrived)  # whatever did not come is not there
             version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
             self._receiver.finish(version)
             self.scheduler.version = self.scheduler.version if label is None else label
-            self._torn = self._updating = self._hollow = False
+            self._torn = self._updating = False
 
     def digests(self) -> dict[str, str]:
         """Digest of every parameter that the live model holds, by checkpoint name.
@@ -243,7 +246,7 @@ class Engine:
             EngineRefusedError: it holds none.
         """
         with self._alone(), self.scheduler.weights():
-            if self._hollow:
+            if self._receiver.empty:
                 self._refuse_torn()
             return self._loader.digests()
 
@@ -316,11 +319,3 @@ def _allow_amx() -> None:
 def _end_ids(model: Any) -> frozenset[int]:
     found = model.generation_config.eos_token_id
     return frozenset(found if isinstance(found, list) else [] if found is None else [found])
-
-
-def _importable(transport: str) -> bool:
-    try:
-        registry.transports.load(transport)
-    except ConfigError:
-        return False
-    return True

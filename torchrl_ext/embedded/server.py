@@ -22,8 +22,8 @@ import torchrl_ext
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest, answer, is_token
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
+from torchrl_ext.messages import read
 from torchrl_ext.sync.access import bears_key, refusal
-from torchrl_ext.sync.inspection import inspect
 
 __all__ = ["make_app"]
 
@@ -32,7 +32,6 @@ log = logging.getLogger("torchrl_ext")
 _STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, DeadlineError: 504}
 _DRAIN_TIMEOUT_S = 600.0
 _MAX_BODY_BYTES = 64 << 20  # a hundred thousand parameters with long names fit many times
-_MOST_VERSIONS = 1 << 63
 _OPEN_ROUTE = "/health"  # probes of a cluster have no key, and learn only that the process lives
 
 
@@ -66,7 +65,6 @@ def make_app(engine: Engine, *, api_key: str | None = None) -> Starlette:
         ("POST", "/release_kv_cache_memory"): routes.release_kv_cache,
         ("GET", "/is_sleeping"): routes.is_sleeping,
         ("POST", "/init_weight_transfer_engine"): routes.connect,
-        ("POST", "/prefetch_weights"): routes.prefetch,
         ("POST", "/start_weight_update"): routes.start,
         ("POST", "/update_weights"): routes.load,
         ("POST", "/finish_weight_update"): routes.finish,
@@ -196,29 +194,17 @@ class _Routes:
         return JSONResponse({"is_sleeping": bool(self._engine.asleep), "tags": sorted(self._engine.asleep)})
 
     async def connect(self, request: Request) -> Response:
-        info = await _field(request, "init_info", dict)
-        for name, answer_to in (("inspect", inspect), ("rehearse", self._engine.rehearse)):
-            if name in info:
-                if not isinstance(info[name], dict):
-                    raise ConfigError(f"{name} is a {type(info[name]).__name__}", expected="an object")
-                return JSONResponse({"answer": await asyncio.to_thread(answer_to, info[name])})
-        await asyncio.to_thread(self._engine.connect, info)
-        return JSONResponse({"message": "Weight transfer initialized"})
-
-    async def prefetch(self, request: Request) -> Response:
-        version = await _field(request, "version", int)
-        if isinstance(version, bool) or not 0 <= version < _MOST_VERSIONS:
-            raise ConfigError(f"version is {version!r:.80}", expected="a whole number from 0")
-        await asyncio.to_thread(self._engine.prefetch, version)
-        return JSONResponse({"message": "Weights prefetched"})
+        message = read(await _field(request, "init_info", dict))
+        answer = await asyncio.to_thread(self._engine.handle, message)
+        return JSONResponse({"message": "Weight transfer initialized", **({"answer": answer} if answer else {})})
 
     async def start(self, request: Request) -> Response:
         await asyncio.to_thread(self._engine.start)
         return JSONResponse({"message": "Weight update started"})
 
     async def load(self, request: Request) -> Response:
-        info = await _field(request, "update_info", dict)
-        await asyncio.to_thread(self._engine.load, info)
+        message = read(await _field(request, "update_info", dict))
+        await asyncio.to_thread(self._engine.handle, message)
         return JSONResponse({"message": "Weights updated"})
 
     async def finish(self, request: Request) -> Response:

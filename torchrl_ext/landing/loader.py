@@ -102,6 +102,12 @@ class WeightLoader(ABC):
         """Write what was staged. The model is idle."""
         raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
 
+    def invalidate(self) -> None:  # noqa: B027 - most loaders know nothing of a model that it does not show
+        """Drop what is known of the model: somebody else loads it, or its memory goes; neither is touched here."""
+
+    def reloaded(self) -> None:  # noqa: B027 - most engines leave nothing out
+        """The engine loaded the whole model by itself, past this loader: do what it leaves out."""
+
     def resident(self) -> Iterator[tuple[str, Tensor]]:
         """What the model holds now, in checkpoint coordinates, as far as it can be read back."""
         return iter(())
@@ -208,8 +214,7 @@ class TensorsLoader(WeightLoader):
         groups = () if self._module is None else groups_of(self._module, own.items())
         return frozenset(own).union(*(group.results for group in groups))
 
-    def forget(self) -> None:
-        """Drop what was derived from the tensors as they lie in memory: they are about to move."""
+    def invalidate(self) -> None:
         self._patcher = None
 
     def patchable(self, name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import VLLM_CPU
 from torchrl_ext.launch.server import Server, StockSpec, as_flags, on_cpu, on_path
-from torchrl_ext.types import BACKEND
+from torchrl_ext.messages import BACKEND
 
 __all__ = ["VLLMServer", "VLLMSpec", "vllm_environ"]
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
 from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.messages import CHANNEL, Inspect, answers_in
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.types import ANSWERS, CHANNEL, Info
+from torchrl_ext.types import Info
 
-__all__ = ["answers_in", "ask_workers", "has_route"]
+__all__ = ["ask_workers", "has_route"]
 
 
-def ask_workers(session: HTTPSession, kind: str, question: Info, *, timeout_s: float = 30.0) -> list[Info]:
+def ask_workers(session: HTTPSession, kind: str, question: Inspect, *, timeout_s: float = 30.0) -> list[Info]:
     """The answers of an engine's workers to ``question`` (`torchrl_ext.sync.inspection`), at least one.
 
     Args:
         session: of the engine itself, never of a router.
         kind: as in `EngineInfo`.
-        question: JSON-safe.
         timeout_s: deadline, in seconds.
 
     Raises:
@@ -27,9 +25,9 @@ def ask_workers(session: HTTPSession, kind: str, question: Info, *, timeout_s: f
         EngineUnreachableError, DeadlineError: as they say.
     """
     if kind == "sglang":
-        route, body = "/weights_checker", {"action": CHANNEL + json.dumps({"inspect": question})}
+        route, body = "/weights_checker", {"action": CHANNEL + json.dumps(question.to_json())}
     else:
-        route, body = "/init_weight_transfer_engine", {"init_info": {"inspect": question}}
+        route, body = "/init_weight_transfer_engine", {"init_info": question.to_json()}
     told = session.call("POST", route, body, timeout_s=timeout_s)
     try:
         content = told.json()
@@ -46,37 +44,6 @@ def ask_workers(session: HTTPSession, kind: str, question: Info, *, timeout_s: f
     return answers
 
 
-def answers_in(content: Any) -> list[Info]:
-    """The answers of workers in what a route said, in JSON or in an error's words."""
-    answers = [found for text in _strings(content) for found in _objects(text)]
-    if isinstance(content, dict) and isinstance(content.get("answer"), dict):
-        answers.append(content["answer"])
-    return answers
-
-
 def has_route(session: HTTPSession, route: str, *, timeout_s: float = 10.0) -> bool:
     """Whether the server has ``route``, asked with a method that it does not serve, so that nothing happens there."""
     return session.call("OPTIONS", route, timeout_s=timeout_s).status not in (404, 501)
-
-
-def _strings(content: Any) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, dict):
-        for value in content.values():
-            yield from _strings(value)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _strings(value)
-
-
-def _objects(text: str) -> Iterator[Info]:
-    """JSON objects behind `ANSWERS`, or, as SGLang's data-parallel ranks answer, between bars."""
-    pieces = text.split(ANSWERS)[1:] or text.split(" | ")
-    for piece in pieces:
-        try:
-            found, _ = json.JSONDecoder().raw_decode(piece.strip())
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            yield found.get("answer", found) if isinstance(found.get("answer", found), dict) else found

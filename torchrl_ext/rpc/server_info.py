@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.messages import BACKEND
 from torchrl_ext.registry import transports
-from torchrl_ext.types import BACKEND, EngineInfo
+from torchrl_ext.types import EngineInfo
 
 __all__ = ["is_sglang_info", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees", "stores_keys"]
 

@@ -11,9 +11,25 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.messages import (
+    ANSWERS,
+    BACKEND,
+    Finish,
+    Join,
+    Load,
+    Message,
+    Poll,
+    Prefetch,
+    Seal,
+    Start,
+    Verify,
+    answers_in,
+    merged,
+)  # fmt: skip
 from torchrl_ext.registry import scorers
-from torchrl_ext.rpc.inspection import answers_in
-from torchrl_ext.types import BACKEND, STILL_STAGING, EngineInfo, Info, Receiver, least
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source
@@ -30,12 +46,18 @@ class Host(ABC):
     """An engine object of this process, and what takes weights in it.
 
     Attributes:
-        receiver: takes weights.
         transport: name of the transport by which weights reach it from this process.
     """
 
-    receiver: Receiver
     transport: ClassVar[str]
+
+    @abstractmethod
+    def handle(self, message: Message) -> Info:
+        """Do what a message says, and return when it is done; returns the answer.
+
+        Raises:
+            WeightSyncError: what the step says.
+        """
 
     def info(self, url: str) -> EngineInfo:
         """What it says of itself."""
@@ -82,13 +104,13 @@ class ModuleHost(Host):
     transport = "memory"
 
     def __init__(self, target: Any) -> None:
-        from torchrl_ext.registry import receivers
-
-        default = receivers.load("default")
-        self.receiver = target if isinstance(target, default) else default(target)
-        self._target = self.receiver.target
+        self._receiver = target if isinstance(target, WeightReceiver) else WeightReceiver(target)
+        self._target = self._receiver.target
         self.serving = threading.Event()
         self.serving.set()
+
+    def handle(self, message: Message) -> Info:
+        return self._receiver.handle(message)
 
     def pause(self) -> None:
         self.serving.clear()
@@ -113,7 +135,9 @@ class EmbeddedHost(Host):
 
     def __init__(self, engine: Any, *, pause_mode: str, timeout_s: float) -> None:
         self._engine, self._mode, self._timeout_s = engine, pause_mode, timeout_s
-        self.receiver = _EmbeddedReceiver(engine)
+
+    def handle(self, message: Message) -> Info:
+        return self._engine.handle(message)
 
     def info(self, url: str) -> EngineInfo:
         return EngineInfo(url=url, kind="embedded", model=self._engine.model_dir)
@@ -135,29 +159,6 @@ class EmbeddedHost(Host):
         return self._engine.logprobs(prompts)
 
 
-class _EmbeddedReceiver:
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def connect(self, info: Info) -> None:
-        self._engine.connect(info)
-
-    def rehearse(self, question: Info) -> Info:
-        return self._engine.rehearse(question)
-
-    def prefetch(self, version: int) -> None:
-        self._engine.prefetch(version)
-
-    def start(self) -> None:
-        self._engine.start()
-
-    def load(self, info: Info) -> None:
-        self._engine.load(info)
-
-    def finish(self, version: int) -> None:
-        self._engine.finish(str(version))
-
-
 class VLLMHost(Host):
     """vLLM's `AsyncLLM`, or its `LLM`; nothing of vLLM is patched.
 
@@ -177,12 +178,37 @@ class VLLMHost(Host):
         self._llm, self._mode, self._loop, self._timeout_s = llm, pause_mode, loop, timeout_s
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
         self._config = llm.vllm_config if self._asynchronous else llm.llm_engine.vllm_config
-        self.receiver = _Workers(self)
 
-    @property
-    def timeout_s(self) -> float:
-        """Deadline of each call, in seconds."""
-        return self._timeout_s
+    def handle(self, message: Message) -> Info:
+        match message:
+            case Start():
+                self._workers("start_weight_update")
+            case Load() | Verify() | Seal():
+                self._workers("update_weights", update_info=message.to_json())
+            case Finish():
+                self.handle(Seal())
+                self._workers("finish_weight_update")
+                self._label(str(message.version))
+            case Join() | Prefetch():
+                self._ask(message)
+                wait_until(
+                    lambda: not self._ask(Poll()).get("working"),
+                    self._timeout_s,
+                    lambda: DeadlineError(f"to {message.kind} takes vLLM longer than {self._timeout_s:g} s"),
+                )
+            case _:
+                return self._ask(message)
+        return {}
+
+    def _ask(self, message: Message) -> Info:
+        """What the workers answer, in the words of an error where they have something to say."""
+        try:
+            self._workers("init_weight_transfer_engine", init_info=message.to_json())
+        except EngineRefusedError as error:
+            if ANSWERS not in error.what:
+                raise
+            return merged(answers_in(error.what))
+        return {}
 
     def info(self, url: str) -> EngineInfo:
         self._refuse_own_loop()
@@ -224,7 +250,7 @@ class VLLMHost(Host):
             return []
         return self._done(scorers.make("vllm", llm=self._llm, asynchronous=self._asynchronous).ask(prompts))
 
-    def workers(self, method: str, **arguments: Any) -> None:
+    def _workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker.
 
         Raises:
@@ -242,7 +268,7 @@ class VLLMHost(Host):
             )
             raise EngineRefusedError(f"vLLM's workers refused {method}: {error}", hint=hint) from error
 
-    def label(self, version: str) -> None:
+    def _label(self, version: str) -> None:
         """Give what is held a version, and drop what was cached of older weights.
 
         Raises:
@@ -296,54 +322,6 @@ class VLLMHost(Host):
         """`AsyncLLM` runs on this loop, unless another one is known."""
         if self._loop is None and self._asynchronous and self._llm.output_handler is None:
             self._loop = loop
-
-
-class _Workers:
-    """A `Receiver` that passes on to the workers."""
-
-    def __init__(self, host: VLLMHost) -> None:
-        self._host = host
-
-    def connect(self, info: Info) -> None:
-        self._host.workers("init_weight_transfer_engine", init_info={"rank_offset": 1, **info})
-
-    def rehearse(self, question: Info) -> Info:
-        try:
-            self._host.workers("init_weight_transfer_engine", init_info={"rehearse": question})
-        except EngineRefusedError as error:
-            answers = [answer for answer in answers_in(error.what) if "proof" in answer]
-            if not answers:
-                raise
-            needed, restored = any(a.get("needed") for a in answers), all(a.get("restored", True) for a in answers)
-            proof = least(str(answer["proof"]) for answer in answers)
-            return {**answers[0], "needed": needed, "restored": restored, "proof": proof}
-        return {"needed": False, "proof": "sent"}
-
-    def prefetch(self, version: int) -> None:
-        request, until, pause_s = {"prefetch": version}, time.monotonic() + self._host.timeout_s, 0.01
-        pause = threading.Event()
-        while True:
-            try:
-                self._host.workers("init_weight_transfer_engine", init_info=request)
-                return
-            except EngineRefusedError as error:
-                if STILL_STAGING not in error.what:
-                    raise
-            if time.monotonic() > until:
-                raise DeadlineError(f"staging version {version} takes longer than {self._host.timeout_s:g} s")
-            request, pause_s = {"prefetched": version}, min(2.0, 1.25 * pause_s)
-            pause.wait(pause_s)
-
-    def start(self) -> None:
-        self._host.workers("start_weight_update")
-
-    def load(self, info: Info) -> None:
-        self._host.workers("update_weights", update_info=info)
-
-    def finish(self, version: int) -> None:
-        self._host.workers("update_weights", update_info={"seal": version})
-        self._host.workers("finish_weight_update")
-        self._host.label(str(version))
 
 
 async def _awaited(value: Any) -> Any:

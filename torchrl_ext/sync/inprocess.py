@@ -10,8 +10,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.messages import Finish, Join, Prefetch, Rehearse, Start, loading
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.hosts import Host, ModuleHost, VLLMHost, host_of
+from torchrl_ext.sync.switching import Switch
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 from torchrl_ext.weights.source import WeightSource
 
@@ -47,7 +49,6 @@ class InProcessEngine(EngineClient):
         timeout_s: float = 600.0,
     ) -> None:
         self._host: Host = host_of(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
-        self._receiver = self._host.receiver
         self._url, self._road = url, transport or self._host.transport
         self._watch = Stopwatch()
         self._paused = threading.Event()
@@ -75,7 +76,7 @@ class InProcessEngine(EngineClient):
         return EngineInfo(**{**vars(described), "kind": self.kind, "weight_version": str(self._version or "")})
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._receiver.connect(info)
+        self._host.handle(Join.of(info))
 
     @property
     def proof(self) -> str:
@@ -87,14 +88,14 @@ class InProcessEngine(EngineClient):
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`."""
-        told = self._receiver.rehearse({"how": how, "ask": True})
+        told = self._host.handle(Rehearse(how=how, ask=True))
         if told.get("needed"):
             paused = self._paused.is_set()
             self.pause()
             try:
-                told = self._receiver.rehearse({"how": how})
+                told = self._host.handle(Rehearse(how=how))
             except WeightSyncError:
-                if not paused and self._receiver.rehearse({"ask": True}).get("restored", True):
+                if not paused and self._host.handle(Rehearse(ask=True)).get("restored", True):
                     self.resume()
                 raise
             if not paused:
@@ -103,22 +104,22 @@ class InProcessEngine(EngineClient):
         self._proof = str(told["proof"])
 
     def prefetch(self, version: int) -> None:
-        self._receiver.prefetch(version)
+        self._host.handle(Prefetch(version=version))
 
     def begin(self, version: int) -> None:
         served = self.pause()
         try:
-            self._receiver.start()
+            self._host.handle(Start())
         except WeightSyncError:
             if served:
                 self.resume()  # nothing was changed
             raise
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._receiver.load(info)
+        self._host.handle(loading(info))
 
     def commit(self, version: int) -> None:
-        self._receiver.finish(version)
+        self._host.handle(Finish(version=version))
         self._version = version
         self.resume()
 
@@ -195,13 +196,11 @@ class InProcessEngine(EngineClient):
         """The weights that the engine holds before the first update."""
         return self._host.start_weights()
 
-    async def _switched(self, how: Callable[[Any], Any]) -> Any:
+    async def _switched(self, how: Callable[[Switch], Any]) -> Any:
         if isinstance(self._host, VLLMHost):
             self._host.at_home(asyncio.get_running_loop())
         return await asyncio.to_thread(how, self._switch)
 
     @cached_property
-    def _switch(self) -> Any:
-        from torchrl_ext.registry import switches
-
-        return switches.make("default", engine=self, transport=self._road)
+    def _switch(self) -> Switch:
+        return Switch(self, transport=self._road)

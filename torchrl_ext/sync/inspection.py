@@ -1,12 +1,13 @@
 """What an engine's worker says of its surroundings when `torchrl-ext doctor` asks; no part of any update.
 
-A question is one JSON object, an answer another one:
+The question is an `Inspect` message, and the answer one JSON object:
 
 =================  ==========================================================================================
-in the question    in the answer
+asked              in the answer
 =================  ==========================================================================================
 anything           ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, ``pid``, ``time`` (seconds since
-                   1970), ``transports`` (names whose modules can be imported), ``devices`` (accelerators)
+                   1970), ``transports`` (names that this environment knows, and can import), ``devices``
+                   (accelerators)
 ``root``           ``root``: ``{"seen", "why", "free_bytes", "probe"}``; the question's is `SharedRoot.invite`'s
                    info, and ``probe`` names a file that was written for the asker to find, or is null
 ``clear``          removes the probe that an earlier answer of this process named, and nothing else
@@ -39,12 +40,13 @@ import torch
 import torchrl_ext
 from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
+from torchrl_ext.messages import Inspect
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info
 
-__all__ = ["inspect"]
+__all__ = ["followed", "inspect"]
 
 _DIAL_S = 2.0
 _WORDS = 400
@@ -53,7 +55,12 @@ _written: set[tuple[str, str]] = set()
 """Root and name of the probes that this process left."""
 
 
-def inspect(question: Info) -> Info:
+def followed() -> list[str]:
+    """Names of the transports that an engine in this environment can follow: all but the one within a process."""
+    return [name for name in registry.transports.names() if name != "memory" and _importable(name)]
+
+
+def inspect(question: Inspect) -> Info:
     """Answer ``question``. What goes wrong is told, not raised."""
     answer: Info = {
         "torchrl_ext": torchrl_ext.__version__,
@@ -62,15 +69,15 @@ def inspect(question: Info) -> Info:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "time": time.time(),
-        "transports": [name for name in registry.transports.names() if name != "memory" and _importable(name)],
+        "transports": followed(),
         "devices": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
     }
-    if isinstance(question.get("root"), dict):
-        answer["root"] = _look(question["root"])
-    if isinstance(question.get("clear"), dict):
-        _clear(question["clear"])
-    if isinstance(question.get("dial"), list):
-        answer["dial"] = _dial(question["dial"], question.get("token"))
+    if question.root is not None:
+        answer["root"] = _look(question.root)
+    if question.clear is not None:
+        _clear(question.clear)
+    if question.dial is not None:
+        answer["dial"] = _dial(question.dial, question.token)
     return answer
 
 
@@ -106,10 +113,10 @@ def _clear(asked: Info) -> None:
             _written.discard((root, probe))
 
 
-def _dial(address: list[Any], token: Any) -> Info:
+def _dial(address: list[Any], token: str | None) -> Info:
     """Whether the asker can be reached. What is no asker is silent about itself, and so is this."""
     until = time.monotonic() + _DIAL_S
-    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+    if token is None or not _TOKEN.fullmatch(token):
         return {"reached": False, "why": "the question has no token"}
     with suppress(OSError, ValueError, TypeError, OverflowError):
         host, port = address

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
-from types import NoneType
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -12,14 +11,30 @@ import torch
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.landing.changes import Changes
 from torchrl_ext.landing.loader import WeightLoader, as_loader
+from torchrl_ext.messages import (
+    Finish,
+    Inspect,
+    Join,
+    Keep,
+    Leave,
+    Load,
+    Message,
+    Poll,
+    Prefetch,
+    Rehearse,
+    Reset,
+    Seal,
+    Start,
+    State,
+    Verify,
+)
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
+from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.transports.base import Transport
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info
 
 __all__ = ["WeightReceiver"]
-
-_LONGEST_S = 86_400.0
 
 
 class WeightReceiver:
@@ -39,6 +54,7 @@ class WeightReceiver:
         self._sealed = False
         self._intact = True  # the model holds one version, and not parts of several
         self._staged: Changes | None = None
+        self.empty = False  # the weights were given up, and no update has filled them since
         self.version = 0
 
     @property
@@ -48,41 +64,94 @@ class WeightReceiver:
 
     # driven by an engine
 
-    def connect(self, info: Info) -> None:
-        """Join the transport that ``info["transport"]`` names.
+    def handle(self, message: Message) -> Info:
+        """Do what a message says, and return when it is done.
+
+        Returns:
+            The answer, JSON-safe; empty where there is nothing to say.
+
+        Raises:
+            ConfigError: nobody here knows such a message.
+            WeightSyncError: what the step says.
+        """
+        match message:
+            case Join():
+                self.connect(message)
+            case Rehearse():
+                return self.rehearse(message)
+            case Prefetch():
+                self.prefetch(message.version)
+                self.confirm()
+            case Start():
+                self.start()
+            case Load():
+                self.load(message)
+            case Verify():
+                self.verify(message.digests)
+            case Seal():
+                self.seal()
+            case Finish():
+                self.finish(message.version)
+            case Reset():
+                self.invalidate(empty=message.weights == "gone")
+                if message.weights == "reloaded":
+                    self._require_loader().reloaded()
+            case State():
+                return {"empty": True} if self.empty else {}
+            case Inspect():
+                return inspect(message)
+            case Leave():
+                self.close()
+            case Poll() | Keep():  # whatever was begun was done when it was answered
+                pass
+            case _:
+                raise ConfigError(f"a message of kind {message.kind!r} means nothing here", state="unchanged")
+        return {}
+
+    def check(self, message: Join) -> None:
+        """Refuse what can be known to fail before a transport is joined, or a weight touched.
+
+        Raises:
+            ManifestError: the trainer's parameters cannot land here.
+            ConfigError: the offer names what this engine may not open.
+        """
+        for name in ("root", "base", "local_dir"):
+            if message.offer.get(name) is not None:
+                admit(message.offer[name], made=name == "local_dir")
+        self._require_loader().check(message.params)
+
+    def connect(self, message: Join) -> None:
+        """Join the transport that ``message`` names.
 
         Raises:
             ManifestError: the trainer's parameters cannot land here; nothing was joined.
             ConfigError: no transport has this name, or the message names what this engine may not open.
         """
         loader = self._require_loader()
-        _admit(info)
-        loader.check(tuple(ParamMeta.from_json(row) for row in info["params"]))
-        loader.refuse_unsound(unproved=bool(info.get("unproved")))
-        loader.vouch(bool(info.get("compares", True)))
+        self.check(message)
+        loader.refuse_unsound(unproved=message.unproved)
+        loader.vouch(message.compares)
         if self._transport is not None:
             self._transport.shutdown()
-        self._transport = transports.load(info["transport"]).from_info(info)
-        self._transport.join({**info, "rank": info.get("rank_offset", 1) + self._rank})
+        info = message.info()
+        with _complete(f"the offer of transport {message.transport!r}"):
+            self._transport = transports.load(message.transport).from_info(info)
+            self._transport.join({**info, "rank": message.rank_offset + self._rank})
         self._transport.incremental.retain(lambda name: not loader.patchable(name))
         self._staged = None
 
-    def rehearse(self, question: Info) -> Info:
-        """Show whether the road of an update leads to where a cold start does (`torchrl_ext.proof.rehearsal`).
-
-        Args:
-            question: ``how``: ``"once"`` per start of the engine, ``"never"`` or ``"always"``; with ``ask`` nothing is
-                done, and the engine need not be paused.
+    def rehearse(self, message: Rehearse) -> Info:
+        """Show whether the route of an update leads to where a cold start does (`torchrl_ext.proof.rehearsal`).
 
         Returns:
             ``needed`` (to an ``ask``: it would be done), ``proof`` (`WeightLoader.proof`) and what it showed.
 
         Raises:
-            EngineRefusedError, IntegrityError: the road does not lead there.
+            EngineRefusedError, IntegrityError: the route does not lead there.
         """
-        loader, how = self._require_loader(), question.get("how", "once")
-        needed = how != "never" and loader.unrehearsed(again=how == "always")
-        if needed and not question.get("ask"):
+        loader = self._require_loader()
+        needed = message.how != "never" and loader.unrehearsed(again=message.how == "always")
+        if needed and not message.ask:
             loader.rehearse()
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
@@ -124,29 +193,11 @@ class WeightReceiver:
             self._intact = False
             self._require_loader().start()
 
-    def load(self, info: Info) -> None:
-        """Receive one handoff; or compare digests when ``info`` has ``verify``; or, with ``seal``, end the load.
-
-        Sealing ahead of `finish` leaves nothing for the latter that could fail, which matters where an engine gives a
-        version its number in the very call that finishes it. Digests are compared after the load has ended: until then
-        some layers may hold what they held.
-        """
-        loader = self._require_loader()
-        _check_fields(info)
-        if "verify" in info:
-            loader.finish()
-            self._sealed = True
-            self._verify(info["verify"])
-        if info.keys() - {"verify", "seal"}:
-            self._receive(info)
-        if "seal" in info:
-            loader.finish()
-            self._sealed = True
-
-    def _receive(self, info: Info) -> None:
+    def load(self, message: Load) -> None:
+        """Receive one handoff."""
         loader = self._require_loader()
         transport, staged, self._staged = self._require_transport(), self._staged, None
-        if staged is not None and staged.reached[1] == info["version"]:
+        if staged is not None and staged.reached[1] == message.version:
             self._intact = False
             loader.commit()
             transport.incremental.landed(staged)
@@ -154,20 +205,49 @@ class WeightReceiver:
         if self._intact:  # what was staged is another version
             self._intact = False
             loader.start()
-        with closing(_passed_on(transport.receive(info, loader.targets()))) as pairs:
+        with closing(_passed_on(transport.receive(message.info(), loader.targets()))) as pairs:
             loader.load(pairs)
+
+    def verify(self, expected: Mapping[str, str]) -> None:
+        """End the load, and compare with what the loader vouches for (see `WeightLoader.digests`).
+
+        Until the load has ended some layers may hold what they held.
+
+        Raises:
+            IntegrityError: names the first parameter that is not what the trainer sent.
+        """
+        self.seal()
+        found = self._require_loader().digests()
+        for name, digest in expected.items():
+            if found.get(name) != digest:
+                raise IntegrityError(
+                    f"parameter {name!r} of the model is not what the trainer sent",
+                    expected=f"digest {digest}, found {found.get(name)}",
+                    state="the engine holds a damaged update and stays paused",
+                    hint="send the version again",
+                )
+
+    def seal(self) -> None:
+        """End the load. Sealing ahead of `finish` leaves nothing for that which could fail."""
+        self._require_loader().finish()
+        self._sealed = True
 
     def finish(self, version: int) -> None:
         """Everything arrived."""
         if not self._sealed:
             self._require_loader().finish()
-        self._sealed = False
+        self._sealed = self.empty = False
         self._intact = True
         self.version = version
 
-    def doubt(self) -> None:
-        """The model was loaded by somebody else: the next version does not build on what it holds."""
-        self._staged, self._intact = None, False
+    def invalidate(self, *, empty: bool = False) -> None:
+        """The model holds something else than what landed here: the next version does not build on it.
+
+        Args:
+            empty: it holds nothing, until an update fills it.
+        """
+        self._staged, self._intact, self.empty = None, False, empty
+        self._require_loader().invalidate()
 
     def abort(self) -> None:
         """Unblock a wait in another thread."""
@@ -207,18 +287,6 @@ class WeightReceiver:
         loader.load(source)
         loader.finish()
 
-    def _verify(self, expected: Mapping[str, str]) -> None:
-        """Compare with what the loader vouches for (see `WeightLoader.digests`)."""
-        found = self._require_loader().digests()
-        for name, digest in expected.items():
-            if found.get(name) != digest:
-                raise IntegrityError(
-                    f"parameter {name!r} of the model is not what the trainer sent",
-                    expected=f"digest {digest}, found {found.get(name)}",
-                    state="the engine holds a damaged update and stays paused",
-                    hint="send the version again",
-                )
-
     def _require_loader(self) -> WeightLoader:
         if self._loader is None:
             raise NotConnectedError("this receiver has no model", hint="call register_model(model)")
@@ -232,48 +300,20 @@ class WeightReceiver:
 
 def _passed_on(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same pairs. Closed, it closes those of a transport at once; an error's traceback would keep them half-way."""
-    yield from pairs
+    with _complete("the handoff"):
+        yield from pairs
 
 
-def _admit(info: Info) -> None:
-    """Refuse a message that asks for what a trainer has no business with, before anything is opened for it.
+@contextmanager
+def _complete(what: str) -> Iterator[None]:
+    """A transport looks for what its other end always says.
 
     Raises:
-        ConfigError: it does, or is not one that a trainer of ours writes.
+        ConfigError: names what is not there.
     """
-    _check_fields(info)
-    if not isinstance(info.get("params"), list):
-        raise ConfigError("the message lists no parameters", expected='{"params": [[name, dtype, [sizes]], ...], ...}')
-    for name in ("root", "base", "local_dir"):
-        if info.get(name) is not None:
-            admit(info[name], made=name == "local_dir")
-
-
-def _check_fields(info: Info) -> None:
-    for name in info.keys() & _FIELDS.keys():
-        kinds, valid, expected = _FIELDS[name]
-        value = info[name]
-        known = kinds if isinstance(kinds, tuple) else (kinds,)
-        if type(value) not in known or not valid(value):
-            raise ConfigError(f"{name} of the message is {value!r:.80}", expected=expected, state="unchanged")
-    if isinstance(info.get("wire"), dict):
-        _check_fields(info["wire"])
-
-
-_MOST = 2**62
-_TEXT = (str, lambda value: len(value) <= 4096, "text")
-_PLACE = ((str, NoneType), lambda value: value is None or len(value) <= 4096, "a place, or null")
-_COUNT = (int, lambda value: 0 <= value < _MOST, "a whole number from 0")
-_FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("transport", "root", "probe", "run_id", "host", "master_address", "backend"), _TEXT),
-    **dict.fromkeys(("base", "local_dir"), _PLACE),
-    **dict.fromkeys(("version", "rank_offset", "bucket_bytes"), _COUNT),
-    "world_size": (int, lambda value: 1 <= value <= 1 << 20, "1 or more"),
-    "master_port": (int, lambda value: 1 <= value <= 65535, "1 to 65535"),
-    "timeout_s": ((int, float), lambda value: 0 < value <= _LONGEST_S, f"seconds, above 0, at most {_LONGEST_S:g}"),
-    "needs_base": (bool, lambda value: True, "true or false"),
-    "wire": (dict, lambda value: True, "an object"),
-    "verify": ((dict, bool), lambda value: True, "an object of digests, or (to connect) whether there will be any"),
-    "params": (list, lambda value: True, "a list"),
-}
-"""Of the fields that messages share: their types, the rule that values obey, and the rule in words."""
+    try:
+        yield
+    except KeyError as error:
+        raise ConfigError(
+            f"{what} has no {error}", state="unchanged", hint="use one release of torchrl_ext on both ends"
+        ) from error

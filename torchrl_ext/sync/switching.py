@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchrl_ext.errors import ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.outgoing import Outgoing
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from torchrl_ext.sync.inprocess import InProcessEngine
 
 __all__ = ["Layered", "Switch"]
 

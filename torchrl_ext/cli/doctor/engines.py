@@ -10,11 +10,12 @@ from urllib.parse import urlsplit
 import torchrl_ext
 from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding, Notes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.messages import ADAPTERS_ROUTE, BACKEND
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 from torchrl_ext.rpc.inspection import ask_workers, has_route
 from torchrl_ext.rpc.server_info import kv_connectors
-from torchrl_ext.types import ADAPTERS_ROUTE, BACKEND, EngineInfo, Info, is_loopback
+from torchrl_ext.types import EngineInfo, Info, is_loopback
 
 __all__ = ["compare", "examine"]
 
@@ -24,7 +25,7 @@ SKEW_S, WRONG_S = 5.0, 600.0
 _VLLM = ("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update")
 _ROUTES = {
     "vllm": (*_VLLM, "/reset_prefix_cache", "/resume"),
-    "embedded": (*_VLLM, "/prefetch_weights", "/reset_prefix_cache", "/resume"),
+    "embedded": (*_VLLM, "/reset_prefix_cache", "/resume"),
     "sglang": ("/pause_generation", "/update_weights_from_disk", "/weights_checker", "/continue_generation"),
 }
 _DEV = {"vllm": ("/collective_rpc", "/server_info")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.messages import Inspect
 from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["Examination", "Examined", "Finding", "Notes"]
@@ -45,7 +46,7 @@ class Examination:
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 10.0
     transport: str | None = None
-    question: Info
+    question: Inspect
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from torchrl_ext.cli.doctor.findings import Examined, Finding
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
+from torchrl_ext.messages import Inspect
 from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.stores import Store, open_store
 from torchrl_ext.transports.shared_root import SharedRoot
@@ -46,7 +47,7 @@ class SharedChecks:
         self.findings: list[Finding] = []
 
     @contextmanager
-    def asking(self, addresses: list[str]) -> Iterator[Info]:
+    def asking(self, addresses: list[str]) -> Iterator[Inspect]:
         """The question for engines' workers; probes are gone when the block ends."""
         question: Info = {}
         shared: SharedRoot | None = None
@@ -58,7 +59,7 @@ class SharedChecks:
                     question["root"] = self._invitation
             if self._transport == "collective":
                 question |= {"dial": self._listen(addresses), "token": self._token}
-            yield question
+            yield Inspect(**question)
         finally:
             if shared is not None:
                 shared.clear()
@@ -93,10 +94,10 @@ class SharedChecks:
                 )
         return found
 
-    def forget(self, answer: Info) -> Info | None:
+    def forget(self, answer: Info) -> Inspect | None:
         """What to ask so that the probe which ``answer`` names is removed."""
         probe = answer["root"].get("probe") if isinstance(answer.get("root"), dict) else None
-        return None if probe is None else {"clear": {"root": self._root, "probe": probe}}
+        return None if probe is None else Inspect(clear={"root": str(self._root), "probe": probe})
 
     # trainer's side
 

@@ -12,7 +12,7 @@ from torchrl_ext.landing.patcher import Coverage, Piece
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
 
-__all__ = ["agree", "combine", "joined"]
+__all__ = ["agree", "combine"]
 
 _WORDS_BYTES = 4096  # of each worker's failure that the others get to see
 _SIGN = 1 << 63
@@ -34,17 +34,6 @@ def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
     for group in groups:
         row = torch.cat(_gather(row, group))
     return [bytes(told.tolist()).rstrip(b"\0").decode("utf-8", "replace") for told in row]
-
-
-def joined(failures: list[str]) -> str:
-    """One line; workers that failed in the same words are named together."""
-    if len(failures) == 1:
-        return failures[0]
-    ranks: dict[str, list[str]] = {}
-    for rank, words in enumerate(failures):
-        if words:
-            ranks.setdefault(words, []).append(str(rank))
-    return "; ".join(f"worker {', '.join(numbers)}: {words}" for words, numbers in ranks.items())
 
 
 def combine(

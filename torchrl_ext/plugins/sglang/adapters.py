@@ -8,15 +8,7 @@ to the `lora_id`, which is drawn anew at each load (`sglang.srt.managers.schedul
 of another.
 
 Messages travel as the ``action`` of ``/weights_checker``, like our others, but these stay in the process that looks
-names up (`TokenizerManager`): ``{"adapters": question}`` with
-
-==========================================  ====================================================================
-``{"list": true}``                          ``{"adapters": {name: {"version"}}}``
-``{"check": info}``                         could such an adapter be loaded?
-``{"stage": name, "version", "path"}``      load it; nobody is served with it yet
-``{"serve": name, "version"}``              from now on the name stands for it
-``{"unload": name}``                        from now on requests by that name are refused
-==========================================  ====================================================================
+names up (`TokenizerManager`): those of `torchrl_ext.messages.adapters`. The workers are asked about layers.
 
 What SGLang 0.5.23 passes over in silence is refused when a version is staged: it scales every layer by
 ``lora_alpha / r``, whatever ``use_rslora``, ``alpha_pattern`` and ``rank_pattern`` say, and skips tensors that it has
@@ -33,9 +25,20 @@ from pathlib import Path
 from typing import Any, final
 
 from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
+from torchrl_ext.messages import (
+    CHANNEL,
+    CheckAdapter,
+    CheckLoaded,
+    ListAdapters,
+    Message,
+    ServeAdapter,
+    StageAdapter,
+    UnloadAdapter,
+    read,
+)  # fmt: skip
 from torchrl_ext.stores import open_store
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import CHANNEL, Info, ParamMeta, adapter_label, adapter_rank, adapter_version
+from torchrl_ext.types import Info, adapter_label, adapter_rank, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "check_worker"]
 
@@ -52,10 +55,10 @@ class Adapters:
 
     Args:
         manager: SGLang's `TokenizerManager`.
-        ask_workers: sends an ``action`` of ``/weights_checker`` to the workers; returns success and message.
+        ask_workers: sends a message to the workers; returns success, and what they say.
     """
 
-    def __init__(self, manager: Any, ask_workers: Callable[[str], Awaitable[tuple[bool, str]]]) -> None:
+    def __init__(self, manager: Any, ask_workers: Callable[[Message], Awaitable[tuple[bool, str]]]) -> None:
         self._manager, self._ask_workers = weakref.proxy(manager), ask_workers
         self._served: dict[str, str] = {}
         self._before: dict[str, str] = {}
@@ -64,39 +67,38 @@ class Adapters:
         """What a request by ``name`` is served with."""
         return name if name is None else self._served.get(name, name)
 
-    async def answer(self, question: Info) -> Info:
-        """Do what a message says.
+    async def answer(self, message: Message) -> Info:
+        """Do what a message says; returns what the names stand for.
 
         Raises:
             ConfigError, EngineError, NotConnectedError: it cannot be done; the names stand for what they stood for.
         """
-        if "check" in question:
-            await self._check(question["check"])
-        elif "stage" in question:
-            await self._stage(question["stage"], question["version"], question["path"])
-        elif "serve" in question:
-            await self._serve(question["serve"], question["version"])
-        elif "unload" in question:
-            await self._unload(question["unload"])
-        elif "list" not in question:
-            raise ConfigError(f"nobody knows how to {', '.join(question)}")
+        match message:
+            case CheckAdapter():
+                await self._check(message)
+            case StageAdapter():
+                await self._stage(message.name, message.version, message.path)
+            case ServeAdapter():
+                self._serve(message.name, message.version)
+            case UnloadAdapter():
+                await self._unload(message.name)
         return {"adapters": {name: {"version": adapter_version(label)} for name, label in self._served.items()}}
 
-    async def _check(self, info: Info) -> None:
+    async def _check(self, message: CheckAdapter) -> None:
         from sglang.srt.runtime_context import get_lora
 
         started = get_lora()
         if not started.enable_lora:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
-        params = [ParamMeta.from_json(row) for row in info["params"]]
-        rank = adapter_rank(params)
+        rank = adapter_rank(message.params)
         if started.max_lora_rank is not None and rank > started.max_lora_rank:
             raise ConfigError(
                 f"LoRA rank {rank} is greater than max_lora_rank {started.max_lora_rank}",
                 hint=f"start the server with --max-lora-rank {rank} or more",
             )
-        SharedRoot(open_store(info["root"]), "").find(info, _VISIBLE_S, threading.Event())
-        able, words = await self._ask_workers(CHANNEL + json.dumps({"adapter": {"tensors": [m.name for m in params]}}))
+        if message.root is not None:
+            SharedRoot(open_store(message.root["root"]), "").find(message.root, _VISIBLE_S, threading.Event())
+        able, words = await self._ask_workers(CheckAdapter(params=message.params))
         if not able:
             raise EngineError(words)
 
@@ -113,12 +115,12 @@ class Adapters:
                 f"there is no tensor {told.error_message}" if missing else told.error_message,
                 hint="SGLang packs q_proj, k_proj and v_proj: adapt q_proj with v_proj" if missing else None,
             )
-        whole, words = await self._ask_workers(CHANNEL + json.dumps({"adapter": {"loaded": label}}))
+        whole, words = await self._ask_workers(CheckLoaded(label=label))
         if not whole:
             await self._drop(name, keep={self._served.get(name), self._before.get(name)})
             raise EngineError(words)
 
-    async def _serve(self, name: str, version: int) -> None:
+    def _serve(self, name: str, version: int) -> None:
         label = adapter_label(name, version)
         if label not in self._manager.lora_registry.get_all_adapters():
             raise NotConnectedError(f"{label} is not staged", hint="load the adapter again")
@@ -144,26 +146,30 @@ class Adapters:
                 self._manager.lora_ref_cache.pop(label, None)  # SGLang would load it again for a request by its label
 
 
-def _question(text: str) -> Any:
-    """What a message asks about adapters; None where it asks about something else, or is no JSON (workers say so)."""
+_HERE = (CheckAdapter, ListAdapters, ServeAdapter, StageAdapter, UnloadAdapter)
+
+
+def _message(text: str) -> Message | None:
+    """What is asked of the process that looks names up; None where it is asked of workers, or is no message (they say
+    so)."""
     try:
-        message = json.loads(text)
-    except ValueError:
+        message = read(json.loads(text))
+    except (ValueError, RecursionError):
         return None
-    return message.get("adapters") if isinstance(message, dict) else None
+    return message if isinstance(message, _HERE) else None
 
 
 async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
     """Around the server's part of ``/weights_checker``."""
     if not request.action.startswith(CHANNEL):
         return await original(manager, request, *args)
-    question = _question(request.action.removeprefix(CHANNEL))
-    if question is None:
+    message = _message(request.action.removeprefix(CHANNEL))
+    if message is None:
         return await original(manager, request, *args)
     if manager not in _managers:
         _managers[manager] = Adapters(manager, _asking(original, weakref.proxy(manager), type(request)))
     try:
-        return True, json.dumps(await _managers[manager].answer(question)), None, None
+        return True, json.dumps(await _managers[manager].answer(message)), None, None
     except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
         return False, f"{type(error).__name__}: {error}", None, None
 
@@ -192,21 +198,22 @@ async def _labelled(responses: AsyncIterator[Any], label: str) -> AsyncIterator[
         yield response
 
 
-def check_worker(manager: Any, question: Info) -> None:
+def check_worker(manager: Any, message: CheckAdapter | CheckLoaded) -> None:
     """Worker: whether every tensor of an adapter has a layer here that it would be applied in.
 
     Args:
         manager: the worker's `LoRAManager`.
-        question: ``{"tensors": [names]}`` before it is loaded, ``{"loaded": label}`` once it is.
+        message: `CheckAdapter` before it is loaded, `CheckLoaded` once it is.
 
     Raises:
         ConfigError: names the first layer that has no LoRA here.
         EngineError: nothing of that label is loaded here.
     """
-    if "tensors" in question:
-        _check_tensors(manager, question["tensors"])
-    else:
-        _check_loaded(manager, question["loaded"])
+    match message:
+        case CheckAdapter():
+            _check_tensors(manager, (meta.name for meta in message.params))
+        case CheckLoaded():
+            _check_loaded(manager, message.label)
 
 
 def _check_tensors(manager: Any, names: Iterable[str]) -> None:
@@ -260,10 +267,10 @@ def _refuse_ignored(config: Info) -> None:
         )
 
 
-def _asking(original: Callable[..., Any], manager: Any, kind: type) -> Callable[[str], Awaitable[tuple[bool, str]]]:
-    async def ask(action: str) -> tuple[bool, str]:
-        success, message, *_ = await original(manager, kind(action=action))
-        return success, message
+def _asking(original: Callable[..., Any], manager: Any, kind: type) -> Callable[[Message], Awaitable[tuple[bool, str]]]:
+    async def ask(message: Message) -> tuple[bool, str]:
+        success, words, *_ = await original(manager, kind(action=CHANNEL + json.dumps(message.to_json())))
+        return success, words
 
     return ask
 

@@ -189,8 +189,7 @@ class SGLangLoader(EngineLoader):
                 found[meta.name] = tensor_digest(read(meta, self._pieces[meta.name]))
         return found
 
-    def reloaded(self) -> None:
-        """SGLang itself has loaded the model, past this loader."""
+    def invalidate(self) -> None:
         self._handed, self._whole, self._open, self.touched = {}, [], False, True
         self._patcher.forget()
 

@@ -4,8 +4,8 @@ SGLang (0.5.13 and later) calls `register` in each of its processes and then app
 the model, run them, and the process that looks names of adapters up (`torchrl_ext.plugins.sglang.adapters`):
 
 * ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
-  carries a free string: the ``action``. Ours begin with `torchrl_ext.types.CHANNEL`; a server without the plugin says
-  "Unsupported action" and goes on. What they do is in `torchrl_ext.plugins.sglang.worker`.
+  carries a free string: the ``action``. Ours begin with `torchrl_ext.messages.CHANNEL`; a server without the plugin
+  says "Unsupported action" and goes on. What they do is in `torchrl_ext.plugins.sglang.worker`.
 * ``/update_weights_from_disk`` with ``load_format="delta"`` lands a version directory, or the newest one of a root.
 
 An exception that leaves a scheduler ends the server (0.5.23), so none leaves these hooks: a checkpoint that SGLang
@@ -23,10 +23,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torchrl_ext.messages import CHANNEL, CheckAdapter, CheckLoaded, Prefetch, read
 from torchrl_ext.plugins.common.found import attempt, grant_tiles, say
 from torchrl_ext.plugins.sglang import adapters as sglang_adapters
 from torchrl_ext.plugins.sglang import cpu as sglang_cpu
-from torchrl_ext.types import CHANNEL
 
 __all__ = ["register"]
 
@@ -114,17 +114,17 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
 
     try:
         runner = manager.tp_worker.model_runner
-        message = json.loads(request.action.removeprefix(CHANNEL))
-        if "adapter" in message:
-            failure = _united(_objection(runner.lora_manager, message["adapter"]))
+        message = read(json.loads(request.action.removeprefix(CHANNEL)))
+        if isinstance(message, (CheckAdapter, CheckLoaded)):
+            failure = _united(_objection(runner.lora_manager, message))
             return CheckWeightsReqOutput(success=not failure, message=failure)
         worker = _worker(runner)
-        if _unseen and "prefetch" in message:  # the first word of an update
-            worker.doubt()
-        success, message = worker.answer(request.action.removeprefix(CHANNEL), manager)
+        if _unseen and isinstance(message, Prefetch):  # the first word of an update
+            worker.invalidate()
+        success, answer = worker.answer(message, manager)
     except Exception as error:  # noqa: BLE001 - it would end the server
-        success, message = False, f"{type(error).__name__}: {error}"
-    return CheckWeightsReqOutput(success=success, message=message)
+        success, answer = False, f"{type(error).__name__}: {error}"
+    return CheckWeightsReqOutput(success=success, message=answer)
 
 
 def update_weights_from_disk(
@@ -156,13 +156,13 @@ def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
     finally:
         worker = _workers.get(updater.get_model())
         if worker is not None:
-            worker.doubt()
+            worker.invalidate()
 
 
-def _objection(lora_manager: Any, question: Any) -> str:
+def _objection(lora_manager: Any, message: Any) -> str:
     """Why this worker could not serve an adapter; "" where it can."""
     try:
-        sglang_adapters.check_worker(lora_manager, question)
+        sglang_adapters.check_worker(lora_manager, message)
     except Exception as error:  # noqa: BLE001 - it would end the server
         return f"{type(error).__name__}: {error}"
     return ""
@@ -172,7 +172,8 @@ def _united(words: str) -> str:
     """What all workers have to say; "" where no worker has anything."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from torchrl_ext.plugins.common.workers import agree, joined
+    from torchrl_ext.plugins.common.workers import agree
+    from torchrl_ext.sync.worker_end import joined
 
     said = agree(words, get_tp_group().cpu_group)
     return joined(said) if any(said) else ""

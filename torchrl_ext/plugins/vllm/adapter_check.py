@@ -8,16 +8,17 @@ from typing import Any
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.messages import CheckAdapter
 from torchrl_ext.stores import open_store
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import Info, ParamMeta, adapter_rank
+from torchrl_ext.types import adapter_rank
 
 __all__ = ["check_adapter"]
 
 _VISIBLE_S = 2.0
 
 
-def check_adapter(model: Any, vllm_config: Any, info: Info) -> None:
+def check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
     """Hold an adapter's parameters against what this worker has wrapped.
 
     vLLM itself refuses a layer by the last part of its name only, and passes over any other that it does not find:
@@ -26,7 +27,7 @@ def check_adapter(model: Any, vllm_config: Any, info: Info) -> None:
     Args:
         model: the worker's model.
         vllm_config: the worker's configuration.
-        info: from `Transport.open`, with ``params``.
+        message: the adapter's tensors, and where its versions will lie.
 
     Raises:
         ConfigError: the server was started without LoRA, or for smaller ranks.
@@ -36,7 +37,7 @@ def check_adapter(model: Any, vllm_config: Any, info: Info) -> None:
     manager = getattr(model, "lora_manager", None)
     if manager is None:
         raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
-    params = [ParamMeta.from_json(row) for row in info["params"]]
+    params = message.params
     rank, most = adapter_rank(params), manager.lora_config.max_lora_rank
     if rank > most:
         raise ConfigError(
@@ -57,4 +58,5 @@ def check_adapter(model: Any, vllm_config: Any, info: Info) -> None:
                 expected=f"some of {', '.join(sorted({name.rpartition('.')[2] for name in wrapped}))}",
                 hint="leave it out of target_modules, or start the server so that --lora-target-modules has it",
             )
-    SharedRoot(open_store(info["root"]), "").find(info, _VISIBLE_S, threading.Event())
+    if message.root is not None:
+        SharedRoot(open_store(message.root["root"]), "").find(message.root, _VISIBLE_S, threading.Event())

@@ -3,10 +3,7 @@
 =====================================  =========================================================================
 ``GET  /torchrl_ext/adapters``         ``{"adapters": {name: {"version", "path", "in_use"}}}``: what each name stands
                                        for, and the versions that requests are still at work with
-``POST /torchrl_ext/adapters/check``   ``{"info": {...}}``: could such an adapter be loaded? (all workers are asked)
-``POST /torchrl_ext/adapters/stage``   ``{"name", "version", "path"}``: load it; nobody is served with it yet
-``POST /torchrl_ext/adapters/serve``   ``{"name", "version"}``: from now on ``name`` stands for what was staged
-``POST /torchrl_ext/adapters/unload``  ``{"name"}``: from now on requests by that name are refused
+``POST /torchrl_ext/adapters``         a message: `CheckAdapter`, `StageAdapter`, `ServeAdapter` or `UnloadAdapter`
 =====================================  =========================================================================
 
 An answer that is no: ``{"error": "..."}`` with status 400, or 404 for a name that is not loaded.
@@ -26,7 +23,6 @@ Responses name the version in their ``model``: a request for ``policy-lora`` is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any, final
 
 from fastapi import APIRouter, Request
@@ -36,8 +32,17 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from torchrl_ext.errors import ConfigError, NotConnectedError
+from torchrl_ext.messages import (
+    ADAPTERS_ROUTE,
+    CheckAdapter,
+    Message,
+    ServeAdapter,
+    StageAdapter,
+    UnloadAdapter,
+    read,
+)  # fmt: skip
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.types import ADAPTERS_ROUTE, Info, adapter_label, adapter_version
+from torchrl_ext.types import Info, adapter_label, adapter_version
 
 __all__ = ["AdapterRoutes"]
 
@@ -55,8 +60,7 @@ class AdapterRoutes:
     def attach(self, router: APIRouter) -> None:
         """Add the routes."""
         router.add_api_route(ADAPTERS_ROUTE, self.told, methods=["GET"])
-        for what in (self.check, self.stage, self.serve, self.unload):
-            router.add_api_route(f"{ADAPTERS_ROUTE}/{what.__name__}", _answering(what), methods=["POST"])
+        router.add_api_route(ADAPTERS_ROUTE, self.answer, methods=["POST"])
 
     def init(self, engine_client: Any, state: Any) -> None:
         """Remember the engine, and the server's state."""
@@ -74,14 +78,32 @@ class AdapterRoutes:
         }
         return JSONResponse({"adapters": rows})
 
-    async def check(self, body: Info) -> Info:
-        """Ask every worker whether such an adapter could be loaded."""
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"adapter": body["info"]}))
+    async def answer(self, request: Request) -> JSONResponse:
+        """Do what a message says."""
+        try:
+            return JSONResponse(await self._handle(read(await request.json())))
+        except _NotLoaded as error:
+            return JSONResponse({"error": str(error)}, status_code=404)
+        except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
+            return JSONResponse({"error": str(error) or type(error).__name__}, status_code=400)
+
+    async def _handle(self, message: Message) -> Info:
+        match message:
+            case CheckAdapter():  # all workers are asked
+                request = WeightTransferInitRequest(init_info=message.to_json())
+                await self._engine.init_weight_transfer_engine(request)
+            case StageAdapter():
+                await self._stage(message.name, message.version, message.path)
+            case ServeAdapter():
+                return self._serve(message.name, adapter_label(message.name, message.version))
+            case UnloadAdapter():
+                self._unload(message.name)
+            case _:
+                raise ConfigError(f"a message of kind {message.kind!r} means nothing to adapters")
         return {}
 
-    async def stage(self, body: Info) -> Info:
+    async def _stage(self, name: str, version: int, path: str) -> None:
         """Load a version under an id of its own."""
-        name, version, path = body["name"], int(body["version"]), body["path"]
         if self._models.is_base_model(name):
             raise ConfigError(f"{name!r} is what the base model is called here", hint="call the adapter something else")
         lora_config = self._engine.vllm_config.lora_config
@@ -99,23 +121,20 @@ class AdapterRoutes:
         if not await self._engine.add_lora(request):
             raise ConfigError(f"the workers did not take {path}")
         self._staged[name] = request
-        return {}
 
-    async def serve(self, body: Info) -> Info:
+    def _serve(self, name: str, label: str) -> Info:
         """Point the name at what was staged."""
-        name, label = body["name"], adapter_label(body["name"], int(body["version"]))
         request = self._staged.pop(name, None)
         if request is None or request.lora_name != label:
             raise NotConnectedError(f"{label} is not staged", hint="load the adapter again")
         self._served[name] = request
         return {"in_use": self._in_use(name)}
 
-    async def unload(self, body: Info) -> Info:
+    def _unload(self, name: str) -> None:
         """Forget a name. Requests that run end with what they began with."""
-        self._staged.pop(body["name"], None)
-        if self._served.pop(body["name"], None) is None:
-            raise _NotLoaded(f"no adapter {body['name']!r} is loaded; there are: {', '.join(self._served) or 'none'}")
-        return {}
+        self._staged.pop(name, None)
+        if self._served.pop(name, None) is None:
+            raise _NotLoaded(f"no adapter {name!r} is loaded; there are: {', '.join(self._served) or 'none'}")
 
     @property
     def _models(self) -> Any:
@@ -135,15 +154,3 @@ class AdapterRoutes:
 
 class _NotLoaded(Exception):
     """There is no adapter of that name."""
-
-
-def _answering(call: Callable[[Info], Awaitable[Info]]) -> Callable[[Request], Awaitable[JSONResponse]]:
-    async def route(request: Request) -> JSONResponse:
-        try:
-            return JSONResponse(await call(await request.json()))
-        except _NotLoaded as error:
-            return JSONResponse({"error": str(error)}, status_code=404)
-        except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
-            return JSONResponse({"error": str(error) or type(error).__name__}, status_code=400)
-
-    return route

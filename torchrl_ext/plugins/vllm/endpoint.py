@@ -33,6 +33,7 @@ from fastapi.responses import JSONResponse
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError
+from torchrl_ext.messages import Join, Load, Message, Poll, Prefetch, Reset, Seal, answers_in, merged
 from torchrl_ext.plugins.common.published_path import locate, parameters
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.plugins.vllm.caches import drop_cached
@@ -40,7 +41,6 @@ from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.sync.access import bears_key
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import STILL_STAGING, Info
 
 __all__ = ["UpdateFromDisk"]
 
@@ -120,7 +120,7 @@ class UpdateFromDisk:
             await self._join(root, params)  # a trainer had the workers join something else meanwhile
             await self._stage(version)
         self._joined = target
-        await self._commit(version, {"transport": "delta", "version": version, "params": params}, label or str(version))
+        await self._commit(Load(version=version, handoff={"params": params}), label or str(version))
         return f"version {version} of {root} is in service"
 
     async def _join(self, root: str, params: list[Any]) -> None:
@@ -128,25 +128,30 @@ class UpdateFromDisk:
         base = self._model if os.path.isdir(self._model) else None
         try:
             info = {"transport": "delta", "base": base, "needs_base": False, "params": params}
-            await self._init({**info, **await asyncio.to_thread(probe.invite)})
+            await self._begin(Join.of({**info, **await asyncio.to_thread(probe.invite)}), f"join {root}")
         finally:
             await asyncio.to_thread(probe.clear)
 
     async def _stage(self, version: int) -> None:
-        request, until, pause_s = {"prefetch": version}, time.monotonic() + _STAGING_S, 0.01
+        await self._begin(Prefetch(version=version), f"stage version {version}")
+
+    async def _begin(self, message: Message, what: str) -> None:
+        """Let the workers begin something, and wait until it is over."""
+        until, pause_s = time.monotonic() + _STAGING_S, 0.01
+        await self._init(message)
         while True:
             try:
-                return await self._init(request)
+                return await self._init(Poll())
             except Exception as error:
-                if STILL_STAGING not in str(error):
+                if not merged(answers_in(str(error))).get("working"):
                     raise
             if time.monotonic() > until:
-                raise DeadlineError(f"staging version {version} takes longer than {_STAGING_S:g} s")
-            request, pause_s = {"prefetched": version}, min(_LONGEST_S, 1.5 * pause_s)
+                raise DeadlineError(f"to {what} takes longer than {_STAGING_S:g} s")
+            pause_s = min(_LONGEST_S, 1.5 * pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _commit(self, version: int, info: Info, label: str) -> None:
-        engine = self._engine
+    async def _commit(self, message: Load, label: str) -> None:
+        engine, version = self._engine, message.version
         served = await self._pause()
         try:
             await engine.start_weight_update()
@@ -155,7 +160,8 @@ class UpdateFromDisk:
             raise StoreError(f"version {version} was not begun: {error}", state=await self._undone(served)) from error
         held = "part of an update"
         try:
-            await engine.update_weights(WeightTransferUpdateRequest(update_info={**info, "seal": version}))
+            for step in (message, Seal()):
+                await engine.update_weights(WeightTransferUpdateRequest(update_info=step.to_json()))
             await engine.finish_weight_update(label)
             held = f"version {version}, and what was cached of older weights"
             await drop_cached(engine)
@@ -196,7 +202,7 @@ class UpdateFromDisk:
         held = "part of an update"
         try:
             await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder.absolute())})
-            await self._init({"reloaded": True})
+            await self._init(Reset(weights="reloaded"))
             if label is not None:
                 await self._engine.update_weight_version(label)
             held = "these weights, and what was cached of older ones"
@@ -210,8 +216,8 @@ class UpdateFromDisk:
         await self._engine.resume_generation()
         return f"{path} is in service"
 
-    async def _init(self, info: Info) -> None:
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+    async def _init(self, message: Message) -> None:
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=message.to_json()))
 
 
 def _answer(success: bool, message: str) -> JSONResponse:

@@ -178,14 +178,13 @@ class VLLMLoader(EngineLoader):
         self._repair(list(self._model.modules()))
         self._loading = False
 
-    def doubt(self) -> None:
-        """The model does not hold what this loader knows of it; its memory may be gone, and is not touched."""
+    def invalidate(self) -> None:
         self.touched, self._digests = True, {}
         if self._patches is not None:
             self._patches.forget()
 
     def reloaded(self) -> None:
-        """vLLM itself has reloaded the whole model (`reload_weights`), past this loader: do what it leaves out."""
+        """See `WeightLoader.reloaded`. vLLM did so by `reload_weights`."""
         self._repair(list(self._model.modules()))
 
     def digests(self) -> dict[str, str]:

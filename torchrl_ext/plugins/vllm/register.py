@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
+from torchrl_ext.messages import BACKEND
 from torchrl_ext.plugins.common.found import attempt, grant_tiles, say
-from torchrl_ext.types import BACKEND
 
 __all__ = ["register"]
 

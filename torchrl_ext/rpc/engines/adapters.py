@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.messages import Message
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.base import HTTPEngine
 from torchrl_ext.rpc.engines.sleep import Rest
@@ -71,7 +72,7 @@ class AdapterClient(HTTPEngine):
     def rehearse(self, how: str = "once") -> None:
         """An adapter is loaded beside the weights, into a place of its own, and what becomes of it is not read back."""
 
-    def _ask_rehearsal(self, question: Info) -> list[Info]:
+    def _tell(self, message: Message) -> list[Info]:
         return []
 
     def prefetch(self, version: int) -> None:

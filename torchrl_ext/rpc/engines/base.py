@@ -16,11 +16,13 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
+from torchrl_ext.messages import Message, Poll, Rehearse
 from torchrl_ext.rpc.client import EngineClient, Stopwatch
 from torchrl_ext.rpc.engines.sleep import Rest
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info, least
+from torchrl_ext.waiting import wait_until
 
 __all__ = ["HTTPEngine", "restated"]
 
@@ -70,16 +72,16 @@ class HTTPEngine(EngineClient):
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. An engine whose plugin knows no rehearsals proves what it was handed."""
-        told = self._ask_rehearsal({"how": how, "ask": True})
+        told = self._rehearsal(how, ask=True)
         if any(answer.get("needed") for answer in told):
             served = self._state == "serving"
             with self._step("rehearse an update", state=None):
                 before = self._answers() if served else None
                 self.pause()
                 try:
-                    told = self._ask_rehearsal({"how": how})
+                    told = self._rehearsal(how)
                 except EngineError:
-                    if served and all(answer.get("restored", True) for answer in self._ask_rehearsal({"ask": True})):
+                    if served and all(answer.get("restored", True) for answer in self._rehearsal(ask=True)):
                         self.resume()
                     raise
                 if served:
@@ -115,9 +117,26 @@ class HTTPEngine(EngineClient):
                 hint="start it again, and report its version and kernel backends",
             )
 
-    @abstractmethod
-    def _ask_rehearsal(self, question: Info) -> list[Info]:
+    def _rehearsal(self, how: str = "once", *, ask: bool = False) -> list[Info]:
         """Ask every worker, which takes as long as loading the weights a few times where it is no mere question."""
+        return [answer for answer in self._tell(Rehearse(how=how, ask=ask)) if "proof" in answer]
+
+    def _await_idle(self, what: str) -> None:
+        """Wait until the workers are at work on nothing.
+
+        Raises:
+            EngineRefusedError: what they were at failed.
+            DeadlineError: it takes too long to ``what``.
+        """
+        wait_until(
+            lambda: not any(answer.get("working") for answer in self._tell(Poll())),
+            self._load_timeout_s,
+            lambda: DeadlineError(f"to {what} takes {self.url} longer than {self._load_timeout_s:g} s"),
+        )
+
+    @abstractmethod
+    def _tell(self, message: Message) -> list[Info]:
+        """Send a message to every worker; returns the answers of those that have one."""
 
     def pause(self) -> bool:
         """See `EngineClient.pause`. An engine that served, and did not pause, is told to serve again."""

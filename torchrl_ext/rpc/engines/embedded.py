@@ -1,4 +1,4 @@
-"""The embedded engine over HTTP: its routes are vLLM's, and two of its own: to stage a version, to score tokens."""
+"""The embedded engine over HTTP: its routes are vLLM's, and one of its own: to score tokens."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ class EmbeddedEngine(EngineClient):
         self._client.rehearse(how)
 
     def prefetch(self, version: int) -> None:
-        self._client.rouse()
-        self._http.post("/prefetch_weights", {"version": version})
+        self._client.prefetch(version)
 
     def begin(self, version: int) -> None:
         self._client.begin(version)

@@ -2,11 +2,11 @@
 
 The protocol, as far as routes and bodies go, is SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.19 to 0.5.23).
 Where the server has our plugin, messages of ours travel as the ``action`` of ``/weights_checker``
-(`torchrl_ext.plugins.sglang.worker` lists them); a server without it follows by full files, through its own loader:
+(`torchrl_ext.messages`); a server without it follows by full files, through its own loader:
 
 ===================================  =========================================================================
 ``GET /server_info``                 what the server was started with; ``GET /model_info``: what it serves now
-``POST /weights_checker``            ``{"action": "torchrl_ext:{...}"}``: connect, prefetch, flush, start, load, seal
+``POST /weights_checker``            ``{"action": "torchrl_ext:{...}"}``: our messages
 ``POST /pause_generation``           ``{"mode": "abort" | "retract" | "in_place"}``
 ``POST /flush_cache``                without the plugin; 400 while requests hold on to the cache
 ``POST /hicache/storage-backend``    ``/clear``, where keys and values are kept in a store too
@@ -31,6 +31,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.messages import Finish, Flush, Join, Message, Prefetch, Start, loading
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import _nothing
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
@@ -160,8 +161,8 @@ class SGLangEngine(HTTPEngine):
             self._native = not self._channel.answers()
             if not self._native:
                 self._refuse_replicas(info)
-                self._channel.tell({"connect": {"rank_offset": 1, **info}}, self._load_timeout_s)
-                self._channel.await_idle("join the transport", self._load_timeout_s)
+                self._tell(Join.of(info))
+                self._await_idle("join the transport")
             elif info.get("transport") != "disk":
                 raise EngineRefusedError(
                     f"{self.url} runs SGLang without our plugin, and cannot follow by {info.get('transport')!r}",
@@ -175,15 +176,15 @@ class SGLangEngine(HTTPEngine):
         if not self._native:
             super().rehearse(how)
 
-    def _ask_rehearsal(self, question: Info) -> list[Info]:
-        return [self._channel.tell({"rehearse": question}, self._load_timeout_s)]
+    def _tell(self, message: Message) -> list[Info]:
+        return [self._channel.tell(message, self._load_timeout_s)]
 
     def prefetch(self, version: int) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if not self._native:
                 self._slumber.wake({"weights"}, self.rest().asleep)  # changes are held against them
-                self._channel.tell({"prefetch": version})
-                self._channel.await_idle(f"stage version {version}", self._load_timeout_s)
+                self._tell(Prefetch(version=version))
+                self._await_idle(f"stage version {version}")
 
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. Where the cache cannot be dropped, nothing was changed, and a server that served
@@ -195,13 +196,13 @@ class SGLangEngine(HTTPEngine):
             self._slumber.wake({"weights"}, before.asleep)
             if not self._native:
                 self._open_session()
-                self._channel.tell({"start": True, "session": self._in_session}, self._load_timeout_s)
+                self._tell(Start(bracketed=self._in_session))
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
         with self._step(what, state=self._paused("part of an update")):
             if not self._native:
-                self._channel.tell({"load": info}, self._load_timeout_s)
+                self._tell(loading(info))
             elif "verify" in info:
                 raise ConfigError(
                     f"{self.url} runs SGLang without our plugin, and cannot prove what it holds", hint=PLUGIN
@@ -215,7 +216,7 @@ class SGLangEngine(HTTPEngine):
         label = str(version)
         with self._step(f"finish version {version}", state=self._paused("part of an update")):
             if not self._native:
-                self._channel.tell({"seal": version, "label": label}, self._load_timeout_s)
+                self._tell(Finish(version=version))
                 self._close_session()
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self._http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
@@ -335,7 +336,7 @@ class SGLangEngine(HTTPEngine):
     def _try_flush(self) -> tuple[int, str]:
         """200, or 400 while requests use the cache; and SGLang's own words."""
         if not self._native:  # its own route collects garbage too, which takes longer than many an update
-            return (200, "") if self._channel.tell({"flush": True})["flushed"] else (400, "the cache is in use")
+            return (200, "") if self._channel.tell(Flush()).get("flushed") else (400, "the cache is in use")
         answer = self._http.call("POST", "/flush_cache")
         if answer.ok or answer.status == 400:
             return answer.status, answer.message()

@@ -6,9 +6,18 @@ import json
 from typing import ClassVar, final
 
 from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.messages import (
+    CHANNEL,
+    CheckAdapter,
+    ListAdapters,
+    Message,
+    ServeAdapter,
+    StageAdapter,
+    UnloadAdapter,
+)  # fmt: skip
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import restated
-from torchrl_ext.types import CHANNEL, Info
+from torchrl_ext.types import Info
 
 __all__ = ["SGLangAdapter"]
 
@@ -28,23 +37,23 @@ class SGLangAdapter(AdapterClient):
     kind: ClassVar[str] = "sglang"
 
     def _serving(self) -> int | None:
-        return self._tell({"list": True}).get(self.name, {}).get("version")
+        return self._names(ListAdapters()).get(self.name, {}).get("version")
 
     def _check(self, info: Info) -> None:
-        self._tell({"check": info})
+        self._names(CheckAdapter.of(info))
 
     def _stage(self, version: int, path: str) -> None:
-        self._tell({"stage": self.name, "version": version, "path": path})
+        self._names(StageAdapter(name=self.name, version=version, path=path))
 
     def _serve(self, version: int) -> None:
-        self._tell({"serve": self.name, "version": version})
+        self._names(ServeAdapter(name=self.name, version=version))
 
     def _drop(self) -> None:
-        self._tell({"unload": self.name})
+        self._names(UnloadAdapter(name=self.name))
 
-    def _tell(self, question: Info) -> Info:
+    def _names(self, message: Message) -> Info:
         """Ask our plugin; what every name stands for then."""
-        body = {"action": CHANNEL + json.dumps({"adapters": question})}
+        body = {"action": CHANNEL + json.dumps(message.to_json())}
         try:
             told = self._http.post("/weights_checker", body, timeout_s=self._load_timeout_s)
             return json.loads(told["message"])["adapters"]

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import Any, final
 
 from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.messages import Reset
 from torchrl_ext.rpc.engines.sglang_channel import PLUGIN, SGLangChannel
 from torchrl_ext.rpc.engines.sleep import Rest, named_tags
 
@@ -46,7 +47,7 @@ class SGLangSlumber:
         told = {} if native else self._channel.rest()
         paused = {_OK: False, _NOT_READY: True}.get(self._ready(), told.get("paused"))
         paused = None if paused is None else bool(paused)
-        return Rest(paused=paused, asleep=named_tags(told.get("asleep")), empty=bool(told.get("hollow")))
+        return Rest(paused=paused, asleep=named_tags(told.get("asleep")), empty=bool(told.get("empty")))
 
     def is_held(self) -> bool:
         """Whether the server says that it is paused."""
@@ -88,7 +89,7 @@ class SGLangSlumber:
     def release(self, level: int, wanted: Collection[str], asleep: frozenset[str]) -> None:
         """Give memory back; the server is paused, and idle."""
         if level == 2 and "weights" in wanted:
-            self._channel.tell({"hollow": True}, self._load_timeout_s)
+            self._channel.tell(Reset(weights="gone"), self._load_timeout_s)
         tags = sorted({*wanted, _GRAPHS} - asleep)
         self._http.post("/release_memory_occupation", {"tags": tags}, timeout_s=self._load_timeout_s)
 

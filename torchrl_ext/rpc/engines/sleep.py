@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.types import HOLLOW
+from torchrl_ext.messages import Message, Reset, State
+from torchrl_ext.types import Info
 
 __all__ = ["TAGS", "Rest", "Slumber", "check_sleep", "check_wake", "named_tags"]
 
@@ -86,14 +87,22 @@ class Slumber:
         url: the engine's, for messages.
         call: calls a route, whatever it answers (`HTTPSession.call`).
         post: calls a route that has to succeed.
+        tell: sends a message to the workers, and returns their answers.
         pause: pauses the engine.
         mode: what happens to running requests.
     """
 
     def __init__(
-        self, url: str, call: Callable[..., Any], post: Callable[..., Any], pause: Callable[[], Any], mode: str
+        self,
+        url: str,
+        call: Callable[..., Any],
+        post: Callable[..., Any],
+        tell: Callable[[Message], list[Info]],
+        pause: Callable[[], Any],
+        mode: str,
     ) -> None:
-        self._url, self._call, self._post, self._pause, self._mode = url, call, post, pause, mode
+        self._url, self._call, self._post, self._tell = url, call, post, tell
+        self._pause, self._mode = pause, mode
 
     def rest(self) -> Rest:
         """What the engine says of itself now.
@@ -156,18 +165,18 @@ class Slumber:
             EngineRefusedError: its workers say that it has none.
         """
         try:
-            self._post("/init_weight_transfer_engine", {"init_info": {"hollow": "?"}})
-        except EngineRefusedError as error:
-            if HOLLOW not in error.what:
-                return  # other backends, and older releases of ours, know no such question
+            answers = self._tell(State())
+        except EngineRefusedError:
+            return  # other backends know no such question
+        if any(answer.get("empty") for answer in answers):
             raise EngineRefusedError(
                 f"{self._url} slept at level 2 and holds no weights to serve",
                 state="paused",
                 hint="call update_weights: it wakes the engine in the right order",
-            ) from error
+            )
 
     def _tell_hollow(self) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": {"doubt": True, "hollow": True}})
+        self._tell(Reset(weights="gone"))
 
     def _wake(self, tag: str) -> bool:
         return self._post("/wake_up", query={"tags": tag}).get("status") == "awake"

@@ -1,17 +1,15 @@
 """vLLM's weight-transfer routes, driven over HTTP.
 
 The protocol, as far as routes and bodies go, is vLLM's (`vllm.entrypoints.rl.online.api_router`, 0.32); what travels
-in the bodies is ours:
+in the bodies are our messages (`torchrl_ext.messages`):
 
 ========================================  ====================================================================
-``POST /init_weight_transfer_engine``     ``{"init_info": info}``: join the transport of `Transport.open`'s info
-                                          plus ``rank_offset``; or ``{"init_info": {"prefetch": version}}``, and
-                                          ``{"prefetched": version}`` until workers no longer say `STILL_STAGING`;
-                                          or ``{"rehearse": question}``, ``{"doubt": true}``, ``{"hollow": "?"}``
+``POST /init_weight_transfer_engine``     ``{"init_info": message}``: all that loads nothing. Answers come as an
+                                          error's words (`torchrl_ext.messages.ANSWERS`); the embedded engine has
+                                          them in ``{"answer": {...}}``
 ``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up: `commit` clears
 ``POST /start_weight_update``
-``POST /update_weights``                  ``{"update_info": info}``: a handoff's info, ``{"verify": digests}``, or
-                                          ``{"seal": version}`` after the last one
+``POST /update_weights``                  ``{"update_info": message}``: `Load`, `Verify`, or `Seal` after the last one
 ``POST /finish_weight_update``            ``{"weight_version": "7"}``; after a failed update, without a body, it is the
                                           way out of the update that is still open
 ``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights, as do
@@ -35,15 +33,15 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.messages import ANSWERS, BACKEND, OPEN_UPDATE, Join, Message, Prefetch, Seal, answers_in, loading
 from torchrl_ext.rpc.client import _nothing
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
 from torchrl_ext.rpc.engines.logprobs import logprobs_of_vllm
 from torchrl_ext.rpc.engines.sleep import Rest, Slumber
 from torchrl_ext.rpc.engines.vllm_adapter import VLLMAdapter
 from torchrl_ext.rpc.engines.worker_words import unwrapped
-from torchrl_ext.rpc.inspection import answers_in
 from torchrl_ext.rpc.server_info import parse_server_info, sees
-from torchrl_ext.types import ANSWERS, BACKEND, OPEN_UPDATE, STILL_STAGING, EngineInfo, Info
+from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["VLLMEngine"]
 
@@ -94,7 +92,7 @@ class VLLMEngine(HTTPEngine):
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._sees = pause_mode, False
         post = partial(self._post, timeout_s=load_timeout_s)
-        self._slumber = Slumber(self.url, self._http.call, post, self.pause, pause_mode)
+        self._slumber = Slumber(self.url, self._http.call, post, self._tell, self.pause, pause_mode)
         self._before = Rest(paused=None)  # how it was before the update that is going on
 
     def info(self) -> EngineInfo:
@@ -121,15 +119,16 @@ class VLLMEngine(HTTPEngine):
                 size is not the transport's. It keeps serving what it served.
             EngineUnreachableError, DeadlineError: as they say.
         """
-        request = {"init_info": {"rank_offset": 1, **info}}
+        message = Join.of(info)
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
             try:
-                self._post("/init_weight_transfer_engine", request, timeout_s=self._load_timeout_s)
+                self._tell(message)
             except EngineRefusedError as error:
                 if OPEN_UPDATE not in error.what:
                     raise self._explained(error) from error
                 self._abandon()
-                self._post("/init_weight_transfer_engine", request, timeout_s=self._load_timeout_s)
+                self._tell(message)
+            self._await_idle("join the transport")
             self._sees = sees(self._told())
 
     def rehearse(self, how: str = "once") -> None:
@@ -137,33 +136,12 @@ class VLLMEngine(HTTPEngine):
         self.rouse()
         super().rehearse(how)
 
-    def _ask_rehearsal(self, question: Info) -> list[Info]:
-        body = {"init_info": {"rehearse": question}}
-        try:
-            told: Any = self._post("/init_weight_transfer_engine", body, timeout_s=self._load_timeout_s)
-        except EngineRefusedError as error:
-            if ANSWERS not in error.what:
-                raise
-            told = error.what
-        return [answer for answer in answers_in(told) if "proof" in answer]
-
     def prefetch(self, version: int) -> None:
-        """See `EngineClient.prefetch`. Workers stage beside their generating; vLLM's route has no way to answer "not
-        yet" but an error, so that is what says it."""
-        request, until, pause_s = {"prefetch": version}, time.monotonic() + self._load_timeout_s, 0.01
+        """See `EngineClient.prefetch`. Workers stage beside their generating."""
         self.rouse()  # changes are held against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
-            while True:
-                try:
-                    self._post("/init_weight_transfer_engine", {"init_info": request})
-                    return
-                except EngineRefusedError as error:
-                    if STILL_STAGING not in error.what:
-                        raise
-                if time.monotonic() > until:
-                    raise DeadlineError(f"staging takes longer than {self._load_timeout_s:g} s")
-                request, pause_s = {"prefetched": version}, min(2.0, 1.25 * pause_s)
-                threading.Event().wait(pause_s)
+            self._tell(Prefetch(version=version))
+            self._await_idle(f"stage version {version}")
 
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. Where workers do not start, no weight was changed, and an engine that served before
@@ -186,11 +164,11 @@ class VLLMEngine(HTTPEngine):
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
         with self._step(what, state=self._paused("part of an update")):
-            self._post("/update_weights", {"update_info": info}, timeout_s=self._load_timeout_s)
+            self._load(loading(info))
 
     def commit(self, version: int) -> None:
         with self._step(f"finish version {version}", state=self._paused("part of an update")):
-            self._post("/update_weights", {"update_info": {"seal": version}}, timeout_s=self._load_timeout_s)
+            self._load(Seal())
             self._post("/finish_weight_update", {"weight_version": str(version)})
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self._drop_cached()
@@ -282,6 +260,19 @@ class VLLMEngine(HTTPEngine):
             except EngineRefusedError as error:
                 raise restated(error, unwrapped(error.what)) from error
         return answer if isinstance(answer, dict) else {}
+
+    def _load(self, message: Message) -> None:
+        self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self._load_timeout_s)
+
+    def _tell(self, message: Message) -> list[Info]:
+        body = {"init_info": message.to_json()}
+        try:
+            told: Any = self._post("/init_weight_transfer_engine", body, timeout_s=self._load_timeout_s)
+        except EngineRefusedError as error:
+            if ANSWERS not in error.what:
+                raise
+            told = error.what
+        return answers_in(told)
 
     def _abandon(self) -> None:
         """End an open update. Workers on which it failed have none to end any more, and say so: nothing to do."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.messages import ADAPTERS_ROUTE, CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import restated
 from torchrl_ext.rpc.engines.worker_words import unwrapped
-from torchrl_ext.types import ADAPTERS_ROUTE, Info
+from torchrl_ext.types import Info
 
 __all__ = ["VLLMAdapter"]
 
@@ -41,20 +42,20 @@ class VLLMAdapter(AdapterClient):
         return told["adapters"].get(self.name, {}).get("version")
 
     def _check(self, info: Info) -> None:
-        self._post("check", {"info": info})
+        self._post(CheckAdapter.of(info))
 
     def _stage(self, version: int, path: str) -> None:
-        self._post("stage", {"name": self.name, "version": version, "path": path})
+        self._post(StageAdapter(name=self.name, version=version, path=path))
 
     def _serve(self, version: int) -> None:
-        self._in_use = self._post("serve", {"name": self.name, "version": version})["in_use"]
+        self._in_use = self._post(ServeAdapter(name=self.name, version=version))["in_use"]
 
     def _drop(self) -> None:
-        self._post("unload", {"name": self.name})
+        self._post(UnloadAdapter(name=self.name))
 
-    def _post(self, what: str, body: Info) -> Any:
+    def _post(self, message: Message) -> Any:
         with _explaining():
-            return self._http.post(f"{ADAPTERS_ROUTE}/{what}", body, timeout_s=self._load_timeout_s)
+            return self._http.post(ADAPTERS_ROUTE, message.to_json(), timeout_s=self._load_timeout_s)
 
 
 class _explaining:

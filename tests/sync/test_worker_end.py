@@ -1,0 +1,188 @@
+"""One worker of an engine, in step with the others: what it begins, what it says of it, and who hears of a failure."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from tests.processes import WAIT_S
+from torchrl_ext.errors import EngineError
+from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.messages import (
+    Finish,
+    Inspect,
+    Join,
+    Load,
+    Poll,
+    Prefetch,
+    Rehearse,
+    Reset,
+    Seal,
+    Start,
+    State,
+    Verify,
+)
+from torchrl_ext.sync.worker_end import WorkerEnd, joined
+from torchrl_ext.waiting import wait_until
+from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.source import as_source
+
+
+class Together:
+    """Workers of one engine in threads of this process: `agree` waits until all have spoken."""
+
+    def __init__(self, count):
+        self._words, self._meeting = [""] * count, threading.Barrier(count)
+        self._pool = ThreadPoolExecutor(count)
+
+    def agree(self, rank):
+        def speak(words):
+            self._words[rank] = words
+            self._meeting.wait(WAIT_S)
+            said = list(self._words)
+            self._meeting.wait(WAIT_S)
+            return said
+
+        return speak
+
+    def handle(self, ends, message):
+        """What each worker answers, or raises."""
+
+        def one(end):
+            try:
+                return end.handle(message)
+            except EngineError as error:
+                return error
+
+        return [job.result(WAIT_S) for job in [self._pool.submit(one, end) for end in ends]]
+
+
+@pytest.fixture
+def engine():
+    """Two workers, what they hold, and what lets all of them handle a message."""
+    together, held = Together(2), [nn.Linear(3, 2), nn.Linear(3, 2)]
+    ends = [
+        WorkerEnd(TensorsLoader(module), rank=rank, workers=2, agree=together.agree(rank))
+        for rank, module in enumerate(held)
+    ]
+    yield ends, held, lambda message: together.handle(ends, message)
+    for end in ends:
+        end.close()
+
+
+def idle(handle):
+    def ask():
+        answers = handle(Poll())
+        return None if {"working": True} in answers else answers
+
+    return wait_until(ask, WAIT_S, lambda: AssertionError("it never ends"))
+
+
+def invitation(transport, model):
+    params = as_source(model).params()
+    return Join.of({**transport.open(2, params).info, "params": [meta.to_json() for meta in params], "world_size": 3})
+
+
+def test_workers_follow_a_trainer_step_by_step(engine):
+    _, held, handle = engine
+    policy, transport = nn.Linear(3, 2), tx.MemoryTransport()
+    assert handle(invitation(transport, policy)) == [{}, {}]
+    assert idle(handle) == [{}, {}]
+    handoff = transport.prepare(as_source(policy), 1)
+    digests = {name: tensor_digest(tensor) for name, tensor in as_source(policy)}
+    for message in (Prefetch(version=1), Start(), Load.of(handoff.info), Verify(digests=digests), Seal()):
+        assert handle(message) == [{}, {}]
+        assert not isinstance(message, Prefetch) or idle(handle) == [{}, {}]
+    assert handle(Finish(version=1)) == [{}, {}]
+    assert all(torch.equal(module.weight, policy.weight) for module in held)
+    transport.shutdown()
+
+
+def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
+    ends, _, handle = engine
+    going = threading.Event()
+    ends[1].receiver.prefetch = lambda version: going.wait(WAIT_S)  # one of them takes its time
+    ends[0].receiver.prefetch = lambda version: None
+    assert handle(Prefetch(version=1)) == [{}, {}]
+    assert handle(Poll()) == [{"working": True}] * 2
+    going.set()
+    assert idle(handle) == [{}, {}]
+    assert handle(Poll()) == [{}, {}]  # as long as nothing else is begun
+
+
+def test_a_failure_of_one_is_heard_by_all_in_its_words(engine):
+    ends, _, handle = engine
+    ends[1].receiver.start = lambda: 1 / 0
+    ends[0].receiver.start = lambda: None
+    errors = handle(Start())
+    assert [str(error) for error in errors] == ["worker 1: ZeroDivisionError: division by zero."] * 2
+
+
+def test_a_failure_beside_the_engines_work_is_heard_at_the_next_question(engine):
+    ends, _, handle = engine
+    ends[0].receiver.prefetch = lambda version: 1 / 0
+    ends[1].receiver.prefetch = lambda version: None
+    assert handle(Prefetch(version=1)) == [{}, {}]
+    errors = idle(handle)
+    assert all("worker 0: ZeroDivisionError" in str(error) for error in errors)
+    assert all("nothing was begun" in str(error) or "ZeroDivision" in str(error) for error in handle(Poll()))
+
+
+def test_nobody_is_at_work_before_anything_was_begun(engine):
+    _, _, handle = engine
+    assert all("nothing was begun" in str(error) for error in handle(Poll()))
+
+
+def test_a_world_without_room_is_refused_before_anything_is_joined(engine):
+    _, _, handle = engine
+    transport = tx.MemoryTransport()
+    for offset, size in ((1, 2), (2, 3), (0, 3)):
+        message = Join(transport="memory", params=(), rank_offset=offset, world_size=size, offer={})
+        assert all("do not fit into a world" in str(error) for error in handle(message))
+    assert all("NotConnectedError" in str(error) for error in handle(Start()))
+    transport.shutdown()
+
+
+def test_a_prefetch_that_is_begun_anew_ends_the_one_before(engine):
+    ends, _, handle = engine
+    begun, aborted = [], threading.Event()
+    for end in ends:
+        end.receiver.prefetch = lambda version: (begun.append(version), version > 1 or aborted.wait(WAIT_S))
+        end.receiver.abort = aborted.set
+    assert handle(Prefetch(version=1)) == [{}, {}]
+    assert handle(Prefetch(version=2)) == [{}, {}]
+    assert aborted.is_set() and idle(handle) == [{}, {}] and sorted(begun) == [1, 1, 2, 2]
+
+
+def test_weights_that_were_given_up_are_missed_until_an_update_fills_them(engine):
+    _, _, handle = engine
+    assert handle(State()) == [{}, {}]
+    assert handle(Reset(weights="gone")) == [{}, {}]
+    assert handle(State()) == [{"empty": True}] * 2
+    assert handle(Finish(version=3)) == [{}, {}]
+    assert handle(State()) == [{}, {}]
+
+
+def test_what_each_worker_proves_is_told_as_the_least(engine):
+    ends, _, handle = engine
+    ends[0].receiver._loader.proof = lambda: "sent"
+    answers = handle(Rehearse(ask=True))
+    assert [(answer["worker"], answer["needed"], answer["proof"]) for answer in answers] == [
+        (0, False, "sent"),
+        (1, False, "sent"),
+    ]
+
+
+def test_a_worker_says_which_one_it_is_and_what_it_can_follow(engine):
+    _, _, handle = engine
+    answers = handle(Inspect())
+    assert [(answer["worker"], answer["workers"]) for answer in answers] == [(0, 2), (1, 2)]
+    assert {"disk", "delta", "collective"} <= set(answers[0]["transports"]) and "memory" not in answers[0]["transports"]
+
+
+def test_failures_in_the_same_words_are_told_once():
+    assert joined(["only one"]) == "only one"
+    assert joined(["", "late", "late", "lost"]) == "worker 1, 2: late; worker 3: lost"

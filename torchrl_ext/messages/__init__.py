@@ -1,0 +1,59 @@
+"""What the control layer of a trainer says to the workers of an engine: one frozen message per step.
+
+A message is one JSON object: ``{"format": 1, "release": "0.1.0", "kind": "prefetch", "version": 7}``. The format counts
+the changes of this protocol, and the release is the one of the sender, for error messages; the other fields are those
+of the message. Which route brings it is the business of an engine's client (`torchrl_ext.rpc`) and plugin; what a
+worker does with it is `torchrl_ext.sync.worker_end.WorkerEnd.handle`'s, or, where weights land in this process,
+`torchrl_ext.sync.receiver.WeightReceiver.handle`'s. An answer is a JSON object too, and empty where there is nothing to
+say.
+
+Whoever reaches an engine's port can send one, so every field is checked as it is read. What a transport's trainer end
+tells its worker ends travels inside (`Join.offer`, `Load.handoff`). The transport alone knows what that means; here the
+fields that several transports have are held against their types and bounds.
+"""
+
+from __future__ import annotations
+
+from torchrl_ext.messages.adapters import (
+    CheckAdapter,
+    CheckLoaded,
+    ListAdapters,
+    ServeAdapter,
+    StageAdapter,
+    UnloadAdapter,
+)
+from torchrl_ext.messages.base import FORMAT, Message, read
+from torchrl_ext.messages.routes import (
+    ADAPTERS_ROUTE,
+    ANSWERS,
+    BACKEND,
+    CHANNEL,
+    OPEN_UPDATE,
+    answers_in,
+    merged,
+)
+from torchrl_ext.messages.steps import (
+    Finish,
+    Flush,
+    Inspect,
+    Join,
+    Keep,
+    Leave,
+    Load,
+    Poll,
+    Prefetch,
+    Rehearse,
+    Reset,
+    Seal,
+    Start,
+    State,
+    Verify,
+    loading,
+)
+
+__all__ = [
+    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "CheckAdapter", "CheckLoaded", "Finish",
+    "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load", "Message", "Poll", "Prefetch", "Rehearse",
+    "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State", "UnloadAdapter", "Verify", "answers_in",
+    "loading", "merged", "read",
+]  # fmt: skip

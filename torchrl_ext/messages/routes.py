@@ -1,0 +1,69 @@
+"""How messages and answers get through an engine's routes: words that its plugin and its client both have to know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchrl_ext.types import Info, least
+
+__all__ = ["ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "OPEN_UPDATE", "answers_in", "merged"]
+
+BACKEND = "torchrl_ext"
+"""The name of our weight-transfer backend inside vLLM."""
+
+CHANNEL = "torchrl_ext:"
+"""What our messages to SGLang begin with; they travel as the ``action`` of its ``/weights_checker``."""
+
+ANSWERS = "torchrl_ext answers: "
+"""What vLLM's workers put before an answer in JSON; their route can hand nothing back but an error's words."""
+
+OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
+"""What an engine's refusal to join says when ``/finish_weight_update`` has to end an abandoned update first."""
+
+ADAPTERS_ROUTE = "/torchrl_ext/adapters"
+"""Where our plugin in vLLM lists LoRA adapters; what can be done with them lies below."""
+
+_IF_ANY, _IF_ALL = ("working", "needed", "empty"), ("flushed", "restored")
+
+
+def merged(answers: Sequence[Info]) -> Info:
+    """One answer for those of several workers or replicas: what holds for any of them, or for all; the least proof."""
+    found = {name: value for answer in answers for name, value in answer.items()}
+    found |= {name: any(answer.get(name) for answer in answers) for name in _IF_ANY if name in found}
+    found |= {name: all(answer.get(name, True) for answer in answers) for name in _IF_ALL if name in found}
+    if "proof" in found:
+        found["proof"] = least(str(answer["proof"]) for answer in answers if "proof" in answer)
+    return found
+
+
+def answers_in(content: Any) -> list[Info]:
+    """The answers of workers in what a route said, in JSON or in an error's words."""
+    answers = [found for text in _strings(content) for found in _objects(text)]
+    if isinstance(content, dict) and isinstance(content.get("answer"), dict):
+        answers.append(content["answer"])
+    return answers
+
+
+def _strings(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        for value in content.values():
+            yield from _strings(value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _strings(value)
+
+
+def _objects(text: str) -> Iterator[Info]:
+    """JSON objects behind `ANSWERS`, or, as SGLang's data-parallel ranks answer, between bars."""
+    pieces = text.split(ANSWERS)[1:] or text.split(" | ")
+    for piece in pieces:
+        try:
+            found, _ = json.JSONDecoder().raw_decode(piece.strip())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            yield found

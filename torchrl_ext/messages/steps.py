@@ -1,0 +1,243 @@
+"""The steps of an update, and the questions around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from torchrl_ext.messages.base import Message
+from torchrl_ext.messages.fields import (
+    Count,
+    Digests,
+    Fate,
+    Flag,
+    How,
+    ListOrNone,
+    Object,
+    ObjectOrNone,
+    Params,
+    Text,
+    TextOrNone,
+    WorldSize,
+    check_offered,
+)  # fmt: skip
+from torchrl_ext.types import Info
+
+__all__ = [
+    "Finish", "Flush", "Inspect", "Join", "Keep", "Leave", "Load", "Poll", "Prefetch", "Rehearse", "Reset", "Seal",
+    "Start", "State", "Verify", "loading",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Message):
+    """A question about an engine's surroundings (`torchrl_ext.sync.inspection`); no part of any update.
+
+    Attributes:
+        root: what `SharedRoot.invite` gave, to be looked for.
+        clear: the same, with the probe that an earlier answer named, to be removed.
+        dial: host and port of the asker, to be reached.
+        token: what the asker's listener sends.
+    """
+
+    kind: ClassVar[str] = "inspect"
+    root: ObjectOrNone = None
+    clear: ObjectOrNone = None
+    dial: ListOrNone = None
+    token: TextOrNone = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join(Message):
+    """Check the parameters, then join a trainer's transport. Begun here: `Poll` says when it is over.
+
+    Attributes:
+        transport: the registered name.
+        params: every parameter of the update, in order.
+        rank_offset: the rank of the engine's first worker, where the trainer is 0.
+        world_size: the trainer and all workers of all engines; None where the transport counts none.
+        compares: whether digests will be asked for (`Verify`).
+        unproved: whether the trainer gave up any proof, so that nothing was rehearsed.
+        offer: what the transport's trainer end tells its worker ends.
+    """
+
+    kind: ClassVar[str] = "join"
+    transport: Text
+    params: Params
+    rank_offset: Count = 1
+    world_size: WorldSize = None
+    compares: Flag = True
+    unproved: Flag = False
+    offer: Object
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> Join:
+        """The message around what `Transport.open` gives, once ``params`` were added to it.
+
+        Raises:
+            ConfigError: a field of it is no such thing.
+        """
+        own = {one.name for one in fields(cls)}
+        told = {name: value for name, value in info.items() if name in own}
+        return cls.from_json({**told, "offer": {name: value for name, value in info.items() if name not in own}})
+
+    def info(self) -> Info:
+        """What `Transport.from_info` and `Transport.join` take."""
+        return {
+            **self.offer,
+            "transport": self.transport,
+            "params": [meta.to_json() for meta in self.params],
+            "rank_offset": self.rank_offset,
+            **({} if self.world_size is None else {"world_size": self.world_size}),
+        }
+
+    def check(self) -> None:
+        check_offered("the transport's offer", self.offer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearse(Message):
+    """Show that the route of an update leads to where a cold start does (`torchrl_ext.proof.rehearsal`).
+
+    Attributes:
+        how: ``"once"`` per start of the engine, ``"never"`` or ``"always"``.
+        ask: nothing is done, and the engine need not be paused.
+
+    The answer has ``needed`` (to an ``ask``: it would be done), ``proof`` and what was shown.
+    """
+
+    kind: ClassVar[str] = "rehearse"
+    how: How = "once"
+    ask: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefetch(Message):
+    """Stage a version while the engine serves. Begun here: `Poll` says when it is over."""
+
+    kind: ClassVar[str] = "prefetch"
+    version: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poll(Message):
+    """Is what `Join` or `Prefetch` began over? The answer has ``working: true`` while it is not, on any worker."""
+
+    kind: ClassVar[str] = "poll"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Message):
+    """The engine is paused: make ready to load.
+
+    Attributes:
+        bracketed: SGLang's own bracket around a load is open (``/begin_weight_update``).
+    """
+
+    kind: ClassVar[str] = "start"
+    bracketed: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load(Message):
+    """Receive one handoff.
+
+    Attributes:
+        version: the one that the handoff belongs to.
+        handoff: what the transport's trainer end tells its worker ends.
+    """
+
+    kind: ClassVar[str] = "load"
+    version: Count
+    handoff: Object
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> Load:
+        """The message around `Handoff.info`.
+
+        Raises:
+            ConfigError: a field of it is no such thing.
+        """
+        handoff = {name: value for name, value in info.items() if name != "version"}
+        told = {"version": info["version"]} if "version" in info else {}
+        return cls.from_json({**told, "handoff": handoff})
+
+    def info(self) -> Info:
+        """What `Transport.receive` takes."""
+        return {**self.handoff, "version": self.version}
+
+    def check(self) -> None:
+        check_offered("the handoff", self.handoff)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(Message):
+    """Every handoff came: end the load, and hold what the model has against the trainer's digests, by name."""
+
+    kind: ClassVar[str] = "verify"
+    digests: Digests
+
+
+def loading(info: Mapping[str, Any]) -> Load | Verify:
+    """The message for one piece of an update: a handoff's info, or ``{"verify": digests}``."""
+    return Verify(digests=info["verify"]) if "verify" in info else Load.of(info)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seal(Message):
+    """Every handoff came: end the load, so that nothing is left for `Finish` that could fail."""
+
+    kind: ClassVar[str] = "seal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish(Message):
+    """The version that was loaded is the one in service; what was not sealed is."""
+
+    kind: ClassVar[str] = "finish"
+    version: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reset(Message):
+    """What is known of the weights in the engine no longer holds: the next version does not build on it.
+
+    Attributes:
+        weights: ``"gone"``: their memory is about to be given up, and only a whole update brings them back;
+            ``"reloaded"``: the engine loaded others by itself.
+    """
+
+    kind: ClassVar[str] = "reset"
+    weights: Fate
+
+
+@dataclass(frozen=True, kw_only=True)
+class State(Message):
+    """How is the engine? The answer has ``empty: true`` where the weights were given up, and no update came since.
+
+    What else an engine's plugin knows of its pause and its sleep comes with it.
+    """
+
+    kind: ClassVar[str] = "state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flush(Message):
+    """Drop cached keys and values. The answer has ``flushed``, false while requests hold on to them."""
+
+    kind: ClassVar[str] = "flush"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(Message):
+    """To a worker that waits for its first weights: there are none to wait for; keep what you have."""
+
+    kind: ClassVar[str] = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(Message):
+    """Leave the transport."""
+
+    kind: ClassVar[str] = "leave"

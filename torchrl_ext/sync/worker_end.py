@@ -1,0 +1,218 @@
+"""`WorkerEnd`: one worker of an engine, driven by messages that all workers of the engine get at the same point.
+
+What waits for others (joining a transport, staging a version) runs in a thread of its own, so that the engine goes on
+generating, and a trainer that never comes blocks nobody; `Poll` says whether it is over. Workers agree after each step:
+where any of them failed, all raise, in the words of all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
+from torchrl_ext.landing.loader import WeightLoader
+from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, Reset, State
+from torchrl_ext.sync.inspection import inspect
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.types import Info, least
+from torchrl_ext.waiting import in_thread
+
+__all__ = ["WorkerEnd", "joined", "words_of"]
+
+log = logging.getLogger("torchrl_ext")
+
+_SETTLE_TIMEOUT_S = 120.0
+
+
+class WorkerEnd:
+    """A `WeightReceiver` for one worker's model, in step with the other workers of its engine.
+
+    Args:
+        loader: lands weights in this worker's model.
+        rank: this worker's rank among all workers of the engine that receive weights.
+        workers: how many these are.
+        agree: what each worker that gets the same messages has to say, in order of rank, given this one's words.
+        mode: entered around what runs in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        *,
+        rank: int,
+        workers: int,
+        agree: Callable[[str], list[str]],
+        mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._rank, self._workers, self._agree, self._mode = rank, workers, agree, mode
+        self.receiver = WeightReceiver(loader, rank=rank)
+        self._job: Future[None] | None = None
+        self._after: Callable[[], None] = lambda: None
+        self._settled = False  # what was begun last came to a good end
+
+    def handle(self, message: Message) -> Info:
+        """Do what a message says, or begin it.
+
+        Returns:
+            The answer, JSON-safe; empty where there is nothing to say.
+
+        Raises:
+            EngineError: it failed on a worker; in the words of all, on every one of them.
+        """
+        match message:
+            case Inspect():
+                return {"worker": self._rank, "workers": self._workers, **inspect(message)}
+            case State():
+                return self.receiver.handle(message)
+            case Join():
+                self.together(lambda: self._check(message))
+                self._begin(lambda: self.receiver.connect(message))
+            case Prefetch():
+                self._begin(lambda: self.receiver.prefetch(message.version), after=self.receiver.confirm)
+            case Poll():
+                return {"working": True} if self._is_working() else {}
+            case Rehearse():
+                return self._rehearse(message)
+            case Reset():
+                self.together(lambda: self._settled_first(message))
+            case Load():
+                self.together(lambda: self.receiver.load(message), on_failure=self.receiver.abort)
+            case _:
+                self.together(lambda: self._settled_first(message))
+        return {}
+
+    def together(self, step: Callable[[], Any], *, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Run ``step`` on every worker of this engine.
+
+        Raises:
+            EngineError: on every worker, when it failed on any.
+        """
+        words = ""
+        try:
+            step()
+        except Exception as error:
+            words = words_of(error)
+            log.error("weight update failed on worker %d", self._rank, exc_info=error)
+            on_failure()
+        failures = self._agree(words)
+        if any(failures):
+            raise EngineError(joined(failures))
+
+    def invalidate(self) -> None:
+        """The engine loads the model by itself: the next version does not build on what it holds."""
+        self.receiver.invalidate()
+
+    def settle(self) -> None:
+        """End what was begun, on every worker: no thread of ours works behind this line."""
+        self.together(self._stop)
+
+    def close(self) -> None:
+        """Leave the transport; a wait in it ends."""
+        self.receiver.abort()
+        self._stop()
+        self.receiver.close()
+
+    def _settled_first(self, message: Message) -> None:
+        self._stop()
+        self.receiver.handle(message)
+
+    def _check(self, message: Join) -> None:
+        """Everything that can be known before a transport is joined, or a weight touched."""
+        self._stop()
+        first, size = message.rank_offset, message.world_size
+        if size is not None and not 1 <= first <= size - self._workers:
+            raise ConfigError(
+                f"this engine's {self._workers} workers from rank {first} on do not fit into a world of {size}",
+                expected="a world size of 1 (the trainer) + the workers of all engines, as each engine counts its own",
+                state="nothing was joined",
+            )
+        self.receiver.check(message)
+
+    def _rehearse(self, message: Rehearse) -> Info:
+        """Try the route of an update; every worker for itself, on its own part of the model."""
+        found: Info = {}
+        self.settle()
+        self.together(lambda: found.update(self.receiver.rehearse(message)))
+        told = [json.loads(words) for words in self._agree(json.dumps([found["needed"], found["proof"]]))]
+        return {
+            "worker": self._rank,
+            **found,
+            "needed": any(row[0] for row in told),
+            "proof": least(row[1] for row in told),
+        }
+
+    def _begin(self, work: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+        """Start ``work`` in a thread of its own; ``after`` follows in this one, on all workers together."""
+        self.settle()
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+        def aside() -> None:
+            if device is not None:  # a new thread begins with the first one
+                torch.accelerator.set_device_index(device)
+            with self._mode():
+                work()
+
+        self._job, self._after, self._settled = in_thread(aside, "torchrl_ext"), after, False
+
+    def _is_working(self) -> bool:
+        """Whether any worker is still at what was begun.
+
+        Raises:
+            EngineError: it failed on a worker.
+        """
+        job = self._job
+        if job is None and self._settled:
+            return False  # another replica of a data-parallel server is still at it, and all are asked
+        words, error = _WORKING, None
+        if job is None:
+            words = words_of(NotConnectedError("nothing was begun", hint="connect or prefetch first"))
+        elif job.done():
+            error = job.exception()
+            words = "" if error is None else words_of(error)
+        told = self._agree(words)
+        failures = ["" if said == _WORKING else said for said in told]
+        if any(failures):
+            self.receiver.abort()  # others may wait for those that failed
+            if error is not None:
+                log.error("weight update failed on worker %d", self._rank, exc_info=error)
+            raise EngineError(joined(failures))
+        if any(told):
+            return True
+        self._job = None
+        self.together(self._after)
+        self._settled = True
+        return False
+
+    def _stop(self) -> None:
+        job, self._job = self._job, None
+        if job is not None and not job.done():
+            self.receiver.abort()
+            if not wait([job], _SETTLE_TIMEOUT_S).done:
+                raise DeadlineError(f"staging did not end within {_SETTLE_TIMEOUT_S:g} s", hint="restart the engine")
+
+
+_WORKING = "working"
+"""What a worker says to the others while it is at work."""
+
+
+def words_of(error: BaseException) -> str:
+    """What a worker says of an error to those who asked."""
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+
+
+def joined(failures: list[str]) -> str:
+    """One line; workers that failed in the same words are named together."""
+    if len(failures) == 1:
+        return failures[0]
+    ranks: dict[str, list[str]] = {}
+    for rank, words in enumerate(failures):
+        if words:
+            ranks.setdefault(words, []).append(str(rank))
+    return "; ".join(f"worker {', '.join(numbers)}: {words}" for words, numbers in ranks.items())
