@@ -189,7 +189,7 @@ def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = 
                     file.write(one.payload)
             return time.perf_counter() - began
 
-        ways = {
+        ways: dict[str, Callable[[], float]] = {
             "copy": copy,
             "xor": partial(publish, _Summed(inner=make_codec("xor"))),
             "overwrite": partial(publish, _Summed(inner=make_codec("overwrite"))),

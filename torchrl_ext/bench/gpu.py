@@ -91,7 +91,7 @@ def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str
         settle(args.device)
         encode(held, arrived)
 
-    ways = {
+    ways: dict[str, Callable[[], None]] = {
         "copy on the device": partial(copy, landing),
         "copy to the host": partial(copy, arrived),
         "baseline on the device": partial(encode, old, new),

@@ -106,7 +106,8 @@ def ratio(fast_s: Sequence[float], slow_s: Sequence[float], target: float | None
 
 def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each way in each round, after one round that is not counted; every round starts with another way."""
-    names, seconds = list(ways), {name: [] for name in ways}
+    names = list(ways)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         start = turn % len(names)
         for name in names[start:] + names[:start]:

@@ -1,4 +1,4 @@
-"""``torchrl-ext bench transport``: full updates by every road, against the plainest way to move the same bytes.
+"""``torchrl-ext bench transport``: full updates by every route, against the plainest way to move the same bytes.
 
 Two processes on this machine. The reference for a collective (gloo) is one broadcast of one flat tensor with all the
 bytes; for shared memory a copy of every tensor (`torchrl_ext.bench.ipc`); for a publication it is

@@ -55,7 +55,7 @@ class TrainerEnd:
         device_map_fn: Callable[[int, Any], Any] | None = None,
         kept: Any = None,
     ) -> None:
-        self._scheme: TransportSchemeBase = weakref.proxy(scheme)
+        self._scheme: Any = weakref.proxy(scheme)
         self._model_id = str(scheme.model_id)
         self._devices = devices if devices is not None else getattr(scheme.context, "policy_device", None)
         self._params_map, self._device_map_fn = params_map, device_map_fn

@@ -194,7 +194,7 @@ def transport_weight_updater(
         cast = None if dtype is None else dtype_from_name(dtype)
     except ManifestError as error:
         raise ConfigError(f"dtype: {error}", expected="a name such as bfloat16") from None
-    proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap}
+    proof: dict[str, Any] = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap}
     return TransportWeightUpdater(transport, engine, mapper=mapper, dtype=cast, **proof, **given)
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores.opening import ROOTS_VARIABLE
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if api_key is None and not is_loopback(args.host):
         logging.warning("whoever reaches %s can change what this engine serves: set %s", args.host, API_KEY_VARIABLE)
-    settings = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none"}
+    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none"}
     uvicorn.run(make_app(engine, api_key=api_key), host=args.host, port=args.port, **settings)
     return 0
 

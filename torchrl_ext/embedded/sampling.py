@@ -36,16 +36,15 @@ def pick(
     raw = logits.log_softmax(-1) if any(row.logprobs is not None for row in settings) else None
     if any(barred):
         logits = logits.clone()
-        for row, tokens in enumerate(barred):
-            logits[row, list(tokens)] = -torch.inf
+        for row, ids in enumerate(barred):
+            logits[row, list(ids)] = -torch.inf
     tokens = logits.argmax(-1)
     drawn = [row for row, setting in enumerate(settings) if setting.temperature >= _GREEDY_BELOW]
     if drawn:
         picked = _draw(logits[drawn], [settings[row] for row in drawn], [generators[row] for row in drawn])
         tokens[drawn] = picked
     chosen = tokens.tolist()
-    logprobs = [None] * len(chosen) if raw is None else _logprobs(raw, tokens, settings)
-    return chosen, logprobs
+    return chosen, [None] * len(chosen) if raw is None else _logprobs(raw, tokens, settings)
 
 
 def _draw(logits: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator | None]) -> Tensor:

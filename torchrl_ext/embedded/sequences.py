@@ -25,8 +25,8 @@ class Job:
 
     def settle(self) -> None:
         """Hand the outputs over once every sequence has one."""
-        outputs = [sequence.output for sequence in self.sequences]
-        if not self.future.done() and all(output is not None for output in outputs):
+        outputs = [sequence.output for sequence in self.sequences if sequence.output is not None]
+        if not self.future.done() and len(outputs) == len(self.sequences):
             self.future.set_result(outputs)
 
     def fail(self, error: BaseException) -> None:

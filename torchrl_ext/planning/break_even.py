@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchrl_ext.planning.costs import Route, collective, delta, disk
 from torchrl_ext.planning.facts import Facts
@@ -52,7 +53,8 @@ def _even(facts: Facts, quantity: str, low: Callable[[Facts], Route], high: Call
     """Bisection on a logarithmic scale; one route is faster at the lower end, or everywhere."""
 
     def behind(value: float) -> float:
-        at = replace(facts, **{quantity: value})
+        changed: dict[str, Any] = {quantity: value}
+        at = replace(facts, **changed)
         return low(at).seconds - high(at).seconds
 
     names = {"below": low(facts).label, "above": high(facts).label, "quantity": quantity}

@@ -99,8 +99,10 @@ class Layered(WeightSource):
     def __init__(self, below: WeightSource, above: Mapping[str, Tensor]) -> None:
         # a layer over a layer would keep tensors alive that nobody sees any more
         if isinstance(below, Layered):
-            below, above = below._below, {**below._above, **above}
-        self._below, self._above = below, above
+            above = {**below._above, **above}
+            below = below._below
+        self._below: WeightSource = below
+        self._above: Mapping[str, Tensor] = above
         known = {meta.name: meta for meta in below.params()}
         for name, tensor in above.items():
             if name not in known:

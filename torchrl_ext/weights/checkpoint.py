@@ -120,9 +120,9 @@ class CheckpointSource(WeightSource):
                     raise IntegrityError(f"{meta.name!r} is in {self._files[meta.name]} and in {name}")
                 self._files[meta.name] = name
             self._params += tuple(kept)
-        for name in where or {}:
+        for name, placed in (where or {}).items():
             if name not in self._files:
-                raise IntegrityError(f"{self.directory / where[name]} lacks {name!r}, which {_INDEX} places there")
+                raise IntegrityError(f"{self.directory / placed} lacks {name!r}, which {_INDEX} places there")
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params

@@ -113,9 +113,9 @@ def position_digest(
         ManifestError: the shard does not lie within ``shape``.
     """
     if tensor.device.type != "cpu" and shape is None:
-        bits = flat_bits(tensor)
-        place = Place(shape=(bits.numel(),), offset=0, strides=(1,), to=(1,))
-        return PositionDigest(*kernels_on(bits.device).words(bits, place))
+        live = flat_bits(tensor)
+        place = Place(shape=(live.numel(),), offset=0, strides=(1,), to=(1,))
+        return PositionDigest(*kernels_on(live.device).words(live, place))
     local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     sizes = tuple(local.shape)
     full = sizes if shape is None else tuple(shape)

@@ -109,7 +109,7 @@ class Group:
             for part, view in self.parts(live[name]).items():
                 view.copy_(results[part])
             return
-        first, positions = 0, {}
+        first, positions = 0, dict[str, Tensor]()
         for name, (shape, _) in self.sources.items():
             end = first + live[name].numel()
             positions[name] = torch.arange(first, end, device=live[name].device).view(shape)
@@ -299,7 +299,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _part(tensor: Tensor) -> Part:
-    return Part(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    return Part(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _plain(model: Any) -> Any:

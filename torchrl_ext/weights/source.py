@@ -66,7 +66,7 @@ def checked(
         ManifestError: names the first parameter whose name, dtype or shape differs, or that is missing or extra.
     """
     stream = iter(source)
-    for index, meta in enumerate(source.params() if params is None else params):
+    for index, meta in enumerate(source.params() if params is None else params):  # type: ignore[union-attr]
         pair = next(stream, None)
         if pair is None:
             raise ManifestError(
@@ -96,7 +96,7 @@ def is_distributed(tensor: Tensor) -> bool:
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor: a DTensor is gathered (a collective over its mesh), anything else returned detached."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[operator]
+    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...]:

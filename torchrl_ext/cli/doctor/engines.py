@@ -155,7 +155,9 @@ def _harmless_calls(kind: str) -> list[tuple[str, str, Any]]:
     if kind == "sglang":  # which looks at methods first; one rule holds for all of its routes that change something
         return [("POST", "/weights_checker", {}), ("GET", "/server_info", None)]
     found = [("GET", route, None) for route in (*_ROUTES.get(kind, ()), "/sleep", "/wake_up", *_DEV.get(kind, ()))]
-    ours = [("GET", ADAPTERS_ROUTE, None), ("POST", "/update_weights_from_disk", {})] if kind == "vllm" else []
+    ours: list[tuple[str, str, Any]] = (
+        [("GET", ADAPTERS_ROUTE, None), ("POST", "/update_weights_from_disk", {})] if kind == "vllm" else []
+    )
     return [*found, *ours]
 
 
@@ -241,9 +243,13 @@ def _dtype(answer: Answer) -> str:
         return ""
     if not isinstance(told, dict):
         return ""
-    config = told.get("vllm_config") if isinstance(told.get("vllm_config"), dict) else {}
-    inner = config.get("model_config") if isinstance(config.get("model_config"), dict) else {}
+    inner = _inside(_inside(told, "vllm_config"), "model_config")
     return str(inner.get("dtype") or told.get("dtype") or "").removeprefix("torch.")
+
+
+def _inside(told: Info, key: str) -> Info:
+    found = told.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def compare(every: list[Examined]) -> list[Finding]:

@@ -72,7 +72,8 @@ class Notes:
     """Findings about one place, as they are made."""
 
     def __init__(self, where: str) -> None:
-        self._where, self._found = where, []
+        self._where = where
+        self._found: list[Finding] = []
 
     def found(self) -> tuple[Finding, ...]:
         return tuple(self._found)
