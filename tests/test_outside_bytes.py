@@ -262,11 +262,11 @@ def worse_file_of(data, chance):
 
 
 def written(name, codec):
-    files = {}
-    container = CONTAINERS[name]
+    store, container = MemoryStore(), CONTAINERS[name]
     encoded = [encode_tensor(codec, METAS[key], OLD[key], NEW[key]) for key in OLD]
-    done = DeltaFiles(2, 1, codec, NEW.__getitem__, files.__setitem__)
-    container.write(done, encoded)
+    with store.draft("w") as draft:
+        done = DeltaFiles(2, 1, codec, NEW, draft)
+        container.write(done, encoded)
     rows = tuple(
         SimpleNamespace(**{**vars(done.params[key]), "digest": "0" * 32}) if key in done.params else None for key in OLD
     )
@@ -274,7 +274,7 @@ def written(name, codec):
         version=2, base_version=1, run_id="r", base_run_id="r", container=name, codecs=tuple(done.codecs),
         params=rows, files=done.sizes,
     )  # fmt: skip
-    return files, read_manifest(manifest.to_bytes(), "m")
+    return store.files("w"), read_manifest(manifest.to_bytes(), "m")
 
 
 def read_delta(manifest, files):

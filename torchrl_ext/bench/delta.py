@@ -32,7 +32,9 @@ from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, shard_name
 from torchrl_ext.codecs.units import Layout, units
+from torchrl_ext.stores import version_name
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
+from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.delta_files import DeltaFiles, Packed
 from torchrl_ext.weights.digests import position_digest
@@ -125,10 +127,9 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
 
 def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
     """Files and manifest of a version in our own container."""
-    sizes: list[int] = []
-    tensors = {name: new for name, _, new in pair}
-    written = DeltaFiles(2, 1, codec, tensors.__getitem__, lambda name, data: sizes.append(len(data)))
-    Packed().write(written, encode_tensors(pair, codec, threads=threads))
+    with MemoryStore().draft(version_name(2)) as draft:
+        written = DeltaFiles(2, 1, codec, {name: new for name, _, new in pair}, draft)
+        Packed().write(written, encode_tensors(pair, codec, threads=threads))
     rows = [
         replace(
             written.params.get(name) or DeltaParam(meta=ParamMeta.of(name, new), digest=""),
@@ -146,7 +147,7 @@ def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
         params=tuple(rows),
         files=written.sizes,
     )
-    return sum(sizes) + len(manifest.to_bytes())
+    return manifest.nbytes + len(manifest.to_bytes())
 
 
 def _shard_bytes(pair: Pair, name: str, threads: int) -> int:

@@ -116,8 +116,9 @@ class Route:
     @property
     def first(self) -> int:
         """The oldest version on it, which a reader needs until it is there."""
-        numbers = [manifest.version for manifest in (self.keyframe, *(delta for _, delta in self.deltas)) if manifest]
-        return numbers[0] if numbers else self.start[1] if self.start else 0
+        if self.keyframe is not None:
+            return self.keyframe.version
+        return self.deltas[0][1].version if self.deltas else self.start[1] if self.start else 0
 
 
 class Chain:

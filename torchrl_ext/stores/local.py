@@ -114,7 +114,7 @@ class LocalStore(Store):
             raise StoreError(f"{path} exists already", state="nothing was written", hint="pick the next version number")
         temporary = _temporary(path)
         with self._reported("write", needed=needed_bytes):
-            if self.free_bytes() < needed_bytes:
+            if needed_bytes and self.free_bytes() < needed_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             try:
                 temporary.mkdir()

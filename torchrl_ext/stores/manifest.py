@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import xxhash
 import zstandard
 
-from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
+from torchrl_ext.errors import ManifestError, StoreError
 from torchrl_ext.stores.base import checked_key
 from torchrl_ext.types import ParamMeta, dtype_name
 
 __all__ = [
+    "DAMAGE",
     "FORMAT_NUMBER",
     "LARGEST",
     "MANIFEST",
     "Manifest",
     "Placed",
-    "check_content",
     "closed",
     "count",
     "file_sizes",
     "parsed",
     "plain_name",
-    "reported",
     "text",
 ]
 
@@ -39,10 +37,12 @@ LARGEST = 1 << 28
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _PARAMETERS = 1 << 20
 _SMALL, _RATIO = 1 << 20, 256  # a frame grows to one MiB, or to so many times its size: digests hardly compress
-_DAMAGE = (
+DAMAGE = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
     ManifestError, StoreError,
 )  # fmt: skip
+"""What reading a document raises that is no manifest."""
+
 _CONTENT = b',\n  "content": "'
 
 
@@ -99,7 +99,7 @@ class Manifest:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Manifest:
-        """Return what a document says; where it says something else, whatever error that makes (see `reported`)."""
+        """Return what a document says; where it says something else, one of `DAMAGE`."""
         params, files = tuple(_placed(row) for row in found["params"]), file_sizes(found)
         if found["base_version"] is not None:
             raise ValueError(f"it is a full version, and says that it is a delta on version {found['base_version']!r}")
@@ -112,10 +112,7 @@ class Manifest:
 
 def _placed(row: Mapping[str, Any]) -> Placed:
     meta = ParamMeta.from_json([row["name"], row["dtype"], row["shape"]])
-    checksum = row["checksum"]
-    if not isinstance(checksum, str) or len(checksum) != 32:
-        raise ValueError(f"checksum of {meta.name!r} is {checksum!r}")
-    return Placed(meta=meta, file=plain_name(row["file"]), checksum=checksum)
+    return Placed(meta=meta, file=plain_name(row["file"]), checksum=text(row["checksum"], 32))
 
 
 # writing
@@ -134,27 +131,15 @@ def _summed(body: bytes) -> bytes:
 # reading what may be anything
 
 
-@contextmanager
-def reported(where: str) -> Iterator[None]:
-    """Turn whatever is wrong with a manifest into an `IntegrityError` that names it."""
-    try:
-        yield
-    except _DAMAGE as error:
-        raise IntegrityError(
-            f"{where} is damaged: {error}",
-            state="nothing was read from this version",
-            hint="let the trainer publish again, and check the disk",
-        ) from None
-
-
-def parsed(data: bytes) -> tuple[bytes, Any]:
-    """Return the JSON text of a manifest, and what it says, which is not believed yet.
+def parsed(data: bytes) -> dict[str, Any]:
+    """Return what a manifest says. Its text is what it was; that its fields make sense is not known yet.
 
     Args:
         data: JSON as it is, or in one zstd frame, told apart by the frame's first four bytes.
 
     Raises:
-        ValueError: neither, or one that would take far more memory than a manifest does.
+        ValueError: neither, or one that would take far more memory than a manifest does, or another text than that of
+            the checksum at its end, which the first format has not.
     """
     if data[:4] == _ZSTD:
         try:
@@ -173,20 +158,11 @@ def parsed(data: bytes) -> tuple[bytes, Any]:
     found = json.loads(data, parse_constant=_refuse)
     if not isinstance(found, dict):
         raise ValueError(f"it is a {type(found).__name__}")
-    return data, found
-
-
-def check_content(data: bytes, found: Mapping[str, Any]) -> None:
-    """Hold a text against the checksum at its end, which the first format has not, and bound its parameters.
-
-    Raises:
-        ValueError: it is another text.
-    """
+    if found.get("format_number") == FORMAT_NUMBER and data != _summed(data[: max(0, data.rfind(_CONTENT))]):
+        raise ValueError("its content is not that of its checksum")
     if not isinstance(found["params"], list) or len(found["params"]) > _PARAMETERS:
         raise ValueError(f"its parameters are no list of at most {_PARAMETERS:,}")
-    body = data[: max(0, data.rfind(_CONTENT))]
-    if found["format_number"] != 1 and data != _summed(body):
-        raise ValueError("its content is not that of its checksum")
+    return found
 
 
 def _refuse(name: str) -> None:
@@ -195,7 +171,10 @@ def _refuse(name: str) -> None:
 
 def file_sizes(found: Mapping[str, Any]) -> dict[str, int]:
     """Return the ``files`` of a manifest, whose names are plain ones; else raise a ValueError."""
-    return {plain_name(name): count(size) for name, size in found["files"].items()}
+    sizes = {}
+    for name, size in found["files"].items():
+        sizes[plain_name(name)] = count(size)
+    return sizes
 
 
 def plain_name(name: Any) -> str:
@@ -212,8 +191,8 @@ def count(value: Any) -> int:
     return value
 
 
-def text(value: Any) -> str:
-    """Return ``value``, if it is text; else raise a ValueError."""
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
+def text(value: Any, length: int | None = None) -> str:
+    """Return ``value``, if it is text, of a length where one is given; else raise a ValueError."""
+    if not isinstance(value, str) or length not in (None, len(value)):
+        raise ValueError(f"{value!r} is no text" + (f" of {length} characters" if length else ""))
     return value

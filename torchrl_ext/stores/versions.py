@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_left
 
 import xxhash
 
@@ -159,10 +160,11 @@ class Versions:
             The versions that were older.
         """
         try:
-            older = [number for number in self.numbers() if number < before]
+            numbers = self.numbers()
         except StoreError as error:
             log.warning("old weights versions stay: %s", error)
             return []
+        older = numbers[: bisect_left(numbers, before)]
         for number in older:
             try:
                 self.store.delete(version_name(number))

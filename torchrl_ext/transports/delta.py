@@ -69,6 +69,9 @@ class DeltaTransport(StandaloneTransport, Incremental):
             `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
 
+    Attributes:
+        root: the directory, as an absolute path; or the URL.
+
     Raises:
         ConfigError: no such encoding (the message lists them), or one that does not take ``settings``; no such
             carrier; a root or hooks with the one that shares no files, or no root with the other.
@@ -129,6 +132,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._base = None if base is None else os.path.abspath(base)
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         store = self._carrier.store
+        self.root = store.url
         self._chain = Chain(store, foreign=ForeignVersions(store, self._base, settles=True))
         self._writer = ChainWriter(
             store,
@@ -144,7 +148,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._reader = ChainReader(self._chain, self._carrier.open_full, self._base, local_dir)
         self._opened: OpenRoute | None = None
         self._connected = self._alone = self._needs_base = False
-        self._warming: Warming | None = None
+        self._warming = Warming(self._codec, (), beside=False)  # nothing to wait for
 
     @classmethod
     def encodings(cls) -> tuple[str, ...]:
@@ -160,11 +164,6 @@ class DeltaTransport(StandaloneTransport, Incremental):
         made = cls(carrier="collective", timeout_s=carrier.link.timeout_s, **known)
         made._carrier.link = carrier.link
         return made
-
-    @property
-    def root(self) -> str:
-        """The directory, as an absolute path; or the URL."""
-        return self._carrier.store.url
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin(tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()))
@@ -201,7 +200,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
                 expected="rank 0, the trainer; other ranks receive",
                 state="nothing was sent",
             )
-        self._warm()
+        self._warming.wait(self.timeout_s)
         began = time.perf_counter()
         self._carrier.store.own()
         delta = self._writer.publish(source, version)
@@ -242,7 +241,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> Changes | None:
         self._await_version(version)
         if held is not None:
-            self._warm()
+            self._warming.wait(self.timeout_s)
             if self._reader.held is None:
                 self._reader.adopt(version, held)
             changes = self._reader.changes(version)
@@ -305,11 +304,6 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._carrier.fetch(until)
 
     # its helpers
-
-    def _warm(self) -> None:
-        """Compiled loops are ready, or as late as this transport waits for anything: then they are made when needed."""
-        if self._warming is not None:
-            self._warming.wait(self.timeout_s)
 
     def _unseen(self) -> int:
         """Return the newest version, 0 where there is none or it is the one that was received last."""

@@ -71,7 +71,7 @@ class Warming:
             threading.Thread(target=self._run, name="torchrl-ext-warm", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether everything is ready, at the latest in ``timeout_s`` seconds; what is not is compiled on first use."""
+        """Return whether all is ready, at the latest in ``timeout_s`` seconds; what is not is compiled on first use."""
         until = time.monotonic() + timeout_s
         return all(ready.wait(max(0.0, until - time.monotonic())) for ready in self._wanted.values())
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.errors import IntegrityError
+from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.types import Info, ParamMeta
 
@@ -31,8 +32,9 @@ class DeltaFiles:
     Args:
         version, base_version: of the delta.
         codec: the encoding.
-        tensor: gives the new tensor of a name whose change was written.
-        write: writes one file.
+        tensors: the new tensors, of names whose change was written at least.
+        draft: where files are written.
+        prefix: of their names.
 
     Attributes:
         codecs: JSON of the codecs used, in order of first use.
@@ -45,18 +47,19 @@ class DeltaFiles:
         version: int,
         base_version: int,
         codec: Codec,
-        tensor: Callable[[str], Tensor],
-        write: Callable[[str, bytes], None],
+        tensors: Mapping[str, Tensor],
+        draft: Draft,
+        prefix: str = "",
     ) -> None:
-        self.version, self.base_version, self.codec, self.tensor = version, base_version, codec, tensor
-        self._write = write
+        self.version, self.base_version, self.codec, self.tensors = version, base_version, codec, tensors
+        self._draft, self._prefix = draft, prefix
         self.codecs: list[Info] = []
         self.sizes: dict[str, int] = {}
         self.params: dict[str, DeltaParam] = {}
 
     def put(self, name: str, data: bytes) -> None:
         """Write one file."""
-        self._write(name, data)
+        self._draft.write(self._prefix + name, data)
         self.sizes[name] = len(data)
 
     def changed(

@@ -72,17 +72,21 @@ class OpenRoute:
         self.base = base() if base is not None and route.start is not None and self.held is None else None
         self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
         self._deltas: list[tuple[str, DeltaManifest, Mapping[str, Decode]]] = []
+        self._changed: set[str] = set()
         try:
             for folder, manifest in route.deltas:
                 where = f"{chain.store.url}/{folder}"
                 files = read_files(chain.store, folder, manifest)
                 decoders = container_of(manifest.container, where).read(manifest, files, where)
                 self._deltas.append((where, manifest, decoders))
+                self._changed.update(decoders)
         except BaseException:
             self.close()
             raise
-        rows = self._deltas[-1][1].params if self._deltas else ()
-        self.digests = {row.meta.name: row.digest for row in rows if row.digest}
+        self.digests: dict[str, str] = {}
+        for row in self._deltas[-1][1].params if self._deltas else ():
+            if row.digest:  # another library's have none
+                self.digests[row.meta.name] = row.digest
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor where the route starts: of the keyframe, or of the base.
@@ -103,13 +107,12 @@ class OpenRoute:
         else:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
 
-    def check_params(self, params: tuple[ParamMeta, ...]) -> None:
-        """Be sure that every delta is one of the model of ``params``, in whatever order.
+    def check_params(self, own: Mapping[str, ParamMeta]) -> None:
+        """Be sure that every delta is one of the model with these parameters, in whatever order.
 
         Raises:
             ManifestError: names the first parameter that differs, and the delta's folder.
         """
-        own = {meta.name: meta for meta in params}
         for where, delta, _ in self._deltas:
             for row in delta.params:
                 if own.get(row.meta.name) != row.meta:
@@ -152,16 +155,17 @@ class OpenRoute:
         return fold(patches) if patches else None
 
     def patches(self, copies: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Iterator[Patch]:
-        """Yield the changes of the tensors that change and are wanted; others are not decoded.
+        """Return an iterator over the changes of what changes and is wanted; nothing else is decoded.
 
         Args:
             copies: tensors where the route starts, as far as encodings need them.
             wanted: says so of a name.
         """
-        changed = frozenset[str]().union(*(decoders for _, _, decoders in self._deltas))
-        metas = [meta for meta in self.params if meta.name in changed and wanted(meta.name)]
-        decoding = (partial(self.patch, meta, copies.get(meta.name)) for meta in metas)
-        yield from decode_tensors(decoding, threads=spare_threads())  # type: ignore[misc] - they change
+        decoding = []
+        for meta in self.params:
+            if meta.name in self._changed and wanted(meta.name):
+                decoding.append(partial(self.patch, meta, copies.get(meta.name)))
+        return decode_tensors(decoding, threads=spare_threads())  # type: ignore[return-value] - they change
 
     def whole(self, copies: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as they are at the end, made from host copies of them where the route starts."""

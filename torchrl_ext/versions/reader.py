@@ -52,7 +52,7 @@ class ChainReader:
         self._base: OpenBase | None = None if base is None else partial(CheckpointSource, base)
         self.held: Held | None = None
         self.mirror: dict[str, Tensor] = {}
-        self._params: tuple[ParamMeta, ...] = ()
+        self._params: dict[str, ParamMeta] = {}
         self._landed: Changes | None = None
         self._retained: Callable[[str], bool] = lambda name: False
 
@@ -91,13 +91,13 @@ class ChainReader:
             with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
                 base = self.chain.version(delta.base_version).delta if delta.base_version else None
             if base is not None and all(own.get(row.meta.name) == row.digest for row in base.params):
-                self.held, self._params = (base.run_id, base.version), params
+                self.held, self._params = (base.run_id, base.version), _by_name(params)
                 return
         if based and self._base is not None:
             same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
             pairs = self._base() if mirrored else ()
             self.mirror = {name: host_copy(tensor, self._copies) for name, tensor in pairs if name in mirrored}
-            self.held, self._params = (origin.base_run_id, 0), params
+            self.held, self._params = (origin.base_run_id, 0), _by_name(params)
 
     def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
         """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
@@ -118,7 +118,7 @@ class ChainReader:
             IntegrityError: no route leads there, or something on it is damaged; names the file.
         """
         self._catch_up()
-        if self.held is not None and self._params and all(meta.name in self.mirror for meta in self._params):
+        if self.held is not None and self._params and self._params.keys() <= self.mirror.keys():
             return self._opened(target, self.held)
         return self._opened(target, None)
 
@@ -174,7 +174,7 @@ class ChainReader:
                     mirror[name] = host_copy(tensor, self._copies)
                 yield name, tensor
             self.mirror = mirror
-            self.held, self._params = route.reached, route.params
+            self.held, self._params = route.reached, _by_name(route.params)
 
     def advance(self, changes: Changes) -> None:
         """Note that the worker holds what ``changes`` lead to; host copies follow before the next version is read.
@@ -211,7 +211,7 @@ class ChainReader:
         self.held = changes.reached
 
     def _from_start(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        route.check_params(route.params if route.published is None else route.published.params())
+        route.check_params(_by_name(route.params if route.published is None else route.published.params()))
         seen = set()
         for name, tensor in route.first(into):
             tensor, _ = route.applied(ParamMeta.of(name, tensor), tensor)
@@ -238,6 +238,10 @@ class ChainReader:
         for patch in landing:
             apply_patch(patch, self.mirror[patch.meta.name])
         self.held = route.reached
+
+
+def _by_name(params: tuple[ParamMeta, ...]) -> dict[str, ParamMeta]:
+    return {meta.name: meta for meta in params}
 
 
 def host_copy(tensor: Tensor, folder: str | os.PathLike[str] | None = None) -> Tensor:

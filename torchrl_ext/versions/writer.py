@@ -136,7 +136,7 @@ class ChainWriter:
         baseline = Baseline(self._baseline_device)
         if self._base is not None and self._chain.versions.newest() == 0:  # later ones follow on other versions
             baseline.start(CheckpointSource(self._base), params)
-            baseline.version = (_fingerprint(baseline.digests()), 0)
+            baseline.version = (_fingerprint(baseline.digests), 0)
         self._baseline = baseline
         return baseline
 
@@ -146,19 +146,13 @@ class ChainWriter:
         base = baseline.version
         if base is None:
             raise IntegrityError("a delta needs a base")
-        base_digests = baseline.digests() if base[1] == 0 else {}
-        files = DeltaFiles(
-            version,
-            base[1],
-            self._codec,
-            baseline.tensors.__getitem__,
-            lambda name, data: draft.write(prefix + name, data),
-        )
+        base_digests = {name: digest.hex() for name, digest in baseline.digests.items()} if base[1] == 0 else {}
+        files = DeltaFiles(version, base[1], self._codec, baseline.tensors, draft, prefix)
         self._container.write(files, baseline.encode(source, self._codec))
-        rows, digests = [], baseline.digests()
+        rows = []
         for meta in baseline.params():
             row = files.params.get(meta.name) or DeltaParam(meta=meta, digest="")
-            rows.append(replace(row, digest=digests[meta.name]))
+            rows.append(replace(row, digest=baseline.digests[meta.name].hex()))
         manifest = DeltaManifest(
             version=version,
             base_version=base[1],
@@ -174,11 +168,11 @@ class ChainWriter:
         return manifest
 
 
-def _fingerprint(digests: Mapping[str, str]) -> str:
+def _fingerprint(digests: Mapping[str, PositionDigest]) -> str:
     """One name for the content of a whole checkpoint."""
     hasher = xxhash.xxh3_128()
     for name in sorted(digests):
-        hasher.update(f"{name}\0{digests[name]}\n".encode())
+        hasher.update(f"{name}\0{digests[name].hex()}\n".encode())
     return f"base-{hasher.hexdigest()}"
 
 
@@ -193,6 +187,7 @@ class Baseline(WeightSource):
 
     Attributes:
         tensors: the copies, by name.
+        digests: their position digests.
         version: run id and number of the version that they are.
     """
 
@@ -200,7 +195,7 @@ class Baseline(WeightSource):
         self._device = device
         self._params: tuple[ParamMeta, ...] = ()
         self.tensors: dict[str, Tensor] = {}
-        self._digests: dict[str, PositionDigest] = {}
+        self.digests: dict[str, PositionDigest] = {}
         self._files: Mapping[str, bytes] = {}
         self.version: Held | None = None
 
@@ -231,10 +226,6 @@ class Baseline(WeightSource):
             pass
         self._params = params
 
-    def digests(self) -> dict[str, str]:
-        """Return the position digest of every tensor, 32 hex digits."""
-        return {name: digest.hex() for name, digest in self._digests.items()}
-
     def seeding(self, source: WeightSource) -> WeightSource:
         """Return ``source``, of which each tensor that is iterated is kept; then set `version`."""
         return _Seeding(self, source)
@@ -242,7 +233,7 @@ class Baseline(WeightSource):
     def seed(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
         """Keep and yield every tensor of ``source``; then set `version`."""
         self.version, self._params, self._files = None, source.params(), source.files()
-        known, self.tensors, self._digests = self.tensors, {}, {}
+        known, self.tensors, self.digests = self.tensors, {}, {}
         for meta, tensor in checked(source, self._params):
             copy = known.pop(meta.name, None)
             if copy is None or ParamMeta.of(meta.name, copy) != meta:
@@ -250,7 +241,7 @@ class Baseline(WeightSource):
                 copy = torch.empty(meta.shape, dtype=meta.dtype, device=self._device or "cpu", pin_memory=pinned)
             copy.copy_(tensor)
             self.tensors[meta.name] = copy
-            self._digests[meta.name] = position_digest(tensor if tensor.is_cuda else copy)
+            self.digests[meta.name] = position_digest(tensor if tensor.is_cuda else copy)
             yield meta.name, copy
 
     def encode(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
@@ -260,7 +251,7 @@ class Baseline(WeightSource):
         for change in encode_tensors(triples, codec, follow=True):
             name = change.meta.name
             if change.changed:
-                self._digests[name] = self._digests[name].plus(change.digest)
+                self.digests[name] = self.digests[name].plus(change.digest)
             yield change
 
 

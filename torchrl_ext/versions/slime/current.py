@@ -48,7 +48,7 @@ class Whole(Container):
             if change.changed:
                 name = change.meta.name
                 waiting[name] = change
-                checksums[name] = checksum(_CHECKSUM, byte_view(files.tensor(name)).cpu().numpy())
+                checksums[name] = checksum(_CHECKSUM, byte_view(files.tensors[name]).cpu().numpy())
         shards = split_shards(((name, len(change.payload)) for name, change in waiting.items()), self.FILE_BYTES)
         weight_map = {}
         for number, names in enumerate(shards):
