@@ -143,7 +143,7 @@ engines = Registry("engine")
 engines.register("vllm", "torchrl_ext.rpc.engines.vllm:VLLMEngine", "a vLLM server over HTTP")
 engines.register("sglang", "torchrl_ext.rpc.engines.sglang:SGLangEngine", "an SGLang server over HTTP")
 engines.register(
-    "embedded", "torchrl_ext.rpc.engines.embedded:EmbeddedEngine", "the embedded transformers engine over HTTP"
+    "embedded", "torchrl_ext.rpc.engines.vllm:EmbeddedEngine", "the embedded transformers engine over HTTP"
 )
 engines.register(
     "inprocess", "torchrl_ext.sync.inprocess:InProcessEngine", "a module, a receiver or a vLLM object in this process"

@@ -182,11 +182,9 @@ _DIES = f"""
 import os, signal, sys
 import torchrl_ext as tx
 from tests.adapters import lora_policy
-from torchrl_ext.rpc.engines.sglang_adapter import SGLangAdapter
-from torchrl_ext.rpc.engines.vllm_adapter import VLLMAdapter
+from torchrl_ext.rpc.engines.adapters import AdapterClient
 root, url, step = sys.argv[1:]
-for kind in (SGLangAdapter, VLLMAdapter):
-    setattr(kind, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+setattr(AdapterClient, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 tx.AdapterSender(root, tx.connect(url)).load({NAME!r}, lora_policy(99))
 """
 

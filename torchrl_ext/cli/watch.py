@@ -161,7 +161,7 @@ class Watch:
             (info,) = discover(url, **self._settings)
             if url not in self._clients:
                 self._clients[url] = engines.make(info.kind, url=info.url, **self._settings)
-            rest = self._clients[url].rest()
+            rest = self._clients[url].sleep_state()
         except WeightSyncError as error:
             self._clients.pop(url, None)
             return replace(before, state="unreachable", error=error.what)

@@ -1,6 +1,6 @@
-"""Clients that keep an engine at the newest version of one LoRA adapter, beside base weights that stay.
+"""The client that keeps an engine at the newest version of one LoRA adapter, beside base weights that stay.
 
-To a `WeightSender` they are engines like others. What differs is the pause: there is none. A new version is loaded
+To a `WeightSender` it is an engine like others. What differs is the pause: there is none. A new version is loaded
 under a label of its own (``policy-lora@7``) while the engine serves, and once every engine of a fleet has it, the name
 is pointed at it. Requests that began before end with the version that they began with.
 """
@@ -8,48 +8,57 @@ is pointed at it. Requests that began before end with the version that they bega
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import final
 
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import Message
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter
 from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.rpc.engines.base import HTTPEngine
-from torchrl_ext.rpc.engines.sleep import Rest
-from torchrl_ext.types import EngineInfo, Info, adapter_label
+from torchrl_ext.rpc.engines.base import restated
+from torchrl_ext.types import EngineInfo, EngineRow, Info, adapter_label
 
 __all__ = ["AdapterClient"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-class AdapterClient(HTTPEngine):
-    """One adapter of one engine behind HTTP routes.
+@final
+class AdapterClient(EngineClient):
+    """One adapter of one engine.
 
     Args:
         engine: the client of the engine itself.
         name: what requests call the adapter.
-        settings: of the connection, as for `HTTPEngine`.
+        served: asks the engine what each name stands for: ``{name: {"version": 7}}``.
+        tell: sends the engine a message about adapters; returns its answer.
 
     Raises:
         ConfigError: a name that cannot be a folder and a model's name.
     """
 
-    def __init__(self, engine: EngineClient, name: str, **settings: Any) -> None:
+    def __init__(
+        self, engine: EngineClient, name: str, served: Callable[[], Info], tell: Callable[[Message], Info]
+    ) -> None:
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"an adapter cannot be called {name!r}", expected="letters, digits, '.', '_' and '-', at most 128"
             )
-        super().__init__(engine.url, **settings)
-        self._engine, self.name = engine, name
+        self._engine, self.name, self._served, self._tell = engine, name, served, tell
+        self.kind = engine.kind  # type: ignore[misc]
+        self._state, self._error = "serving", None
+        self._version: int | None = None
         self._before: int | None = None  # the version before the one in service
+        self._in_use: list[int] | None = None  # versions whose files requests may still read, where the engine says so
+
+    @property
+    def url(self) -> str:
+        return self._engine.url
 
     def info(self) -> EngineInfo:
         """As the engine says of itself; ``weight_version`` is the adapter's, "" while there is none."""
-        version = self._serving()
-        self._version = version
+        version = self._version = self._serving()
         return replace(
             self._engine.info(), weight_version="" if version is None else str(version), transports=("disk",)
         )
@@ -57,6 +66,12 @@ class AdapterClient(HTTPEngine):
     @property
     def verifies(self) -> bool:
         return False
+
+    def oldest(self, version: int) -> int:
+        """Requests read the files of the version that they began with where vLLM had to drop it meanwhile."""
+        if self._in_use is None:
+            return version
+        return min([version, version if self._before is None else self._before, *self._in_use])
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         """See `EngineClient.connect`; nothing is loaded.
@@ -66,14 +81,8 @@ class AdapterClient(HTTPEngine):
                 not see the root. It goes on with what it serves.
             EngineUnreachableError, DeadlineError: as they say.
         """
-        with self._step(f"make ready for adapter {self.name!r}", state=self._goes_on()):
-            self._check(info)
-
-    def rehearse(self, how: str = "once") -> None:
-        """An adapter is loaded beside the weights, into a place of its own, and what becomes of it is not read back."""
-
-    def _tell(self, message: Message) -> list[Info]:
-        return []
+        with self._step(f"make ready for adapter {self.name!r}"):
+            self._tell(CheckAdapter.of(info))
 
     def prefetch(self, version: int) -> None:
         return None
@@ -85,13 +94,13 @@ class AdapterClient(HTTPEngine):
         """Load a version; nobody is served with it before `commit`."""
         if "path" not in info:
             raise ConfigError(f"adapters travel as files, not by {info.get('transport')!r}", expected="DiskTransport")
-        with self._step(f"load {adapter_label(self.name, info['version'])}", state=self._goes_on()):
+        with self._step(f"load {adapter_label(self.name, info['version'])}"):
             self._stage(info["version"], info["path"])
 
     def commit(self, version: int) -> None:
         """Point the name at ``version``, and make sure that it is."""
         label = adapter_label(self.name, version)
-        with self._step(f"serve {label}", state=self._goes_on()):
+        with self._step(f"serve {label}"):
             self._serve(version)
             found = self._serving()
             if found != version:
@@ -110,42 +119,54 @@ class AdapterClient(HTTPEngine):
             EngineRefusedError: none of this name is loaded.
             EngineUnreachableError, DeadlineError: as they say.
         """
-        with self._step(f"unload adapter {self.name!r}", state=self._goes_on()):
-            self._drop()
+        with self._step(f"unload adapter {self.name!r}"):
+            self._tell(UnloadAdapter(name=self.name))
         self._version = self._before = None
 
     def adapter(self, name: str) -> EngineClient:
         return self._engine.adapter(name)
 
-    @abstractmethod
-    def _serving(self) -> int | None:
-        """The version that the engine serves under the name; None where it serves none of ours."""
+    def pause(self) -> bool:
+        return self._engine.pause()
 
-    @abstractmethod
-    def _check(self, info: Info) -> None:
-        """Find out whether the engine could load such an adapter."""
-
-    @abstractmethod
-    def _stage(self, version: int, path: str) -> None:
-        """Load a version under its label."""
-
-    @abstractmethod
-    def _serve(self, version: int) -> None:
-        """Point the name at a version that was staged."""
-
-    @abstractmethod
-    def _drop(self) -> None:
-        """Forget the name."""
-
-    def _hold(self) -> None:
-        self._engine.pause()
-
-    def _release(self) -> None:
+    def resume(self) -> None:
         self._engine.resume()
 
-    def rest(self) -> Rest:
-        return Rest(paused=None)  # the engine's own client asks
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        self._engine.sleep(level, tags)
 
-    def _goes_on(self) -> str:
-        served = "no version" if self._version is None else f"version {self._version}"
-        return f"{self.url} goes on serving, with {served} of {self.name!r}"
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        self._engine.wake_up(tags)
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        row = EngineRow(
+            engine=self.url, kind=self.kind, state=self._state, version=self._version, error=self._error, proof="sent"
+        )
+        return (row,)
+
+    def close(self) -> None:
+        """The engine's own client is closed by whoever made it."""
+
+    def _serving(self) -> int | None:
+        """The version that the engine serves under the name; None where it serves none of ours."""
+        return self._served().get(self.name, {}).get("version")
+
+    def _stage(self, version: int, path: str) -> None:
+        self._tell(StageAdapter(name=self.name, version=version, path=path))
+
+    def _serve(self, version: int) -> None:
+        self._in_use = self._tell(ServeAdapter(name=self.name, version=version)).get("in_use")
+
+    @contextmanager
+    def _step(self, what: str) -> Iterator[None]:
+        """Names the step in an error, and remembers it for the report; whatever fails, the engine goes on."""
+        try:
+            yield
+        except (EngineError, DeadlineError) as error:
+            if isinstance(error, EngineUnreachableError):
+                self._state = "unreachable"
+            served = "no version" if self._version is None else f"version {self._version}"
+            goes_on = f"{self.url} goes on serving, with {served} of {self.name!r}"
+            found = restated(error, f"{self.url} did not {what}: {error.what}", goes_on)
+            self._error = str(found)
+            raise found from error

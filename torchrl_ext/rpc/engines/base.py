@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,15 +17,15 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
-from torchrl_ext.messages import Message, Poll, Rehearse
+from torchrl_ext.messages import Inspect, Message, Poll, Rehearse
 from torchrl_ext.rpc.client import EngineClient, Stopwatch
-from torchrl_ext.rpc.engines.sleep import Rest
+from torchrl_ext.rpc.engines.sleep import SleepState, check_wake
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info, least
 from torchrl_ext.waiting import wait_until
 
-__all__ = ["HTTPEngine", "restated"]
+__all__ = ["HTTPEngine", "prompt_logprobs", "restated"]
 
 _PROBE = [*range(3, 19)]
 _SAME_NATS, _TRIES = 0.05, 3
@@ -50,7 +51,6 @@ class HTTPEngine(EngineClient):
     ) -> None:
         self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
         self._load_timeout_s = load_timeout_s
-        self._access = {"timeout_s": timeout_s, "load_timeout_s": load_timeout_s, "api_key": api_key}
         self._watch = Stopwatch()
         self._state = "serving"
         self._version: int | None = None
@@ -119,7 +119,7 @@ class HTTPEngine(EngineClient):
 
     def _rehearsal(self, how: str = "once", *, ask: bool = False) -> list[Info]:
         """Ask every worker, which takes as long as loading the weights a few times where it is no mere question."""
-        return [answer for answer in self._tell(Rehearse(how=how, ask=ask)) if "proof" in answer]
+        return [answer for answer in self.tell(Rehearse(how=how, ask=ask)) if "proof" in answer]
 
     def _await_idle(self, what: str) -> None:
         """Wait until the workers are at work on nothing.
@@ -129,14 +129,35 @@ class HTTPEngine(EngineClient):
             DeadlineError: it takes too long to ``what``.
         """
         wait_until(
-            lambda: not any(answer.get("working") for answer in self._tell(Poll())),
+            lambda: not any(answer.get("working") for answer in self.tell(Poll())),
             self._load_timeout_s,
             lambda: DeadlineError(f"to {what} takes {self.url} longer than {self._load_timeout_s:g} s"),
         )
 
     @abstractmethod
-    def _tell(self, message: Message) -> list[Info]:
-        """Send a message to every worker; returns the answers of those that have one."""
+    def tell(self, message: Message) -> list[Info]:
+        """Send a message to every worker; returns the answers of those that have one.
+
+        Raises:
+            EngineRefusedError: a worker says no, or the engine lacks our plugin.
+            EngineUnreachableError, DeadlineError: as they say.
+        """
+
+    def inspect(self, question: Inspect) -> list[Info]:
+        """What every worker says of its surroundings (`torchrl_ext.sync.inspection`), at least one answer.
+
+        Raises:
+            EngineRefusedError: the engine lacks our plugin.
+            EngineUnreachableError, DeadlineError: as they say.
+        """
+        answers = [found for found in self.tell(question) if "torchrl_ext" in found and "host" in found]
+        if not answers:
+            raise EngineRefusedError(
+                f"no worker of {self.url} answers",
+                expected="an answer of torchrl_ext's plugin",
+                hint="install this version of torchrl_ext in the engine's environment",
+            )
+        return answers
 
     def pause(self) -> bool:
         """See `EngineClient.pause`. An engine that served, and did not pause, is told to serve again."""
@@ -146,11 +167,18 @@ class HTTPEngine(EngineClient):
         """See `EngineClient.resume`; the engine is asked whether it serves.
 
         Raises:
-            EngineRefusedError: it will not, or says that it is still paused.
+            EngineRefusedError: it sleeps or has no weights; or it will not, or says that it is still paused.
         """
         with self._step("resume"):
+            state = self.sleep_state()
+            self._refuse_empty(state)
+            if "weights" in state.asleep:
+                raise EngineRefusedError(
+                    f"{self.url} is asleep", state="asleep", hint="call wake_up, or update_weights: an update wakes it"
+                )
+            self._wake(frozenset({"kv_cache"}), state)
             self._release()
-            if self.rest().paused:
+            if self.sleep_state().paused:
                 raise EngineRefusedError(
                     f"{self.url} was told to resume, and says that it is paused",
                     state="paused",
@@ -158,10 +186,22 @@ class HTTPEngine(EngineClient):
                 )
         self._resumed()
 
-    def _halt(self, what: str) -> Rest:
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """See `EngineClient.wake_up`. What is awake already is left alone."""
+        wanted = check_wake(tags)
+        with self._step("wake up"):
+            state = self.sleep_state()
+            if "kv_cache" in wanted or state.asleep <= wanted:  # the weights come first, so this may be the last one
+                self._refuse_empty(state)
+            self._state = "paused"
+            if self._wake(wanted, state):
+                self._release()
+                self._resumed()
+
+    def _halt(self, what: str) -> SleepState:
         """Pause; returns how the engine was before."""
         with self._step(what, state=f"{self.url} was not told to pause"):
-            before = self.rest()
+            before = self.sleep_state()
         if before.paused is None:
             before = replace(before, paused=self._state != "serving")  # what this client did last
         with self._step(what, undo=self._undo_of(before)):
@@ -174,16 +214,10 @@ class HTTPEngine(EngineClient):
         self._watch.stop()
         self._state, self._error = "serving", None
 
-    def _serves_in(self, rest: Rest) -> bool:
-        return not rest.paused and not rest.asleep
+    def _serves_in(self, state: SleepState) -> bool:
+        return not state.paused and not state.asleep
 
-    def _refuse_asleep(self, rest: Rest) -> None:
-        if rest.asleep:
-            raise EngineRefusedError(
-                f"{self.url} is asleep", state="asleep", hint="call wake_up, or update_weights: an update wakes it"
-            )
-
-    def _undo_of(self, before: Rest) -> Callable[[], str]:
+    def _undo_of(self, before: SleepState) -> Callable[[], str]:
         """What to do when a step fails that changed no weight, given how the engine was before it was paused."""
         return self._undone if self._serves_in(before) else lambda: self._paused("what it held before")
 
@@ -191,7 +225,7 @@ class HTTPEngine(EngineClient):
         """Resume an engine that was paused for nothing; returns the state that is known then, from its own words."""
         try:
             self._release()
-            paused = self.rest().paused
+            paused = self.sleep_state().paused
         except (EngineError, DeadlineError) as error:
             self._state = "unreachable" if isinstance(error, EngineUnreachableError) else "paused"
             return f"no weight was changed; it is not known whether {self.url} serves again: {error.what}"
@@ -204,8 +238,25 @@ class HTTPEngine(EngineClient):
         return f"nothing was changed, and it serves again: {self.url} says so"
 
     @abstractmethod
-    def rest(self) -> Rest:
+    def sleep_state(self) -> SleepState:
         """What the engine says of its pause and its sleep."""
+
+    def _refuse_empty(self, state: SleepState) -> None:
+        """An engine without weights does not serve."""
+        if self._is_empty(state):
+            raise EngineRefusedError(
+                f"{self.url} slept at level 2 and holds no weights to serve",
+                state="paused",
+                hint="call update_weights: it wakes the engine in the right order",
+            )
+
+    @abstractmethod
+    def _is_empty(self, state: SleepState) -> bool:
+        """Whether the workers gave their weights up, and no update has filled them since."""
+
+    @abstractmethod
+    def _wake(self, wanted: frozenset[str], state: SleepState) -> bool:
+        """Wake what sleeps of ``wanted``, and nothing else; returns whether nothing sleeps any more."""
 
     @abstractmethod
     def _hold(self) -> None:
@@ -231,17 +282,17 @@ class HTTPEngine(EngineClient):
     def look(self) -> tuple[EngineRow, ...]:
         """See `EngineClient.look`."""
         try:
-            rest = self.rest()
+            state = self.sleep_state()
         except EngineUnreachableError:
             self._state = "unreachable"
         except (EngineError, DeadlineError):
             self._state = "paused"  # or worse
         else:
-            self._state = self._state if rest.paused is None else "serving" if self._serves_in(rest) else "paused"
+            self._state = self._state if state.paused is None else "serving" if self._serves_in(state) else "paused"
         return self.rows()
 
     def close(self) -> None:
-        self._http.close()
+        """Nothing is kept between calls."""
 
     def _paused(self, holding: str) -> str:
         return f"{self.url} is paused, serves nobody, and holds {holding}; the next good update resumes it"
@@ -280,3 +331,26 @@ def restated(
     if isinstance(error, EngineRefusedError):
         more["status"] = error.status
     return type(error)(what, **more)
+
+
+def prompt_logprobs(route: str, prompt: Sequence[int], read: Callable[[], Sequence[Any]]) -> list[float]:
+    """The log-probabilities of ``prompt``'s tokens after the first, in nats, as an answer has them.
+
+    Args:
+        route: that answered, for the message.
+        prompt: token ids.
+        read: finds them in the answer; null stands for NaN, which JSON does not have.
+
+    Raises:
+        EngineRefusedError: the answer has not one for each.
+    """
+    try:
+        found = read()
+        if len(found) != len(prompt) - 1:
+            raise ValueError(f"there are {len(found)}")
+        return [math.nan if value is None else float(value) for value in found]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EngineRefusedError(
+            f"{route} answered without the log-probabilities of the prompt: {type(error).__name__}: {error}",
+            expected="one for each token after the first",
+        ) from error

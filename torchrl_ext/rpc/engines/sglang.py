@@ -18,30 +18,27 @@ Where the server has our plugin, messages of ours travel as the ``action`` of ``
 ===================================  =========================================================================
 
 The order is pause, flush, transfer, resume: after the flush nothing of the old weights is cached, and while the server
-is paused nothing new is. `torchrl_ext.rpc.engines.sglang_sleep` has the routes of sleep. ``load_format`` and
+is paused nothing new is. `torchrl_ext.rpc.engines.sleep` has the routes of sleep. ``load_format`` and
 ``weight_version`` are sent with every load, since SGLang keeps the last.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.messages import Finish, Flush, Join, Message, Prefetch, Start, loading
+from torchrl_ext.messages import Finish, Flush, Join, ListAdapters, Message, Prefetch, Reset, Start, loading, merged
 from torchrl_ext.registry import transports
-from torchrl_ext.rpc.client import _nothing
-from torchrl_ext.rpc.engines.base import HTTPEngine, restated
-from torchrl_ext.rpc.engines.logprobs import logprobs_of_sglang
-from torchrl_ext.rpc.engines.sglang_adapter import SGLangAdapter
-from torchrl_ext.rpc.engines.sglang_channel import LONGEST_S, PLUGIN, SHORTEST_S, SGLangChannel
-from torchrl_ext.rpc.engines.sglang_sleep import SGLangSlumber
-from torchrl_ext.rpc.engines.sleep import Rest, check_sleep, check_wake
+from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.engines.adapters import AdapterClient
+from torchrl_ext.rpc.engines.base import HTTPEngine, prompt_logprobs, restated
+from torchrl_ext.rpc.engines.sglang_channel import PLUGIN, SGLangChannel, is_absent
+from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, named_tags
 from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
 from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.waiting import pauses
 
 __all__ = ["SGLangEngine"]
 
@@ -50,6 +47,15 @@ log = logging.getLogger("torchrl_ext")
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 _ABSENT = (404, 405, 501)
+_OK, _NOT_READY = 200, 503
+_GRAPHS = "cuda_graph"  # sleeps and wakes with the cache
+_ADAPTERS = (
+    "install torchrl_ext in the engine's environment, or let `torchrl-ext serve sglang --lora-rank N` start the server"
+)
+_LORA = (
+    "start the server with --enable-lora, --max-lora-rank and --lora-target-modules "
+    "(`torchrl-ext serve sglang --lora-rank N`)"
+)
 _CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")
 
 
@@ -93,11 +99,10 @@ class SGLangEngine(HTTPEngine):
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
         self._channel = SGLangChannel(self._http)
-        self._slumber = SGLangSlumber(self._http, self._channel, load_timeout_s)
         self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
         self._native = False  # whether the server loads by itself, without the plugin
         self._in_session = False
-        self._before = Rest(paused=None)  # how it was before the update that is going on
+        self._before = SleepState(paused=None)  # how it was before the update that is going on
 
     def info(self) -> EngineInfo:
         """See `EngineClient.info`. ``/server_info`` is enough; ``/model_info`` and our plugin add what they know."""
@@ -161,7 +166,7 @@ class SGLangEngine(HTTPEngine):
             self._native = not self._channel.answers()
             if not self._native:
                 self._refuse_replicas(info)
-                self._tell(Join.of(info))
+                self.tell(Join.of(info))
                 self._await_idle("join the transport")
             elif info.get("transport") != "disk":
                 raise EngineRefusedError(
@@ -176,14 +181,14 @@ class SGLangEngine(HTTPEngine):
         if not self._native:
             super().rehearse(how)
 
-    def _tell(self, message: Message) -> list[Info]:
-        return [self._channel.tell(message, self._load_timeout_s)]
+    def tell(self, message: Message) -> list[Info]:
+        return self._channel.tell(message, self._load_timeout_s)
 
     def prefetch(self, version: int) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if not self._native:
-                self._slumber.wake({"weights"}, self.rest().asleep)  # changes are held against them
-                self._tell(Prefetch(version=version))
+                self._wake(frozenset({"weights"}), self.sleep_state())  # changes are held against them
+                self.tell(Prefetch(version=version))
                 self._await_idle(f"stage version {version}")
 
     def begin(self, version: int) -> None:
@@ -193,16 +198,16 @@ class SGLangEngine(HTTPEngine):
         with self._step(f"drop what it cached for version {version}", undo=self._undo_of(before)):
             self._flush()
         with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
-            self._slumber.wake({"weights"}, before.asleep)
+            self._wake(frozenset({"weights"}), before)
             if not self._native:
                 self._open_session()
-                self._tell(Start(bracketed=self._in_session))
+                self.tell(Start(bracketed=self._in_session))
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
         with self._step(what, state=self._paused("part of an update")):
             if not self._native:
-                self._tell(loading(info))
+                self.tell(loading(info))
             elif "verify" in info:
                 raise ConfigError(
                     f"{self.url} runs SGLang without our plugin, and cannot prove what it holds", hint=PLUGIN
@@ -216,7 +221,7 @@ class SGLangEngine(HTTPEngine):
         label = str(version)
         with self._step(f"finish version {version}", state=self._paused("part of an update")):
             if not self._native:
-                self._tell(Finish(version=version))
+                self.tell(Finish(version=version))
                 self._close_session()
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self._http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
@@ -225,7 +230,7 @@ class SGLangEngine(HTTPEngine):
             if told != label:
                 raise EngineRefusedError(f"{self.url} calls its weights {told!r}", expected=repr(label))
             self._version = version
-            self._slumber.wake({"kv_cache"}, self._before.asleep)
+            self._wake(frozenset({"kv_cache"}), self._before)
             self._release()
         self._resumed()
 
@@ -238,7 +243,15 @@ class SGLangEngine(HTTPEngine):
     def _logprobs(self, prompt: list[int]) -> list[float]:
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        return logprobs_of_sglang(self.url, prompt, self._http.post("/generate", body, timeout_s=self._load_timeout_s))
+        told = self._http.post("/generate", body, timeout_s=self._load_timeout_s)
+
+        def read() -> list[Any]:  # [logprob, token id, text] per token, with null for the first one
+            rows = told["meta_info"]["input_token_logprobs"]
+            if [row[1] for row in rows] != prompt:
+                raise ValueError("it is about other tokens")
+            return [row[0] for row in rows[1:]]
+
+        return prompt_logprobs(f"{self.url}/generate", prompt, read)
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         """See `EngineClient.sleep`. A server needs our plugin, which says what sleeps, ``--enable-memory-saver`` to
@@ -247,7 +260,7 @@ class SGLangEngine(HTTPEngine):
         wanted = check_sleep(level, tags)
         with self._step(f"sleep at level {level}", state=f"{self.url} was not told to pause"):
             if wanted:
-                self._slumber.refuse_impossible(level, wanted, self._told())
+                self._refuse_impossible(level, wanted)
         before = self._halt("pause")
         if wanted:
             with self._step(f"sleep at level {level}", undo=self._undo_of(before)):
@@ -255,45 +268,68 @@ class SGLangEngine(HTTPEngine):
                     self._http.post("/pause_generation", {"mode": "retract"}, timeout_s=self._load_timeout_s)
                 self._flush()
             with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
-                self._slumber.release(level, wanted, before.asleep)
+                if level == 2 and "weights" in wanted:
+                    self.tell(Reset(weights="gone"))
+                released = {"tags": sorted({*wanted, _GRAPHS} - before.asleep)}
+                self._http.post("/release_memory_occupation", released, timeout_s=self._load_timeout_s)
 
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """See `EngineClient.wake_up`. What is awake already is left alone."""
-        wanted = check_wake(tags)
-        with self._step("wake up"):
-            rest = self.rest()
-            if "kv_cache" in wanted:  # the weights come first, so this wake may be the last one
-                self._slumber.refuse_empty(rest)
-            self._state = "paused"
-            if self._slumber.wake(wanted, rest.asleep):
-                self._slumber.refuse_empty(rest)
-                self._release()
-                self._resumed()
+    def _refuse_impossible(self, level: int, wanted: frozenset[str]) -> None:
+        if not self._channel.answers():
+            raise EngineRefusedError(
+                f"{self.url} runs SGLang without our plugin, and does not say what of it sleeps", hint=PLUGIN
+            )
+        if level == 1 and "weights" in wanted and not self._told().get("enable_weights_cpu_backup"):
+            raise EngineRefusedError(
+                f"{self.url} keeps no copy of its weights on the host",
+                expected="a server with --enable-weights-cpu-backup",
+                hint="start it so, sleep at level 2, or sleep(tags=['kv_cache'])",
+            )
 
-    def resume(self) -> None:
-        """See `EngineClient.resume`; one that sleeps, or has no weights, is refused."""
-        with self._step("resume"):
-            rest = self.rest()
-            self._slumber.refuse_empty(rest)
-            self._refuse_asleep(rest)
-        super().resume()
+    def sleep_state(self) -> SleepState:
+        told = {} if self._native else self._channel.state()
+        paused = {_OK: False, _NOT_READY: True}.get(self._ready(), told.get("paused"))
+        paused = None if paused is None else bool(paused)
+        return SleepState(paused=paused, asleep=named_tags(told.get("asleep")), empty=bool(told.get("empty")))
 
-    def adapter(self, name: str) -> SGLangAdapter:
+    def _ready(self) -> int:
+        return self._http.call("GET", "/ready").status  # its scheduler does not know of every pause
+
+    def _is_empty(self, state: SleepState) -> bool:
+        return bool(state.empty)
+
+    def _wake(self, wanted: frozenset[str], state: SleepState) -> bool:
+        tags = state.asleep & (wanted | {_GRAPHS} if "kv_cache" in wanted else wanted)
+        if tags:
+            self._http.post("/resume_memory_occupation", {"tags": sorted(tags)}, timeout_s=self._load_timeout_s)
+        return not state.asleep - tags
+
+    def adapter(self, name: str) -> EngineClient:
         """See `EngineClient.adapter`. The server needs ``--enable-lora`` and our plugin."""
-        return SGLangAdapter(self, name, **self._access)
+        return AdapterClient(self, name, lambda: self._tell_adapters(ListAdapters())["adapters"], self._tell_adapters)
+
+    def _tell_adapters(self, message: Message) -> Info:
+        try:
+            told = merged(self.tell(message))
+            if isinstance(told.get("adapters"), dict):
+                return told
+        except EngineRefusedError as error:
+            if "LoRA is not enabled" in error.what:
+                raise restated(error, error.what, hint=_LORA) from error
+            if is_absent(error):
+                raise restated(error, error.what, expected="our plugin", hint=_ADAPTERS) from error
+            raise
+        expected = "what the name of every adapter stands for"
+        raise EngineRefusedError(f"{self.url} answered {told!r}", expected=expected, hint=_ADAPTERS)
 
     def _hold(self) -> None:
         modes = [self._pause_mode]
-        if self._pause_mode == "abort" and self._slumber.is_held():
+        if self._pause_mode == "abort" and self._ready() == _NOT_READY:
             modes = ["retract", "abort"]  # it would wait for ever for requests that are paused in place
         for mode in modes:
             self._http.post("/pause_generation", {"mode": mode}, timeout_s=self._load_timeout_s)
 
     def _release(self) -> None:
         self._http.post("/continue_generation", {})
-
-    def rest(self) -> Rest:
-        return self._slumber.rest(native=self._native)
 
     def _flush(self) -> None:
         """Drop keys and values: those of the server, then those that it, or an earlier one, put into a store."""
@@ -311,8 +347,8 @@ class SGLangEngine(HTTPEngine):
 
     def _flush_own(self) -> bool:
         """Whether it was done; False where old keys are accepted."""
-        until, pause_s = time.monotonic() + self._flush_timeout_s, SHORTEST_S
-        while True:
+        status, why = 0, ""
+        for _ in pauses(self._flush_timeout_s):
             status, why = self._try_flush()
             if status == 200:
                 return True
@@ -325,18 +361,16 @@ class SGLangEngine(HTTPEngine):
                     hint="use pause_mode='retract', or accept old keys and values with keep_cache=True",
                     status=status,
                 )
-            if time.monotonic() > until:
-                raise DeadlineError(
-                    f"the cache was not dropped within {self._flush_timeout_s:g} s ({self._busy()}): {why}",
-                    hint="look for requests that never end, or raise flush_timeout_s",
-                )
-            threading.Event().wait(pause_s)
-            pause_s = min(LONGEST_S, 1.5 * pause_s)
+        raise DeadlineError(
+            f"the cache was not dropped within {self._flush_timeout_s:g} s ({self._busy()}): {why}",
+            hint="look for requests that never end, or raise flush_timeout_s",
+        )
 
     def _try_flush(self) -> tuple[int, str]:
         """200, or 400 while requests use the cache; and SGLang's own words."""
         if not self._native:  # its own route collects garbage too, which takes longer than many an update
-            return (200, "") if self._channel.tell(Flush()).get("flushed") else (400, "the cache is in use")
+            flushed = merged(self._channel.tell(Flush())).get("flushed")
+            return (200, "") if flushed else (400, "the cache is in use")
         answer = self._http.call("POST", "/flush_cache")
         if answer.ok or answer.status == 400:
             return answer.status, answer.message()

@@ -10,10 +10,7 @@ from torchrl_ext.messages import CHANNEL, Inspect, Message, State, merged
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.types import Info
 
-__all__ = ["LONGEST_S", "PLUGIN", "SHORTEST_S", "SGLangChannel"]
-
-SHORTEST_S, LONGEST_S = 0.02, 1.0
-"""Between two questions of one kind, in seconds."""
+__all__ = ["PLUGIN", "SGLangChannel", "is_absent"]
 
 PLUGIN = (
     "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
@@ -35,23 +32,23 @@ class SGLangChannel:
     def answers(self) -> bool:
         """Whether the server has our plugin."""
         try:
-            return "torchrl_ext" in self.tell(Inspect())
+            return any("torchrl_ext" in answer for answer in self.tell(Inspect()))
         except EngineRefusedError as error:
-            if _is_absent(error):
+            if is_absent(error):
                 return False
             raise
 
-    def rest(self) -> Info:
+    def state(self) -> Info:
         """``{"paused", "asleep", "empty"}`` (`torchrl_ext.plugins.sglang.worker`); nothing of it without a plugin."""
         try:
-            return self.tell(State())
+            return merged(self.tell(State()))
         except EngineRefusedError as error:
-            if _is_absent(error):
+            if is_absent(error):
                 return {}
             raise
 
-    def tell(self, message: Message, timeout_s: float | None = None) -> Info:
-        """Send a message; returns the answer, of data-parallel ranks together where there are several.
+    def tell(self, message: Message, timeout_s: float | None = None) -> list[Info]:
+        """Send a message; returns the answer of each data-parallel rank.
 
         Raises:
             EngineRefusedError: the plugin says no, or is not there.
@@ -60,12 +57,11 @@ class SGLangChannel:
         body = {"action": CHANNEL + json.dumps(message.to_json())}
         told = self._http.post("/weights_checker", body, timeout_s=timeout_s)
         try:
-            answers = [dict(json.loads(text)) for text in told["message"].split(" | ")]  # SGLang's own way to join them
+            return [dict(json.loads(text)) for text in told["message"].split(" | ")]  # SGLang's own way to join them
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise EngineRefusedError(f"{self._http.url}/weights_checker answered {told!r}", hint=PLUGIN) from None
-        return merged(answers)
 
 
-def _is_absent(error: EngineRefusedError) -> bool:
+def is_absent(error: EngineRefusedError) -> bool:
     """Whether the server has no plugin of ours."""
     return error.status in (404, 405, 501) or "Unsupported action" in error.what

@@ -25,30 +25,41 @@ Everything that can fail happens up to ``seal``; ``finish_weight_update`` only g
 
 from __future__ import annotations
 
-import threading
-import time
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.messages import ANSWERS, BACKEND, OPEN_UPDATE, Join, Message, Prefetch, Seal, answers_in, loading
-from torchrl_ext.rpc.client import _nothing
-from torchrl_ext.rpc.engines.base import HTTPEngine, restated
-from torchrl_ext.rpc.engines.logprobs import logprobs_of_vllm
-from torchrl_ext.rpc.engines.sleep import Rest, Slumber
-from torchrl_ext.rpc.engines.vllm_adapter import VLLMAdapter
-from torchrl_ext.rpc.engines.worker_words import unwrapped
+from torchrl_ext.messages import (
+    ADAPTERS_ROUTE,
+    ANSWERS,
+    BACKEND,
+    OPEN_UPDATE,
+    Join,
+    Message,
+    Prefetch,
+    Reset,
+    Seal,
+    State,
+    answers_in,
+    loading,
+)
+from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.engines.adapters import AdapterClient
+from torchrl_ext.rpc.engines.base import HTTPEngine, prompt_logprobs, restated
+from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, sleep_state_of_vllm
 from torchrl_ext.rpc.server_info import parse_server_info, sees
 from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.waiting import wait_until
 
-__all__ = ["VLLMEngine"]
+__all__ = ["EmbeddedEngine", "VLLMEngine"]
 
 PAUSE_MODES = ("abort", "wait", "keep")
 
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
-_COPYING_S, _PAUSE_S = 10.0, 0.02
+_COPYING_S = 10.0
 
 _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
 """0 stands for the prompt's own tokens, whatever their rank; what is sampled after them is of no interest."""
@@ -59,10 +70,24 @@ _FLAGS = (
     f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\' and VLLM_SERVER_DEV_MODE=1, or let '
     "`torchrl-ext serve vllm` do both"
 )
+_ADAPTERS = (
+    "install torchrl_ext in the engine's environment and name it in VLLM_PLUGINS, or let "
+    "`torchrl-ext serve vllm --lora-rank N` start the server"
+)
+_LORA = "start the server with --enable-lora (`torchrl-ext serve vllm --lora-rank N`)"
+
+_EXECUTORS = re.compile(
+    r"Call to \w+ method failed: "
+    r"(?:Worker failed with error '(?=.*please check the stack))?"
+    r"(?P<words>.*?)"
+    r"(?:', please check the stack trace above for the root cause)?\.?$",
+    re.DOTALL,
+)
+"""What vLLM's executors put around the words of a worker."""
 
 
-class VLLMEngine(HTTPEngine):
-    """A vLLM server that runs our weight-transfer backend.
+class VLLMRoutes(HTTPEngine):
+    """An engine behind vLLM's routes.
 
     Args:
         url: base address of the server itself, never of a router.
@@ -70,13 +95,11 @@ class VLLMEngine(HTTPEngine):
             (their keys and values are computed anew), ``"wait"`` lets them end first, ``"abort"`` ends them.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
 
     Raises:
         ConfigError: a setting that cannot work.
     """
-
-    kind: ClassVar[str] = "vllm"
 
     def __init__(
         self,
@@ -85,15 +108,13 @@ class VLLMEngine(HTTPEngine):
         pause_mode: str = "keep",
         timeout_s: float = 60.0,
         load_timeout_s: float = 600.0,
-        api_key: str | None = None,
+        api_key: str | tuple[str, ...] | None = None,
     ) -> None:
         if pause_mode not in PAUSE_MODES:
             raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._sees = pause_mode, False
-        post = partial(self._post, timeout_s=load_timeout_s)
-        self._slumber = Slumber(self.url, self._http.call, post, self._tell, self.pause, pause_mode)
-        self._before = Rest(paused=None)  # how it was before the update that is going on
+        self._before = SleepState(paused=None)  # how it was before the update that is going on
 
     def info(self) -> EngineInfo:
         told = self._told()
@@ -122,33 +143,32 @@ class VLLMEngine(HTTPEngine):
         message = Join.of(info)
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
             try:
-                self._tell(message)
+                self.tell(message)
             except EngineRefusedError as error:
                 if OPEN_UPDATE not in error.what:
                     raise self._explained(error) from error
                 self._abandon()
-                self._tell(message)
+                self.tell(message)
             self._await_idle("join the transport")
             self._sees = sees(self._told())
 
     def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`. vLLM's route has no way to answer but an error, so that is what answers."""
-        self.rouse()
+        """See `EngineClient.rehearse`. Weights that sleep are woken for it."""
+        self._wake_weights()
         super().rehearse(how)
 
     def prefetch(self, version: int) -> None:
         """See `EngineClient.prefetch`. Workers stage beside their generating."""
-        self.rouse()  # changes are held against the weights
+        self._wake_weights()  # changes are held against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
-            self._tell(Prefetch(version=version))
+            self.tell(Prefetch(version=version))
             self._await_idle(f"stage version {version}")
 
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. Where workers do not start, no weight was changed, and an engine that served before
         serves again."""
         before = self._before = self._halt(f"pause for version {version}")
-        with self._step("wake its weights", state=f"{self.url} sleeps"):
-            self._slumber.rouse(before)
+        self._wake_weights(before)
         undo = self._undo_of(before)
         with self._step(f"start version {version}", undo=lambda: self._not_started(undo)):
             self._post("/start_weight_update")
@@ -173,78 +193,71 @@ class VLLMEngine(HTTPEngine):
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self._drop_cached()
             self._version = version
-            self._slumber.filled(self._before)
+            self._wake(frozenset({"kv_cache"}), self._before)
             self._release()
         self._resumed()
 
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`. The server's ``--logprobs-mode`` must be one of log-probabilities, as it is
-        unless told otherwise; of several data-parallel replicas one answers."""
-        with self._step("compute log-probabilities"):
-            return [self._logprobs(list(prompt)) for prompt in prompts]
-
-    def _logprobs(self, prompt: list[int]) -> list[float]:
-        body = {"token_ids": prompt, "sampling_params": _PROBE}
-        told = self._http.post("/inference/v1/generate", body, timeout_s=self._load_timeout_s)
-        return logprobs_of_vllm(self.url, prompt, told)
-
     def _drop_cached(self) -> None:
         """Drop what was computed with the old weights. A connector that still copies keys and values away says no."""
-        until = time.monotonic() + min(self._http.timeout_s, _COPYING_S)
-        while not self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True):
-            if time.monotonic() >= until:
-                raise EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights")
-            threading.Event().wait(_PAUSE_S)
+        wait_until(
+            lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
+            min(self._http.timeout_s, _COPYING_S),
+            lambda: EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights"),
+        )
         if self._sees:
             self._post("/reset_encoder_cache")
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         """See `EngineClient.sleep`. A vLLM server needs ``--enable-sleep-mode`` to give memory back."""
+        wanted = check_sleep(level, tags)
         with self._step(f"sleep at level {level}"):
-            self._slumber.sleep(level, tags)
+            if wanted == {"kv_cache"}:
+                self.pause()
+                self._post("/release_kv_cache_memory", timeout_s=self._load_timeout_s)
+            else:
+                query = {"level": level, "mode": self._pause_mode}
+                self._post("/sleep", query=query, timeout_s=self._load_timeout_s)
+            if level == 2 and "weights" in wanted:
+                self.tell(Reset(weights="gone"))
             self._state = "paused"
 
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        with self._step("wake up"):
-            self._state = "paused"
-            if self._slumber.wake(tags):
-                self._release()
-                self._resumed()
+    def sleep_state(self) -> SleepState:
+        return sleep_state_of_vllm(self._http)
 
-    def resume(self) -> None:
-        """See `EngineClient.resume`; one that sleeps, or has no weights, is refused."""
-        with self._step("resume"):
-            asleep = self.rest().asleep
-            if asleep:
-                self._slumber.refuse_hollow()
-            if "weights" in asleep:
-                raise EngineRefusedError(
-                    f"{self.url} is asleep", state="asleep", hint="call wake_up, or update_weights"
-                )
-            self._slumber.filled(Rest(paused=True, asleep=asleep))
-        super().resume()
+    def _is_empty(self, state: SleepState) -> bool:
+        """One that is awake is not asked."""
+        try:
+            return bool(state.asleep) and any(answer.get("empty") for answer in self.tell(State()))
+        except EngineRefusedError:
+            return False  # other backends know no such question
 
-    def rouse(self) -> None:
-        """Wake the weights, and nothing else, of an engine that sleeps."""
+    def _wake(self, wanted: frozenset[str], state: SleepState) -> bool:
+        awake = not state.asleep
+        for tag in sorted(state.asleep & wanted, reverse=True):  # weights first: the wake of the last part resumes it
+            told = self._post("/wake_up", query={"tags": tag}, timeout_s=self._load_timeout_s)
+            awake = told.get("status") == "awake"
+        return awake
+
+    def _wake_weights(self, before: SleepState | None = None) -> None:
+        """Before weights are touched: wake them, and nothing else.
+
+        Args:
+            before: how it was before the pause. Where the cache is awake already, vLLM generates as soon as the weights
+                are awake too, and is paused again.
+        """
         with self._step("wake its weights", state=f"{self.url} sleeps"):
-            self._slumber.rouse(self.rest())
-
-    def adapter(self, name: str) -> VLLMAdapter:
-        """See `EngineClient.adapter`. The server needs ``--enable-lora``."""
-        return VLLMAdapter(self, name, **self._access)
+            state = self.sleep_state() if before is None else before
+            if state.empty:
+                self.tell(Reset(weights="gone"))  # whoever put it to sleep may not have said so
+            if "weights" in state.asleep and self._wake(frozenset({"weights"}), state):
+                self.pause()
 
     def _hold(self) -> None:
-        query = {
-            "mode": self._pause_mode,
-            "clear_cache": "false",
-        }  # an update that fails leaves it good; else see commit
+        query = {"mode": self._pause_mode, "clear_cache": "false"}  # an update that fails leaves it good; else `commit`
         self._post("/pause", query=query, timeout_s=self._load_timeout_s)
 
     def _release(self) -> None:
         self._post("/resume")
-
-    def rest(self) -> Rest:
-        return self._slumber.rest()
 
     def _ask(self, route: str, field: str) -> Any:
         with self._needs_dev_mode():
@@ -258,13 +271,13 @@ class VLLMEngine(HTTPEngine):
             try:
                 answer = self._http.post(route, body, **how)
             except EngineRefusedError as error:
-                raise restated(error, unwrapped(error.what)) from error
+                raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
         return answer if isinstance(answer, dict) else {}
 
     def _load(self, message: Message) -> None:
         self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self._load_timeout_s)
 
-    def _tell(self, message: Message) -> list[Info]:
+    def tell(self, message: Message) -> list[Info]:
         body = {"init_info": message.to_json()}
         try:
             told: Any = self._post("/init_weight_transfer_engine", body, timeout_s=self._load_timeout_s)
@@ -297,3 +310,73 @@ class VLLMEngine(HTTPEngine):
             if missing
             else error
         )
+
+
+@final
+class VLLMEngine(VLLMRoutes):
+    """A vLLM server that runs our weight-transfer backend; see `VLLMRoutes` for its settings."""
+
+    kind: ClassVar[str] = "vllm"
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`. The server's ``--logprobs-mode`` must be one of log-probabilities, as it is
+        unless told otherwise; of several data-parallel replicas one answers."""
+        with self._step("compute log-probabilities"):
+            return [self._logprobs(list(prompt)) for prompt in prompts]
+
+    def _logprobs(self, prompt: list[int]) -> list[float]:
+        body = {"token_ids": prompt, "sampling_params": _PROBE}
+        told = self._http.post("/inference/v1/generate", body, timeout_s=self._load_timeout_s)
+
+        def read() -> list[Any]:  # {"17": {"logprob": -3.2, ...}}: by token id, the prompt's own always among them
+            rows = zip(prompt, told["prompt_logprobs"], strict=True)
+            return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
+
+        return prompt_logprobs(f"{self.url}/inference/v1/generate", prompt, read)
+
+    def adapter(self, name: str) -> EngineClient:
+        """See `EngineClient.adapter`. The server needs ``--enable-lora``."""
+        return AdapterClient(self, name, self._adapters, self._tell_adapters)
+
+    def _adapters(self) -> Info:
+        with _explained_adapters():
+            return self._http.get(ADAPTERS_ROUTE)["adapters"]
+
+    def _tell_adapters(self, message: Message) -> Info:
+        with _explained_adapters():
+            return self._http.post(ADAPTERS_ROUTE, message.to_json(), timeout_s=self._load_timeout_s)
+
+
+@final
+class EmbeddedEngine(VLLMRoutes):
+    """The engine of `torchrl_ext.embedded` in another process; see `VLLMRoutes` for its settings."""
+
+    kind: ClassVar[str] = "embedded"
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`. A paused engine answers too, unless what it holds cannot be served."""
+        if not prompts:
+            return []
+        route, body = "/prompt_logprobs", {"prompts": [list(prompt) for prompt in prompts]}
+        told = self._http.post(route, body, timeout_s=self._load_timeout_s)
+        return [
+            prompt_logprobs(f"{self.url}{route}", prompt, partial(_row, told, number))
+            for number, prompt in enumerate(prompts)
+        ]
+
+
+def _row(told: Any, number: int) -> list[Any]:
+    return told["logprobs"][number]
+
+
+@contextmanager
+def _explained_adapters() -> Iterator[None]:
+    """The engine's refusals in words that help."""
+    try:
+        yield
+    except EngineRefusedError as error:
+        if "LoRA is not enabled" in error.what:
+            raise restated(error, error.what, hint=_LORA) from error
+        if error.status in (404, 405) and "is loaded; there are" not in error.what:
+            raise restated(error, error.what, expected="the routes of our plugin", hint=_ADAPTERS) from error
+        raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
