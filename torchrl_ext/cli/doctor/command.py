@@ -19,8 +19,6 @@ from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding
 from torchrl_ext.cli.doctor.shared import SharedChecks, check_checkpoint
 from torchrl_ext.cli.keys import add_api_key
 from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.rpc.inspection import ask_workers
 from torchrl_ext.types import PROOFS, Info
 
 __all__ = ["add_parser", "run"]
@@ -167,7 +165,7 @@ def _tidy(shared: SharedChecks, every: list[Examined], api_key: str | None) -> N
             continue
         for asked in filter(None, map(shared.forget, one.answers)):
             with contextlib.suppress(WeightSyncError):  # a hidden file of a few bytes stays; the next trainer sweeps it
-                ask_workers(HTTPSession(one.info.url, api_key=api_key), one.info.kind, asked)
+                registry.engines.make(one.info.kind, url=one.info.url, api_key=api_key).inspect(asked)
 
 
 def _show(findings: list[Finding]) -> None:

@@ -11,9 +11,9 @@ import torchrl_ext
 from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding, Notes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.messages import ADAPTERS_ROUTE, BACKEND
+from torchrl_ext.registry import engines
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
-from torchrl_ext.rpc.inspection import ask_workers, has_route
 from torchrl_ext.rpc.server_info import kv_connectors
 from torchrl_ext.types import EngineInfo, Info, is_loopback
 
@@ -89,8 +89,9 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
     _kept(notes, answer)
     answers: list[Info] = []
     try:
-        answers = ask_workers(session, info.kind, asked.question, timeout_s=max(30.0, asked.timeout_s))
-    except (EngineRefusedError, DeadlineError) as error:
+        access = {"api_key": asked.api_key, "load_timeout_s": max(30.0, asked.timeout_s)}
+        answers = engines.make(info.kind, url=url, **access).inspect(asked.question)
+    except (ConfigError, EngineRefusedError, DeadlineError) as error:
         if info.transports and info.transports != ("disk",):
             notes.warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
     _versions(notes, answers)
@@ -126,12 +127,17 @@ def _clock(notes: Notes, answer: Answer, began: float, ended: float) -> None:
 
 
 def _routes(notes: Notes, session: HTTPSession, info: EngineInfo) -> None:
-    missing = [route for route in _ROUTES.get(info.kind, ()) if not has_route(session, route)]
+    missing = [route for route in _ROUTES.get(info.kind, ()) if not _has_route(session, route)]
     if missing:
         remedy = _DEV_MODE if info.kind == "vllm" else "update the engine"
         notes.failure("routes", f"lacks {', '.join(missing)}", "every route of a weight update", remedy)
     else:
         notes.ok("routes", "every route of a weight update is there")
+
+
+def _has_route(session: HTTPSession, route: str) -> bool:
+    """Asked with a method that it does not serve, so that nothing happens there."""
+    return session.call("OPTIONS", route).status not in (404, 501)
 
 
 def _keys(notes: Notes, session: HTTPSession, info: EngineInfo, asked: Examination) -> None:
