@@ -117,7 +117,6 @@ def test_a_paused_engine_is_a_warning(engine, capsys):
         told = examined(capsys, engine.url, status=0)
     finally:
         session.post("/resume")
-        session.close()
     assert finding(told, "paused")["level"] == "warning"
 
 
@@ -341,7 +340,7 @@ def test_a_key_is_not_printed_with_what_is_asked():
 
 def test_a_key_that_would_travel_in_the_clear_is_worth_a_word(caplog):
     for address in ("engine.example:8000", "http://engine.example:8000", "127.0.0.1:8000", "https://engine.example"):
-        HTTPSession(address, api_key="sesame").close()
+        HTTPSession(address, api_key="sesame")
     (record,) = caplog.records
     assert "engine.example in the clear" in record.message and "sesame" not in record.message
 

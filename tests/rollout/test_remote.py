@@ -1,12 +1,16 @@
 """The client of a router, without one: what it asks again, and how it ends."""
 
+import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
 from tests.processes import WAIT_S
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.rollout.loops import PerLoop
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 
 GOOD = (200, {"tokens": [1]})
@@ -23,6 +27,20 @@ def client(server):
     made = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], timeout_s=20)
     yield made
     made.close()
+
+
+def test_what_was_made_for_a_loop_is_let_go_when_the_loop_is_closed():
+    class Made:
+        def __init__(self):
+            self.loop = asyncio.get_running_loop()
+
+    async def here():
+        return weakref.ref(made.here())
+
+    made = PerLoop(Made)
+    first, second = asyncio.run(here()), asyncio.run(here())
+    gc.collect()
+    assert first() is None and second() is not None
 
 
 def test_what_may_pass_is_asked_again_and_what_may_not_is_not(server, client):

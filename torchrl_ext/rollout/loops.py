@@ -122,6 +122,8 @@ class PerLoop(Generic[_C]):
         """That of the loop that runs."""
         loop = asyncio.get_running_loop()
         with self._lock:
+            for ended in [known for known in self._found if known.is_closed()]:
+                del self._found[ended]  # what was made for it may hold it, as aiohttp's connections do
             if loop not in self._found:
                 self._found[loop] = self._make()
             return self._found[loop]

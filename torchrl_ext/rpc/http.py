@@ -347,9 +347,6 @@ class HTTPSession:
         finally:
             asked.cancel()  # where this thread was interrupted, for instance by ctrl-c
 
-    def close(self) -> None:
-        """Nothing is kept between calls; a session may be used again."""
-
 
 def _bearers(api_key: Keys) -> list[dict[str, str]]:
     """The header of each key, in the order in which they are tried; one empty where there is none."""
