@@ -20,8 +20,7 @@ from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rollout.routing import Routing
-from torchrl_ext.rpc.engines.embedded import EmbeddedEngine
-from torchrl_ext.rpc.engines.vllm import VLLMEngine
+from torchrl_ext.rpc.engines.vllm import EmbeddedEngine, VLLMEngine
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.types import EngineRow, SyncReport
 

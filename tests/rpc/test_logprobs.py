@@ -8,9 +8,8 @@ import pytest
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.client import NullEngine
-from torchrl_ext.rpc.engines.embedded import EmbeddedEngine
 from torchrl_ext.rpc.engines.sglang import SGLangEngine
-from torchrl_ext.rpc.engines.vllm import VLLMEngine
+from torchrl_ext.rpc.engines.vllm import EmbeddedEngine, VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
 
 PROMPTS = ((17, 3, 42), (5, 17))

@@ -13,7 +13,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import VOCAB, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import ConfigError, UpdateError
-from torchrl_ext.rpc.engines.embedded import EmbeddedEngine
+from torchrl_ext.rpc.engines.vllm import EmbeddedEngine
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.outputs import Probe, bound_of, gaps, random_prompts
