@@ -17,14 +17,13 @@ import torch.distributed as dist
 
 import torchrl_ext as tx
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, free_port, group, member, same, weights
-from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.announcements import Announcements
 from torchrl_ext.transports.collective import group as groups
-from torchrl_ext.transports.collective.group import torch_store
-from torchrl_ext.transports.collective.note_store import Board
-from torchrl_ext.transports.collective.notes import NOTE_BYTES
+from torchrl_ext.transports.collective.backends import torch_store
+from torchrl_ext.transports.collective.notes import NOTE_BYTES, NoteStore
 from torchrl_ext.transports.collective.rendezvous import Note, host
 from torchrl_ext.transports.collective.rendezvous import enter as enter_room
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
@@ -41,11 +40,11 @@ def silent_port():
 
 
 @contextmanager
-def boards(secret="s"):
-    """The trainer's board and a worker's."""
+def stores(secret="s"):
+    """The trainer's notes and a worker's."""
     stop = threading.Event()
-    trainer = Board("127.0.0.1", 0, host=True, timeout_s=WAIT_S, stop=stop, secret=secret)
-    worker = Board("127.0.0.1", trainer.port, host=False, timeout_s=WAIT_S, stop=stop, secret=secret)
+    trainer = NoteStore("127.0.0.1", 0, host=True, timeout_s=WAIT_S, stop=stop, secret=secret)
+    worker = NoteStore("127.0.0.1", trainer.port, host=False, timeout_s=WAIT_S, stop=stop, secret=secret)
     yield trainer, worker
     worker.close()
     trainer.close()
@@ -145,7 +144,7 @@ def test_a_control_layer_passes_on_a_secret_that_nobody_can_know_before():
 
 def test_whoever_does_not_speak_the_language_is_disconnected_and_others_are_served():
     choice = random.Random(65)
-    with boards() as (trainer, worker):
+    with stores() as (trainer, worker):
         for _ in range(30):
             with socket.create_connection(("127.0.0.1", trainer.port), WAIT_S) as one:
                 one.sendall(choice.randbytes(choice.choice([48, 48, 200])))
@@ -157,10 +156,10 @@ def test_whoever_does_not_speak_the_language_is_disconnected_and_others_are_serv
 
 
 def test_a_note_has_a_bound():
-    with boards() as ends:
+    with stores() as ends:
         for one in ends:
             with pytest.raises(TransportError, match=f"at most {NOTE_BYTES}"):
-                one.put_bytes("large", bytes(NOTE_BYTES + 1))
+                one.put("large", "x" * NOTE_BYTES)
         assert not ends[0].has("large")
 
 
@@ -213,49 +212,49 @@ def ours_or_nothing(call):
 
 def test_whatever_a_worker_writes_the_trainer_ends_with_an_error_of_ours_or_a_group():
     choice, refused = random.Random(1), 0
-    with boards() as (board, _):
+    with stores() as (kept, _):
         for number in range(2000):
-            board.put(f"r{number}/1", mutated(vars(note()), choice))
-            board.put("ready/g/1", True)
-            refused += ours_or_nothing(lambda n=number: host(board, f"r{n}", "g", note(), time.monotonic() + WAIT_S))
+            kept.put(f"r{number}/1", mutated(vars(note()), choice))
+            kept.put("ready/g/1", True)
+            refused += ours_or_nothing(lambda n=number: host(kept, f"r{n}", "g", note(), time.monotonic() + WAIT_S))
     assert refused > 1000
 
 
 def test_whatever_the_trainer_answers_a_worker_ends_with_an_error_of_ours_or_goes_on(monkeypatch):
     choice, refused = random.Random(2), 0
     answers = [{"generation": "1", "peers": ["a", "b"]}, {"kind": "ConfigError", "error": "no"}]
-    with boards() as (board, _):
+    with stores() as (kept, _):
         for number in range(2000):
             monkeypatch.setattr("uuid.uuid4", lambda n=number: type("", (), {"hex": f"t{n}"}))
-            board.put(f"r/answer/t{number}", mutated(answers[number % 2], choice))
-            refused += ours_or_nothing(lambda: enter_room(board, "r", 1, note(), time.monotonic() + WAIT_S))
+            kept.put(f"r/answer/t{number}", mutated(answers[number % 2], choice))
+            refused += ours_or_nothing(lambda: enter_room(kept, "r", 1, note(), time.monotonic() + WAIT_S))
     assert refused > 1500
 
 
 def test_a_trainer_cannot_choose_what_its_workers_raise_but_among_four():
-    with boards() as (board, _):
+    with stores() as (kept, _):
         for kind in ("WeightSyncError", "annotations", "__builtins__", "Any", 7, None):
             with pytest.raises(TransportError, match="the trainer formed no group: boo"):
-                _answered(board, {"kind": kind, "error": "boo"})
+                _answered(kept, {"kind": kind, "error": "boo"})
         with pytest.raises(ConfigError, match="boo"):
-            _answered(board, {"kind": "ConfigError", "error": "boo"})
+            _answered(kept, {"kind": "ConfigError", "error": "boo"})
 
 
-def _answered(board, answer):
+def _answered(kept, answer):
     with ThreadPoolExecutor(1) as pool:
-        entering = pool.submit(enter_room, board, "room", 1, note(), time.monotonic() + WAIT_S)
-        assert not board.missing(["room/1"], time.monotonic() + WAIT_S)
-        board.put(f"room/answer/{board.take('room/1')['token']}", answer)
+        entering = pool.submit(enter_room, kept, "room", 1, note(), time.monotonic() + WAIT_S)
+        assert not kept.missing(["room/1"], time.monotonic() + WAIT_S)
+        kept.put(f"room/answer/{kept.take('room/1')['token']}", answer)
         return entering.result(WAIT_S)
 
 
 def test_whatever_is_announced_or_handed_over_a_worker_ends_with_an_error_of_ours():
     choice, refused = random.Random(3), 0
     with group(2) as (trainer, worker):
-        board = trainer._member.group().board
+        kept = trainer._member.group().notes
         piece = trainer.prepare(as_source(weights(count=3, numel=9)), 1)
         for number in range(1, 1001):
-            board.put(f"announced/{worker._member.group().generation}/{number}", mutated(piece.info, choice))
+            kept.put(f"announced/{worker._member.group().generation}/{number}", mutated(piece.info, choice))
             worker._announcements = Announcements(worker._member.group())
             worker._announcements._count = number - 1
 
@@ -272,7 +271,7 @@ def test_whatever_is_announced_or_handed_over_a_worker_ends_with_an_error_of_our
                 ours_or_nothing(lambda i=info: VLLMCollectiveTransport.from_info(i))
 
 
-def test_a_board_on_which_groups_come_and_go_keeps_a_word_about_each_and_no_more():
+def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more():
     trainer, held = member(free_port(), 0, 2), []
     for _ in range(4):
         worker = member(trainer.master_port, 1, 2)
@@ -280,17 +279,31 @@ def test_a_board_on_which_groups_come_and_go_keeps_a_word_about_each_and_no_more
         beside(lambda: trainer.send_weights("policy", weights(count=50)), worker.receive_weights)
         worker.shutdown()
         trainer._member.leave(0)
-        held.append(sorted(trainer._member.board("lobby")._keeper._held))
+        held.append(sorted(trainer._member.notes("lobby")._keeper._held))
     assert [len(names) for names in held] == [1, 2, 3, 4] and all("stopped/" in name for name in held[-1])
     trainer.shutdown()
 
 
-def test_bytes_that_are_no_note_are_an_error_of_ours():
-    with boards() as (trainer, worker):
-        for number, raw in enumerate([b"", b"{", b"\xff\xfe", b"[" * 100_000, b"\x78\x9c\x03\x00", b"NaNN"]):
-            trainer.put_bytes(f"raw{number}", raw)
-            with pytest.raises(TransportError, match="cannot be read"):
-                worker.get(f"raw{number}")
+def test_a_worker_that_was_let_in_and_then_says_anything_is_disconnected_or_answered_and_others_are_served():
+    choice = random.Random(4)
+    whole = [
+        {"number": 1, "set": "a", "value": 1},
+        {"number": 1, "drop": "a"},
+        {"number": 1, "wait": "a", "seconds": 0},
+    ]
+    raw = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"\x78\x9c\x03\x00", b"NaNN"]
+    raw += [json.dumps(mutated({"number": 1, **choice.choice(whole)}, choice)).encode() for _ in range(150)]
+    stop = threading.Event()
+    with stores() as (trainer, other):
+        for data in raw:
+            worker = NoteStore("127.0.0.1", trainer.port, host=False, timeout_s=WAIT_S, stop=stop, secret="s")
+            link = worker._keeper._link
+            link._socket.sendall(len(data).to_bytes(4, "big") + data)
+            with suppress(NotConnectedError):
+                link.read(time.monotonic() + WAIT_S)
+            worker.close()
+        other.put("b", [2])
+        assert trainer.get("b") == [2]
 
 
 # what ranks must have in common
@@ -303,11 +316,11 @@ def test_ranks_that_speak_different_backends_or_set_nccl_up_differently_say_so()
             settings={"A": "1", "NCCL_CUMEM_ENABLE": "0"}
         ),
     }
-    with boards() as (board, _):
+    with stores() as (kept, _):
         for words, other in cases.items():
-            board.put("room/1", vars(other))
+            kept.put("room/1", vars(other))
             with pytest.raises(ConfigError, match=words):
-                host(board, "room", "g", note(), time.monotonic() + WAIT_S)
+                host(kept, "room", "g", note(), time.monotonic() + WAIT_S)
 
 
 def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch):
@@ -334,7 +347,7 @@ def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch)
 
 
 def test_the_store_that_nccl_needs_is_kept_by_rank_0_and_reached_by_all():
-    with boards() as (trainer, worker):
+    with stores() as (trainer, worker):
         until = time.monotonic() + WAIT_S
         own, other = beside(lambda: torch_store(trainer, "7", 0, until), lambda: torch_store(worker, "7", 1, until))
         own.set("id", b"who")

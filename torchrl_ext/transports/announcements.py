@@ -1,4 +1,4 @@
-"""How a trainer tells its workers of a handoff when no control layer does: numbered notes on the group's board."""
+"""How a trainer tells its workers of a handoff when no control layer does: by numbered notes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Announcements:
         self._count += 1
         rows = info["params"]
         short = {**info, "params": None} if rows == self._rows else info  # a model's list of parameters rarely changes
-        self._group.board.put(self._key(self._count), short)
-        self._group.board.drop(self._key(self._count - 1))
+        self._group.notes.put(self._key(self._count), short)
+        self._group.notes.drop(self._key(self._count - 1))
         self._rows = rows
 
     def get(self, timeout_s: float) -> Info | None:
@@ -48,7 +48,7 @@ class Announcements:
         group, key = self._group, self._key(self._count + 1)
         until = deadline(timeout_s)
         try:
-            while group.board.missing([key], min(until, deadline(_LOOK_S))):
+            while group.notes.missing([key], min(until, deadline(_LOOK_S))):
                 reason = self._ended()
                 if reason is not None:
                     raise NotConnectedError(
@@ -57,7 +57,7 @@ class Announcements:
                     )
                 if time.monotonic() >= until:
                     return None
-            info = group.board.get(key)
+            info = group.notes.get(key)
         except NotConnectedError:
             group.sever()
             raise
@@ -74,7 +74,7 @@ class Announcements:
         return info
 
     def _ended(self) -> str | None:
-        if self._group.board.stop.is_set():
+        if self._group.notes.stop.is_set():
             return "this rank aborted"
         return stop_reason(self._group) or (None if self._group.whole else "a connection of the group was closed")
 

@@ -27,7 +27,7 @@ _LAST_WORDS_S = 1.0
 
 def acknowledge(group: Group, info: Info, words: str = "") -> None:
     """Worker: every byte of the handoff is here; or, with ``words``, why it was not taken."""
-    group.board.put(_key(group, info, group.rank), words)
+    group.notes.put(_key(group, info, group.rank), words)
 
 
 def await_workers(group: Group, info: Info) -> dict[int, str]:
@@ -39,12 +39,12 @@ def await_workers(group: Group, info: Info) -> dict[int, str]:
     """
     said = _said(group, info, group.timeout_s)
     silent = [rank for rank in group.workers if rank not in said]
-    if group.board.stop.is_set():
+    if group.notes.stop.is_set():
         raise TransportError("the transfer was aborted")
     if silent:
         raise DeadlineError(f"no word within {group.timeout_s:g} s from {group.call(silent)} that it arrived")
     for rank in group.workers:
-        group.board.drop(_key(group, info, rank))
+        group.notes.drop(_key(group, info, rank))
     return said
 
 
@@ -78,7 +78,7 @@ def check_agreed(agreed: Mapping[str, ParamMeta], params: Iterable[ParamMeta]) -
 def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
     """The trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
     said, silent = {}, []
-    if not group.board.stop.is_set():
+    if not group.notes.stop.is_set():
         said = _said(group, info, _LAST_WORDS_S)
         silent = [rank for rank in group.workers if rank not in said]
     lost = f"; no sign of life from {group.call(silent)}" if silent else ""
@@ -94,10 +94,10 @@ def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSy
 def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
     """The worker's ``error`` again, with what is known of the trainer, which is told."""
     try:
-        group.board.limit_waits(_LAST_WORDS_S)
+        group.notes.limit_waits(_LAST_WORDS_S)
         acknowledge(group, info, why(error))
         group.sever()
-        group.board.missing([_stopped(group)], deadline(_LAST_WORDS_S))
+        group.notes.missing([_stopped(group)], deadline(_LAST_WORDS_S))
         trainer = stop_reason(group) or "it is alive, so the network or another worker failed"
     except NotConnectedError:
         trainer = "its store is gone, so it died or was shut down"
@@ -113,20 +113,20 @@ def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> Weight
 def tell_stopped(group: Group, reason: str) -> None:
     """Trainer: leave the reason for the end of the group where workers find it."""
     with contextlib.suppress(NotConnectedError):
-        group.board.put(_stopped(group), reason)
+        group.notes.put(_stopped(group), reason)
 
 
 def stop_reason(group: Group) -> str | None:
     """Worker: why the trainer ended the group; None while it has not."""
     key = _stopped(group)
-    return str(group.board.get(key)) if group.board.has(key) else None
+    return str(group.notes.get(key)) if group.notes.has(key) else None
 
 
 def _said(group: Group, info: Info, timeout_s: float) -> dict[int, str]:
     keys = {rank: _key(group, info, rank) for rank in group.workers}
     try:
-        missing = group.board.missing(list(keys.values()), deadline(timeout_s))
-        return {rank: str(group.board.get(key)) for rank, key in keys.items() if key not in missing}
+        missing = group.notes.missing(list(keys.values()), deadline(timeout_s))
+        return {rank: str(group.notes.get(key)) for rank, key in keys.items() if key not in missing}
     except NotConnectedError:
         return {}
 

@@ -6,8 +6,6 @@ Every `Group` is a generation of its own, so that a failed one leaves nothing be
 from __future__ import annotations
 
 import atexit
-import os
-import socket
 import threading
 import time
 import weakref
@@ -22,33 +20,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.collective.note_store import Board, GroupStore
-from torchrl_ext.transports.collective.notes import listener
-from torchrl_ext.transports.collective.rendezvous import brief
-from torchrl_ext.transports.collective.sockets import connected, listening, shut_down
-from torchrl_ext.transports.waits import await_threads, beside, in_time, pauses
+from torchrl_ext.transports.collective.backends import GroupStore, brief, gloo_devices, made_in_time, torch_store
+from torchrl_ext.transports.collective.notes import NoteStore
+from torchrl_ext.transports.collective.sockets import connected, shut_down
+from torchrl_ext.transports.waits import await_threads, beside, pauses
 
 __all__ = ["Group"]
 
 _SLICE = timedelta(seconds=0.1)
-_GLOO_DEVICES = 2
-"""Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
 _GLOO_THREADS = 8
 _LAST_RITES_S = 2.0
 _LATER_S = 5.0
 """Ours is the deadline that speaks: gloo's comes later and only frees its threads."""
 _NEVER = timedelta(days=365)
-_ATTEMPTS = 20
-_LOOK_UP_S = 10.0
-_CREATING = threading.Lock()
-"""Devices are created one group at a time, so that a group knows its own listening sockets."""
 
 
 class Group:
     """One generation of ranks: rank 0 broadcasts, the others receive.
 
     Args:
-        board: where the ranks meet.
+        notes: where the ranks meet.
         generation: names the group; a new one each time.
         rank: this process's.
         peers: how to call the process of each rank, this one included, in a message.
@@ -59,7 +50,7 @@ class Group:
 
     def __init__(
         self,
-        board: Board,
+        notes: NoteStore,
         generation: str,
         rank: int,
         peers: dict[int, str],
@@ -68,7 +59,7 @@ class Group:
         backend: str,
         timeout_s: float,
     ) -> None:
-        self.board, self.generation, self.rank = board, generation, rank
+        self.notes, self.generation, self.rank = notes, generation, rank
         self.world_size = world_size = len(peers)
         self.device, self.backend, self.timeout_s, self.peers = device, backend, timeout_s, peers
         self._severed = False
@@ -77,11 +68,11 @@ class Group:
         self._connections = 0
         until = time.monotonic() + timeout_s
         make = self._nccl(until) if backend == "nccl" else self._gloo(until)
-        self._pg: Any = _made(make, until, timeout_s, board.stop)
+        self._pg: Any = made_in_time(make, until, timeout_s, notes.stop)
         _GROUPS.add(self)
         try:
             for peer in range(world_size if backend == "gloo" else 0):
-                self._listeners |= _endpoints(board.get(f"listeners/{generation}/{peer}"))
+                self._listeners |= _endpoints(notes.get(f"listeners/{generation}/{peer}"))
             self._connections = self._count_connections()
             self._exchange(until)
         except BaseException:
@@ -90,17 +81,17 @@ class Group:
 
     def _gloo(self, until: float) -> Callable[[], Any]:
         options = dist.ProcessGroupGloo._Options()
-        options._devices, self._listeners = _gloo_devices(self.board)
+        options._devices, self._listeners = gloo_devices(self.notes)
         options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self.timeout_s + _LATER_S)
-        self.board.put(f"listeners/{self.generation}/{self.rank}", sorted(self._listeners))
-        self._store = GroupStore(self.board, until)  # C++ keeps what it needs of it, but not its methods
+        self.notes.put(f"listeners/{self.generation}/{self.rank}", sorted(self._listeners))
+        self._store = GroupStore(self.notes, until)  # C++ keeps what it needs of it, but not its methods
         store = dist.PrefixStore(f"group/{self.generation}", self._store)
         return partial(dist.ProcessGroupGloo, store, self.rank, self.world_size, options)
 
     def _nccl(self, until: float) -> Callable[[], Any]:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NEVER  # where it passes, torch ends the process; waits here have deadlines of their own
-        store = torch_store(self.board, self.generation, self.rank, until)
+        store = torch_store(self.notes, self.generation, self.rank, until)
         return partial(dist.ProcessGroupNCCL, store, self.rank, self.world_size, options)
 
     def _exchange(self, until: float) -> None:
@@ -109,14 +100,14 @@ class Group:
         NCCL makes its communicator only when it is used first, in the thread that does so, and without a deadline.
         """
         total = torch.full((1,), float(self.rank + 1), device=self.device)
-        work = _made(partial(self._pg.allreduce, [total]), until, self.timeout_s, self.board.stop)
+        work = made_in_time(partial(self._pg.allreduce, [total]), until, self.timeout_s, self.notes.stop)
         self._begun.append(work)
         self.wait(work)
         expected = self.world_size * (self.world_size + 1) / 2
         if total.item() != expected:
             raise TransportError(f"a first sum over all ranks is {total.item():g}", expected=f"{expected:g}")
         if self.rank == 0:  # every rank is past them, since it took part
-            self.board.sweep(*(f"{kind}/{self.generation}/" for kind in ("group", "listeners", "ready")))
+            self.notes.sweep(*(f"{kind}/{self.generation}/" for kind in ("group", "listeners", "ready")))
 
     @property
     def alive(self) -> bool:
@@ -156,7 +147,7 @@ class Group:
         """
         until = time.monotonic() + self.timeout_s
         if self.backend == "nccl":  # its wait only orders streams, so completion is asked for
-            for _ in pauses(until, self.board.stop):
+            for _ in pauses(until, self.notes.stop):
                 if work.is_completed():
                     break
         while True:
@@ -164,11 +155,11 @@ class Group:
             try:
                 work.wait() if finished else work.wait(_SLICE)
             except RuntimeError as error:
-                if finished and not self.board.stop.is_set():
+                if finished and not self.notes.stop.is_set():
                     raise TransportError(f"a connection of the group broke: {brief(error)}") from error
             else:
                 return
-            if self.board.stop.is_set():
+            if self.notes.stop.is_set():
                 raise TransportError("the transfer was aborted")
             if not self.whole:  # gloo itself forgets sends that were half-way
                 raise TransportError("a peer closed its connection")
@@ -194,45 +185,7 @@ class Group:
         shut_down(self._listeners)
         remains = [self._begun, pg]
         del pg
-        beside(lambda: _put_to_rest(remains))
-
-
-def _made(make: Callable[[], Any], until: float, timeout_s: float, stop: threading.Event) -> Any:
-    """What a backend's constructor returns; gloo's waits several timeouts for a peer that died."""
-    try:
-        made = in_time(make, until, stop)
-    except RuntimeError as error:
-        raise TransportError(f"connections could not be made: {brief(error)}") from error
-    if made:
-        return made[0]
-    if stop.is_set():
-        raise TransportError("forming the group was aborted")
-    raise DeadlineError(f"connections were not made within {timeout_s:g} s")
-
-
-def torch_store(board: Board, generation: str, rank: int, until: float) -> Any:
-    """A store of torch's own, kept by rank 0: NCCL's threads ask it at times when one in Python could not answer.
-
-    Raises:
-        TransportError, DeadlineError: rank 0 cannot keep one, or it cannot be reached.
-    """
-    key, left_s = f"store/{generation}", max(1.0, until - time.monotonic())
-    patience = timedelta(seconds=left_s)
-    if rank == 0:
-        own = listener(board.host, 0)
-        port = own.getsockname()[1]
-        make = partial(dist.TCPStore, board.host, port, None, True, patience, False, False, own.detach())
-    else:
-        if board.missing([key], until):
-            raise DeadlineError(f"rank 0 did not say within {left_s:g} s where the store of the group is")
-        port = board.get(key)
-        if type(port) is not int:
-            raise TransportError(f"rank 0 says that the store of the group is at port {port!r}")
-        make = partial(dist.TCPStore, board.host, port, None, False, patience, False)
-    store = _made(make, until, left_s, board.stop)
-    if rank == 0:
-        board.put(key, port)
-    return dist.PrefixStore(f"group/{generation}", store)
+        beside(lambda: _destroy_later(remains))
 
 
 def _endpoints(said: Any) -> set[tuple[Any, ...]]:
@@ -247,7 +200,7 @@ def _endpoints(said: Any) -> set[tuple[Any, ...]]:
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-def _put_to_rest(remains: list[Any]) -> None:
+def _destroy_later(remains: list[Any]) -> None:
     """Let go of a backend once nothing runs on it.
 
     gloo leaves a send that was half-way when its connection broke to its timeout. Destroying the backend earlier
@@ -266,55 +219,3 @@ def _end_groups() -> None:
     for group in list(_GROUPS):
         group.sever()
     await_threads(time.monotonic() + _LAST_RITES_S)
-
-
-def _gloo_devices(board: Board) -> tuple[list[Any], set[tuple[Any, ...]]]:
-    """Devices, and where they listen.
-
-    They are bound where the trainer is reachable from; GLOO_SOCKET_IFNAME has the last word, as it has in torch.
-    """
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    make = dist.ProcessGroupGloo.create_device
-    if names:
-        calls = [partial(make, interface=names[index % len(names)]) for index in range(_GLOO_DEVICES)]
-    else:
-        calls = [partial(make, hostname=_own_address(board))] * _GLOO_DEVICES
-    with _CREATING:
-        devices, listeners = zip(*(_listening_device(call) for call in calls), strict=True)
-    return list(devices), set().union(*listeners)
-
-
-def _listening_device(make: Callable[[], Any]) -> tuple[Any, set[tuple[Any, ...]]]:
-    """A device and where it listens, which gloo does not tell: at the one place that is new.
-
-    Where another thread of this process began to listen meanwhile, there are several: the device is made anew.
-
-    Raises:
-        TransportError: other threads do nothing but open listeners.
-    """
-    for _ in range(_ATTEMPTS):
-        before = set(listening())
-        device = make()
-        new = set(listening()) - before
-        if len(new) <= 1:  # none where open files cannot be listed
-            return device, new
-    raise TransportError(
-        f"other threads of this process opened listening sockets during each of {_ATTEMPTS} attempts to make a device",
-        state="no group was formed",
-        hint="connect before or after they do so",
-    )
-
-
-def _own_address(board: Board) -> str:
-    """This machine's address on the way to the trainer."""
-    places = in_time(
-        partial(socket.getaddrinfo, board.host, board.port, type=socket.SOCK_DGRAM),
-        time.monotonic() + _LOOK_UP_S,
-        board.stop,
-    )
-    if not places:
-        raise DeadlineError(f"no name server said within {_LOOK_UP_S:g} s where {board.host} is")
-    family, _, _, _, target = places[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing; the kernel picks the interface
-        return probe.getsockname()[0]

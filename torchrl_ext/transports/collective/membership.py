@@ -12,7 +12,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, Tr
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.acks import tell_stopped
 from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.note_store import Board
+from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.rendezvous import Note, enter, host, process_text
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.devices import known_device, usable_device
@@ -33,7 +33,7 @@ class Membership:
     """Forms groups, one after the other, and ends them.
 
     Args:
-        address, port: where workers reach the trainer's board.
+        address, port: where workers reach the trainer's notes.
         secret: what trainer and workers know; "" lets in whoever finds the port, unless a control layer passes on one
             that the trainer makes.
         device, backend: of the groups.
@@ -47,7 +47,7 @@ class Membership:
         self.timeout_s = timeout_s
         self._secret, self._private = secret, secret or uuid.uuid4().hex
         self.stop = threading.Event()
-        self._board: Board | None = None
+        self._notes: NoteStore | None = None
         self._group: Group | None = None
         self._generations = 0
 
@@ -67,27 +67,27 @@ class Membership:
             raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=_AGAIN)
         return self._group
 
-    def board(self, room: str) -> Board:
-        """Trainer: the board that it hosts, for those who meet in ``room``.
+    def notes(self, room: str) -> NoteStore:
+        """Trainer: the notes that it hosts, for those who meet in ``room``.
 
         Raises:
             TransportError: the port is taken.
         """
         secret = self._secret if room == LOBBY else self._private
-        if self._board is not None and self._board.secret != secret:
-            self._board.close()
-            self._board = None
-        if self._board is None:
-            self._board = self._at(self.port, host=True, secret=secret)
-        return self._board
+        if self._notes is not None and self._notes.secret != secret:
+            self._notes.close()
+            self._notes = None
+        if self._notes is None:
+            self._notes = self._at(self.port, host=True, secret=secret)
+        return self._notes
 
     def address_info(self, room: str) -> Info:
-        """Trainer: what a worker needs to reach its board, and to speak the same backend."""
-        board = self.board(room)
+        """Trainer: what a worker needs to reach its notes, and to speak the same backend."""
+        notes = self.notes(room)
         return {
             "master_address": self.address,
-            "master_port": board.port,
-            "secret": board.secret,
+            "master_port": notes.port,
+            "secret": notes.secret,
             "backend": self.backend,
             "timeout_s": self.timeout_s,
         }
@@ -100,11 +100,11 @@ class Membership:
             TransportError: connections could not be made.
         """
         self.leave(0)
-        board = self.board(room)
+        notes = self.notes(room)
         self._generations += 1
         generation = str(self._generations)
-        peers = host(board, room, generation, self._note(size, params), deadline(self.timeout_s))
-        self._form(board, generation, 0, peers)
+        peers = host(notes, room, generation, self._own_note(size, params), deadline(self.timeout_s))
+        self._form(notes, generation, 0, peers)
 
     def enter(self, room: str, rank: int, size: int | None, params: tuple[ParamMeta, ...]) -> None:
         """Worker: join the group that the trainer forms with those in ``room``.
@@ -114,12 +114,12 @@ class Membership:
             TransportError: connections could not be made.
         """
         self.leave(rank)
-        if self._board is not None:
-            self._board.close()
+        if self._notes is not None:
+            self._notes.close()
         until = deadline(self.timeout_s)
-        self._board = board = self._at(self.port, host=False, secret=self._secret)
-        admission = enter(board, room, rank, self._note(size, params), until)
-        self._form(board, admission.generation, rank, dict(enumerate(admission.peers)))
+        self._notes = notes = self._at(self.port, host=False, secret=self._secret)
+        admission = enter(notes, room, rank, self._own_note(size, params), until)
+        self._form(notes, admission.generation, rank, dict(enumerate(admission.peers)))
 
     def leave(self, rank: int) -> None:
         """End the group, if there is one."""
@@ -130,7 +130,7 @@ class Membership:
             tell_stopped(group, "the trainer shut it down or forms a new one")
         group.sever()
         if rank == 0:
-            group.board.sweep(f"announced/{group.generation}/", f"arrived/{group.generation}/")
+            group.notes.sweep(f"announced/{group.generation}/", f"arrived/{group.generation}/")
 
     def abort(self) -> None:
         """End every wait, from another thread; the group is lost."""
@@ -140,17 +140,17 @@ class Membership:
             group.sever()
 
     def close(self, rank: int) -> None:
-        """Leave, and close the board. May be called twice."""
+        """Leave, and close the notes. May be called twice."""
         self.stop.set()
         self.leave(rank)
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._notes is not None:
+            self._notes.close()
+            self._notes = None
 
-    def _form(self, board: Board, generation: str, rank: int, peers: dict[int, str]) -> None:
+    def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
         try:
             self._group = Group(
-                board, generation, rank, peers, device=self.device, backend=self.backend, timeout_s=self.timeout_s
+                notes, generation, rank, peers, device=self.device, backend=self.backend, timeout_s=self.timeout_s
             )
         except (TransportError, DeadlineError) as error:
             raise type(error)(
@@ -159,10 +159,10 @@ class Membership:
                 state="no group was formed",
             ) from error
 
-    def _at(self, port: int, *, host: bool, secret: str) -> Board:
-        return Board(self.address, port, host=host, timeout_s=self.timeout_s, stop=self.stop, secret=secret)
+    def _at(self, port: int, *, host: bool, secret: str) -> NoteStore:
+        return NoteStore(self.address, port, host=host, timeout_s=self.timeout_s, stop=self.stop, secret=secret)
 
-    def _note(self, size: int | None, params: tuple[ParamMeta, ...]) -> Note:
+    def _own_note(self, size: int | None, params: tuple[ParamMeta, ...]) -> Note:
         return Note(
             world_size=size,
             timeout_s=self.timeout_s,

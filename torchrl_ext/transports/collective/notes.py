@@ -1,129 +1,193 @@
-"""The notes that the ranks of a group leave for each other: names and bytes, kept by the trainer (rank 0).
+"""The notes that the ranks of a group leave for each other: names and JSON values, kept by the trainer (rank 0).
 
-The trainer's own process reads and writes them directly. A worker does so over a TCP connection:
+The trainer's own process reads and writes them directly. A worker does so over a TCP connection, in messages as in
+`torchrl_ext.transports.links`:
 
-====================================  ====================================================================
-``"TXNOTES1"``, 16 random bytes       trainer, at once
-16 random bytes, 32 bytes of proof    worker; HMAC-SHA256 by the secret of ``"worker"`` and the 32 random bytes
-32 bytes of proof                     trainer; the same of ``"trainer"``. One who has no proof is disconnected
-``length, op, key length, key, ...``  worker; lengths of 4 and 2 bytes, the most significant first
-``length, found, value``              trainer; ``found`` is one byte, 1 or 0
-====================================  ====================================================================
-
-``op`` is ``S`` (set the key to the bytes that follow), ``D`` (drop it) or ``W`` (its value; if it is not there, wait as
-many seconds as the 8 bytes that follow say, a float64, but at most `LONGEST_WAIT_S`).
+===============================================  =================================================================
+``{"notes": 2, "nonce": hex}``                   trainer, at once; 16 random bytes
+``{"nonce": hex, "proof": hex}``                 worker; 16 random bytes, and HMAC-SHA256 by the secret of
+                                                 ``"worker"`` and both nonces, the trainer's first
+``{"proof": hex}``                               trainer; the same of ``"trainer"``. One who has no proof is
+                                                 disconnected
+``{"number", "set": name, "value"}``             worker: leave a note
+``{"number", "drop": name}``                     worker: remove it
+``{"number", "wait": name, "seconds"}``          worker: its value; if it is not there, wait, but at most
+                                                 `LONGEST_WAIT_S`
+``{"number"}``, ``{"number", "value"}``          trainer; without a value there is no such note
+===============================================  =================================================================
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
+import json
 import os
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
-from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.links import close_in_children
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.collective.sockets import dial, listen
+from torchrl_ext.transports.links import Link, close_in_children, serve
+from torchrl_ext.transports.waits import pauses
+from torchrl_ext.types import Info
 
-__all__ = [
-    "GREETING",
-    "LONGEST_WAIT_S",
-    "NONCE_BYTES",
-    "NOTE_BYTES",
-    "PROOF_BYTES",
-    "Notes",
-    "listener",
-    "proof",
-]
+__all__ = ["NOTE_BYTES", "NoteStore"]
 
-GREETING = b"TXNOTES1"
-NONCE_BYTES, PROOF_BYTES = 16, 32
 NOTE_BYTES = 64 << 20
 """Bound on one note: a list of half a million parameters."""
+
 LONGEST_WAIT_S = 0.5
 
-_BOARD_BYTES = 4 * NOTE_BYTES
-_SLICE_S = 0.05
+_STORE_BYTES = 4 * NOTE_BYTES
+_FORMAT = 2
+_NONCE_BYTES = 16
+_GREETING_BYTES = 1024
 _GREET_S, _PATIENCE_S = 10.0, 60.0
-"""For those who connect to say who they are, and to take or give a note that has begun."""
+"""For those who connect to say who they are, and to take an answer."""
+_SLICE_S = 0.05
 _MOST_CONNECTIONS = 4096
-_ANYWHERE = ("::", "0.0.0.0")
 
 
-def proof(secret: str, who: bytes, nonces: bytes) -> bytes:
-    """What only those can say who know the secret."""
-    return hmac.digest(secret.encode(), who + nonces, "sha256")
-
-
-class Notes:
-    """The notes, and a listener for the workers.
+class NoteStore:
+    """JSON notes that every rank of a group can read.
 
     Args:
-        address: where workers reach this process. One that is an address of this machine, or ``localhost``, is listened
-            at alone; a name may be that of something in between, so all of this machine's are.
-        port: to listen at; 0 picks a free one.
-        secret: those who do not know it are not let in.
+        address: where workers reach the trainer.
+        port: of the trainer; port 0 lets the trainer's own store pick a free one.
+        host: this is the trainer, which keeps the notes.
+        timeout_s: how long a worker waits for the trainer to listen, and then for each of its answers, in seconds.
+        stop: set by another thread to end every wait.
+        secret: what only trainer and workers know; "" lets in whoever finds the port.
 
     Raises:
-        OSError: the port is taken.
+        DeadlineError: no trainer listens at the address, or what listens does not answer.
+        TransportError: the port is taken; or the trainer has another secret.
     """
 
-    def __init__(self, address: str, port: int, secret: str) -> None:
-        self._secret = secret
-        self._held: dict[str, bytes] = {}
-        self._awaited: dict[str, list[threading.Event]] = {}
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._ended = threading.Event()
-        self._listener = listener(address, port)
-        self._listener.settimeout(None)
-        self.port: int = self._listener.getsockname()[1]
-        close_in_children(self._listener)
-        _start(self._accept)
+    def __init__(
+        self, address: str, port: int, *, host: bool, timeout_s: float, stop: threading.Event, secret: str = ""
+    ) -> None:
+        self.stop, self.secret = stop, secret
+        self._keeper = _Kept(address, port, secret) if host else _Remote(address, port, secret, timeout_s, stop)
+        self.host, self.port = address, self._keeper.port
+        self.address = f"{address}:{self.port}"
+        # at the end of a process its connections close by themselves: those of a fork would end its parent's
+        weakref.finalize(self, self._keeper.close).atexit = False
 
-    patience_s: float = 0.0
-    """Nobody waits long for what is in this process; a worker does (`torchrl_ext.transports.collective.notes_link`)."""
+    def limit_waits(self, timeout_s: float) -> None:
+        """Worker: how long the trainer may take for an answer from now on."""
+        self._keeper.patience_s = timeout_s
 
-    # the notes, for this process
+    def close(self) -> None:
+        """Leave; the trainer's ends the notes. May be called twice."""
+        self._keeper.close()
 
-    def set(self, key: str, value: bytes) -> None:
-        """Leave a note.
+    def put(self, key: str, value: Any) -> None:
+        """Write a note.
 
         Raises:
             TransportError: it is too large, or there are too many.
         """
-        with self._lock:
-            room = _BOARD_BYTES - sum(map(len, self._held.values()))
-            if len(value) > min(NOTE_BYTES, room):
-                raise TransportError(
-                    f"the note {key!r} has {len(value)} bytes",
-                    expected=f"at most {NOTE_BYTES}, and room for it among the others: {room} bytes",
-                )
-            self._held[key] = value
-            awaited = self._awaited.get(key, ())
-            for event in awaited:
-                event.set()
+        self._keeper.set(key, value)
+
+    def get(self, key: str) -> Any:
+        """Read a note that is known to be there.
+
+        Raises:
+            TransportError: it is not.
+        """
+        found = self.wait(key, 0.0)
+        if not found:
+            raise TransportError(f"there is no note {key!r} at {self.address}", state="nothing was moved")
+        return found[0]
+
+    def take(self, key: str) -> Any:
+        """`get`, then `drop`."""
+        value = self.get(key)
+        self.drop(key)
+        return value
 
     def drop(self, key: str) -> None:
         """Remove a note, if it is there."""
+        self._keeper.drop(key)
+
+    def sweep(self, *beginnings: str) -> None:
+        """Trainer: remove every note whose name begins with one of these."""
+        self._keeper.sweep(*beginnings)
+
+    def has(self, key: str) -> bool:
+        """Whether the note is there."""
+        return bool(self.wait(key, 0.0))
+
+    def missing(self, keys: Sequence[str], until: float) -> list[str]:
+        """Wait for notes; those that are still missing at the deadline (or when stopped)."""
+        for at, key in enumerate(keys):
+            if not self.wait(key, until):
+                return [key for key in keys[at:] if not self.has(key)]
+        return []
+
+    def wait(self, key: str, until: float) -> list[Any]:
+        """A note, as a list of one; empty when it did not come by the monotonic moment ``until``, or when stopped."""
+        return self._keeper.wait(key, until, self.stop)
+
+
+class _Kept:
+    """The notes, and a listener for the workers."""
+
+    patience_s: float = 0.0
+    """Nobody waits long for what is in this process; a worker does (`_Remote`)."""
+
+    def __init__(self, address: str, port: int, secret: str) -> None:
+        self._secret = secret
+        self._held: dict[str, str] = {}
+        self._awaited: dict[str, list[threading.Event]] = {}
+        self._lock = threading.Lock()
+        self._links: set[Link] = set()
+        self._ended = threading.Event()
+        try:
+            self._listener = listen(address, port)
+        except OSError as error:
+            raise TransportError(
+                f"the trainer cannot listen at {address}:{port}: {error}",
+                state="no group was formed",
+                hint="pick another master_port, or 0 for a free one",
+            ) from error
+        self.port: int = self._listener.getsockname()[1]
+        close_in_children(self._listener)
+        serve(self._listener, self._serve, "torchrl-ext-notes")
+
+    def set(self, key: str, value: Any) -> None:
+        text = json.dumps(value, separators=(",", ":"))
+        with self._lock:
+            room = _STORE_BYTES - sum(map(len, self._held.values()))
+            if len(text) > min(NOTE_BYTES, room):
+                raise TransportError(
+                    f"the note {key!r} has {len(text)} bytes",
+                    expected=f"at most {NOTE_BYTES}, and room for it among the others: {room} bytes",
+                )
+            self._held[key] = text
+            for event in self._awaited.get(key, ()):
+                event.set()
+
+    def drop(self, key: str) -> None:
         with self._lock:
             self._held.pop(key, None)
 
     def sweep(self, *beginnings: str) -> None:
-        """Remove every note whose name begins with one of these."""
         with self._lock:
             for key in [key for key in self._held if key.startswith(beginnings)]:
                 del self._held[key]
 
-    def wait(self, key: str, until: float, stop: threading.Event | None = None) -> bytes | None:
-        """A note, or None when it did not come until then, or ``stop`` was set."""
+    def wait(self, key: str, until: float, stop: threading.Event | None = None) -> list[Any]:
         with self._lock:
             if key in self._held or time.monotonic() >= until:
-                return self._held.get(key)
+                return _read(self._held.get(key))
             event = threading.Event()
             self._awaited.setdefault(key, []).append(event)
         try:
@@ -136,113 +200,169 @@ class Notes:
                 self._awaited[key].remove(event)
                 if not self._awaited[key]:
                     del self._awaited[key]
-                value = self._held.get(key)
-        return value
+                text = self._held.get(key)
+        return _read(text)
 
     def close(self) -> None:
         """Let every worker go. May be called twice."""
         with self._lock:
             self._ended.set()
-            ended = [self._listener, *self._connections]
-        for one in ended:
-            with suppress(OSError):  # a listener that is shut down lets go of the thread that accepts; others were gone
-                one.shutdown(socket.SHUT_RDWR)
+            links = [*self._links]
+        with suppress(OSError):  # it was closed
+            self._listener.shutdown(socket.SHUT_RDWR)  # lets go of the thread that accepts
         self._listener.close()
+        for link in links:
+            link.close()
 
-    # for the others
-
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed; or this process has no descriptor to spare
-                self._ended.wait(_SLICE_S)
-                continue
-            with self._lock:
-                if self._ended.is_set() or len(self._connections) >= _MOST_CONNECTIONS:
-                    connection.close()
-                    continue
-                self._connections.add(connection)
-            _start(lambda connection=connection: self._serve(connection))
-
-    def _serve(self, connection: socket.socket) -> None:
-        close_in_children(connection)
+    def _serve(self, connection: socket.socket, address: Any) -> None:
+        link = Link(connection, f"a worker at {address[0]}", longest_bytes=_GREETING_BYTES)
+        with self._lock:
+            if self._ended.is_set() or len(self._links) >= _MOST_CONNECTIONS:
+                link.close()
+                return
+            self._links.add(link)
         try:
-            connection.settimeout(_GREET_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._greet(connection)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            while True:
-                connection.settimeout(None)
-                (length,) = struct.unpack(">I", _exactly(connection, 4))
-                if length > NOTE_BYTES + (1 << 16):
-                    return
-                connection.settimeout(_PATIENCE_S)
-                value = self._answer(_exactly(connection, length))
-                connection.sendall(struct.pack(">IB", 1 + len(value or b""), value is not None) + (value or b""))
-        except (OSError, ValueError, struct.error, TransportError):
-            return  # it is gone, has no proof, or does not speak our language; it sees its connection closed
+            if self._proves_itself(link):
+                link.longest_bytes = NOTE_BYTES + _GREETING_BYTES
+                while (asked := link.read(None)) is not None:
+                    link.send({"number": asked["number"], **self._answer(asked)}, deadline(_PATIENCE_S))
+        except (WeightSyncError, KeyError, TypeError, ValueError, OverflowError):
+            pass  # it is gone, or does not speak our language; it sees its connection closed
         finally:
             with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+                self._links.discard(link)
+            link.close()
 
-    def _greet(self, connection: socket.socket) -> None:
-        own = os.urandom(NONCE_BYTES)
-        connection.sendall(GREETING + own)
-        nonces = own + _exactly(connection, NONCE_BYTES)
-        if not hmac.compare_digest(_exactly(connection, PROOF_BYTES), proof(self._secret, b"worker", nonces)):
-            raise ConnectionError("no proof")
-        connection.sendall(proof(self._secret, b"trainer", nonces))
+    def _proves_itself(self, link: Link) -> bool:
+        own, until = os.urandom(_NONCE_BYTES).hex(), deadline(_GREET_S)
+        link.send({"notes": _FORMAT, "nonce": own}, until)
+        said = link.read(until) or {}
+        nonces = own + str(said.get("nonce"))
+        if not hmac.compare_digest(str(said.get("proof")).encode(), _proof(self._secret, "worker", nonces).encode()):
+            return False
+        link.send({"proof": _proof(self._secret, "trainer", nonces)}, until)
+        return True
 
-    def _answer(self, asked: bytes) -> bytes | None:
-        op, length = struct.unpack_from(">cH", asked)
-        key, rest = asked[3 : 3 + length].decode(), asked[3 + length :]
-        if op == b"S":
-            self.set(key, rest)
-            return b""
-        if op == b"D":
-            self.drop(key)
-            return b""
-        (wait_s,) = struct.unpack(">d", rest)
-        return self.wait(key, time.monotonic() + (wait_s if 0 <= wait_s <= LONGEST_WAIT_S else LONGEST_WAIT_S))
-
-
-def listener(address: str, port: int) -> socket.socket:
-    """A socket that listens where workers reach this process; ``address`` as for `Notes`."""
-    try:
-        numeric = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
-    except ValueError:
-        return _anywhere(port)
-    family = socket.AF_INET if numeric.version == 4 else socket.AF_INET6
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((str(numeric), 0))
-    except OSError:
-        return _anywhere(port)  # not of this machine: something in between passes connections on
-    return socket.create_server((str(numeric), port), family=family, backlog=1024)
+    def _answer(self, asked: Info) -> Info:
+        if "set" in asked:
+            self.set(str(asked["set"]), asked["value"])
+        elif "drop" in asked:
+            self.drop(str(asked["drop"]))
+        else:
+            wait_s = float(asked["seconds"])
+            found = self.wait(str(asked["wait"]), deadline(wait_s if 0 <= wait_s <= LONGEST_WAIT_S else LONGEST_WAIT_S))
+            return {"value": found[0]} if found else {}
+        return {}
 
 
-def _anywhere(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server((_ANYWHERE[0], port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server((_ANYWHERE[1], port), backlog=1024)
+class _Remote:
+    """A worker's connection to the notes of its trainer; arguments as for `NoteStore`."""
+
+    def __init__(self, address: str, port: int, secret: str, timeout_s: float, stop: threading.Event) -> None:
+        self.port, self.patience_s = port, timeout_s
+        self._lock, self._asked = threading.Lock(), 0
+        until = deadline(timeout_s)
+        for _ in pauses(until, stop):
+            self._link = Link(dial(address, port, until, stop), f"what listens at {address}:{port}")
+            if self._greet(secret, timeout_s, until, stop):
+                self._link.peer = f"the trainer (rank 0) at {address}:{port}"
+                return
+        raise _aborted() if stop.is_set() else self._silent(timeout_s)
+
+    def set(self, key: str, value: Any) -> None:
+        text = json.dumps(value, separators=(",", ":"))
+        if len(text) > NOTE_BYTES:
+            raise TransportError(f"the note {key!r} has {len(text)} bytes", expected=f"at most {NOTE_BYTES}")
+        self._ask({"set": key, "value": value})
+
+    def drop(self, key: str) -> None:
+        self._ask({"drop": key})
+
+    def sweep(self, *beginnings: str) -> None:
+        """Only the trainer knows when nobody needs notes any more."""
+
+    def wait(self, key: str, until: float, stop: threading.Event | None = None) -> list[Any]:
+        while True:
+            left_s = min(LONGEST_WAIT_S, max(0.0, until - time.monotonic()))
+            answer = self._ask({"wait": key, "seconds": left_s}, stop if left_s else None)
+            if "value" in answer:
+                return [answer["value"]]
+            if time.monotonic() >= until or (stop is not None and stop.is_set()):
+                return []
+
+    def close(self) -> None:
+        """Leave. May be called twice."""
+        self._link.close()
+
+    def _greet(self, secret: str, timeout_s: float, until: float, stop: threading.Event) -> bool:
+        """Show that both ends have the secret; False when the other one is just leaving."""
+        own, greeting = os.urandom(_NONCE_BYTES).hex(), None
+        try:
+            greeting = self._link.read(until, stop)
+            if greeting is None and not stop.is_set():
+                raise self._silent(timeout_s)
+            if greeting is not None and greeting.get("notes") == _FORMAT:
+                nonces = str(greeting.get("nonce")) + own
+                self._link.send({"nonce": own, "proof": _proof(secret, "worker", nonces)}, until)
+                if (self._link.read(until, stop) or {}).get("proof") == _proof(secret, "trainer", nonces):
+                    return True
+        except NotConnectedError:
+            if greeting is None:
+                return False
+        except DeadlineError:
+            raise self._silent(timeout_s) from None
+        except TransportError:
+            pass  # it does not speak our language
+        self._link.close()
+        if stop.is_set():
+            raise _aborted()
+        raise TransportError(
+            f"{self._link.peer} does not let this worker in",
+            expected="a trainer of the same version of torchrl_ext, with the same secret",
+            state="no group was joined",
+            hint="check the address and the port, and give every rank the same secret; a trainer that sends through "
+            "an engine client makes one for the engines",
+        )
+
+    def _silent(self, timeout_s: float) -> DeadlineError:
+        self._link.close()
+        return DeadlineError(
+            f"{self._link.peer} did not answer within {timeout_s:g} s",
+            expected="the trainer (rank 0), alive",
+            state="no group was joined",
+            hint="check master_address and master_port, and that the trainer is not frozen",
+        )
+
+    def _ask(self, question: Info, stop: threading.Event | None = None) -> Info:
+        """The answer to one question; empty when stopped."""
+        with self._lock:
+            self._asked += 1
+            until = deadline(self.patience_s)
+            try:
+                self._link.send({"number": self._asked, **question}, until)
+                while (answer := self._link.read(until, stop)) is not None:
+                    if answer.get("number") == self._asked:  # else it is that of a question that was stopped
+                        return answer
+                if stop is not None and stop.is_set():
+                    return {}
+                raise DeadlineError("it said nothing in time")
+            except WeightSyncError as error:
+                self._link.close()
+                raise NotConnectedError(
+                    f"{self._link.peer} is dead, frozen or shut down: {error.what}",
+                    state="what was received completely is intact",
+                    hint="connect again when a trainer is back",
+                ) from error
 
 
-def _start(call: Callable[[], None]) -> None:
-    threading.Thread(target=call, name="torchrl-ext-notes", daemon=True).start()
+def _read(text: str | None) -> list[Any]:
+    return [] if text is None else [json.loads(text)]
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes from a blocking socket.
+def _proof(secret: str, who: str, nonces: str) -> str:
+    """What only those can say who know the secret."""
+    return hmac.digest(secret.encode(), (who + nonces).encode(errors="backslashreplace"), "sha256").hex()
 
-    Raises:
-        OSError: the connection ended before, or its timeout passed.
-    """
-    found = bytearray()
-    while len(found) < count:
-        part = connection.recv(min(count - len(found), 1 << 20))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        found += part
-    return bytes(found)
+
+def _aborted() -> TransportError:
+    return TransportError("joining the trainer was aborted", state="no group was joined")

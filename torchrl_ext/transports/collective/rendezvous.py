@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other on its board (`host` and `enter`) and agree before a group is formed.
+"""How the ranks of a group find each other in its notes (`host` and `enter`) and agree before a group is formed.
 
 Whoever does not come is named. What a note says is somebody else's word: it is checked before it is used.
 """
@@ -14,10 +14,10 @@ from typing import Any
 
 from torchrl_ext import errors
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
-from torchrl_ext.transports.collective.note_store import Board
+from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["Admission", "Note", "brief", "enter", "host", "process_text", "ranks_text"]
+__all__ = ["Admission", "Note", "enter", "host", "process_text", "ranks_text"]
 
 _KINDS: Mapping[str, type[errors.WeightSyncError]] = {
     kind.__name__: kind
@@ -107,7 +107,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
 
 
-def host(board: Board, room: str, generation: str, own: Note, until: float) -> dict[int, str]:
+def host(notes: NoteStore, room: str, generation: str, own: Note, until: float) -> dict[int, str]:
     """Trainer: wait until every worker stands in ``room``, check what they expect, and let them in.
 
     Args:
@@ -123,41 +123,41 @@ def host(board: Board, room: str, generation: str, own: Note, until: float) -> d
     """
     size = own.world_size or 1
     workers = range(1, size)
-    board.put(f"{room}/0", asdict(own))
+    notes.put(f"{room}/0", asdict(own))
     answers: list[str] = []
     try:
-        absent = [int(key.rpartition("/")[2]) for key in board.missing([f"{room}/{rank}" for rank in workers], until)]
+        absent = [int(key.rpartition("/")[2]) for key in notes.missing([f"{room}/{rank}" for rank in workers], until)]
         try:
-            said = {rank: _taken(board, f"{room}/{rank}", answers) for rank in workers if rank not in absent}
-            if board.stop.is_set():
+            said = {rank: _taken(notes, f"{room}/{rank}", answers) for rank in workers if rank not in absent}
+            if notes.stop.is_set():
                 raise TransportError("forming the group was aborted")
             if absent:
                 raise DeadlineError(
-                    f"{ranks_text(absent)} of world size {size} did not arrive at {board.address} within "
+                    f"{ranks_text(absent)} of world size {size} did not arrive at {notes.address} within "
                     f"{own.timeout_s:g} s",
                     expected="every rank enters at the same time",
                     state="no group was formed",
                     hint="start the missing workers, or mend world_size",
                 )
-            notes = {rank: _told_by(rank, read) for rank, read in said.items()}
-            for rank, note in notes.items():
+            told = {rank: _told_by(rank, read) for rank, read in said.items()}
+            for rank, note in told.items():
                 _agree(own, rank, note)
         except errors.WeightSyncError as error:
             kind = next((name for name, kind in _KINDS.items() if type(error) is kind), "TransportError")
             for answer in answers:
-                board.put(answer, {"kind": kind, "error": str(error)})
+                notes.put(answer, {"kind": kind, "error": str(error)})
             raise
-        peers = {0: own.process, **{rank: note.process for rank, note in notes.items()}}
+        peers = {0: own.process, **{rank: note.process for rank, note in told.items()}}
         admission = asdict(Admission(generation=generation, peers=list(peers.values())))
         for answer in answers:
-            board.put(answer, admission)
-        _ready(board, generation, workers, peers, until)
+            notes.put(answer, admission)
+        _ready(notes, generation, workers, peers, until)
         return peers
     finally:
-        board.drop(f"{room}/0")
+        notes.drop(f"{room}/0")
 
 
-def enter(board: Board, room: str, rank: int, own: Note, until: float) -> Admission:
+def enter(notes: NoteStore, room: str, rank: int, own: Note, until: float) -> Admission:
     """Worker: stand in ``room`` until the trainer lets everyone in.
 
     Raises:
@@ -166,24 +166,24 @@ def enter(board: Board, room: str, rank: int, own: Note, until: float) -> Admiss
         TransportError: what the trainer says cannot be read.
     """
     answer = f"{room}/answer/{uuid.uuid4().hex}"
-    board.put(f"{room}/{rank}", asdict(replace(own, token=answer.rpartition("/")[2])))
-    if board.missing([answer], until):
-        board.drop(f"{room}/{rank}")
-        if board.stop.is_set():
+    notes.put(f"{room}/{rank}", asdict(replace(own, token=answer.rpartition("/")[2])))
+    if notes.missing([answer], until):
+        notes.drop(f"{room}/{rank}")
+        if notes.stop.is_set():
             raise TransportError("joining the group was aborted")
         others = [other for other in range(own.world_size or 1) if other != rank]
-        absent = [other for other in others if not board.has(f"{room}/{other}")]
+        absent = [other for other in others if not notes.has(f"{room}/{other}")]
         raise DeadlineError(
-            f"rank {rank} waited {own.timeout_s:g} s at {board.address} for "
+            f"rank {rank} waited {own.timeout_s:g} s at {notes.address} for "
             + (f"{ranks_text(absent)}, which did not arrive" if absent else "the trainer (rank 0)"),
             expected="every rank enters at the same time",
             state="no group was formed",
         )
-    read = board.take(answer)
+    read = notes.take(answer)
     admission = Admission.from_json(read)
     if not rank < len(admission.peers) == (own.world_size or len(admission.peers)):
         raise _malformed("the answer of the trainer", read)
-    board.put(f"ready/{admission.generation}/{rank}", True)
+    notes.put(f"ready/{admission.generation}/{rank}", True)
     return admission
 
 
@@ -192,10 +192,10 @@ def process_text() -> str:
     return f"pid {os.getpid()} on {socket.gethostname()}"
 
 
-def _ready(board: Board, generation: str, workers: range, peers: dict[int, str], until: float) -> None:
+def _ready(notes: NoteStore, generation: str, workers: range, peers: dict[int, str], until: float) -> None:
     """A rank that died while others were awaited is named here, before a constructor blocks on it."""
-    absent = board.missing([f"ready/{generation}/{rank}" for rank in workers], until)
-    if board.stop.is_set():
+    absent = notes.missing([f"ready/{generation}/{rank}" for rank in workers], until)
+    if notes.stop.is_set():
         raise TransportError("forming the group was aborted")
     if absent:
         named = [int(key.rpartition("/")[2]) for key in absent]
@@ -205,9 +205,9 @@ def _ready(board: Board, generation: str, workers: range, peers: dict[int, str],
         )
 
 
-def _taken(board: Board, key: str, answers: list[str]) -> Any:
+def _taken(notes: NoteStore, key: str, answers: list[str]) -> Any:
     """The note under ``key``, not checked yet; where its rank waits for an answer is added to the list."""
-    read = board.take(key)
+    read = notes.take(key)
     token = read.get("token") if type(read) is dict else None
     if type(token) is str:
         answers.append(f"{key.rpartition('/')[0]}/answer/{token}")
@@ -284,8 +284,3 @@ def _malformed(what: str, found: Any) -> TransportError:
         state="no group was formed",
         hint="give each training job a port of its own, and check versions",
     )
-
-
-def brief(error: BaseException) -> str:
-    """torch's messages without their stack."""
-    return str(error).split("\n")[0].split(" This is typically caused")[0]

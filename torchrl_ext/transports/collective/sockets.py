@@ -1,22 +1,30 @@
-"""This process's own TCP sockets, for what gloo does not offer: a way to end a wait.
+"""TCP sockets: how ranks reach each other, and what gloo does not offer, a way to end a wait.
 
-They are looked at through the C library, which changes nothing about them: Python's own socket objects would set the
-mode of a connection that another thread reads. Works where ``/dev/fd`` lists open files (Linux, macOS); elsewhere
-nothing is found and the backends' timeouts remain.
+For that this process's own sockets are looked at through the C library, which changes nothing about them: Python's own
+socket objects would set the mode of a connection that another thread reads. Works where ``/dev/fd`` lists open files
+(Linux, macOS); elsewhere nothing is found and the backends' timeouts remain.
 """
 
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import socket
 import struct
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-__all__ = ["connected", "listening", "shut_down"]
+from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.transports.waits import in_time, pauses
 
+__all__ = ["connected", "dial", "listen", "listening", "shut_down"]
+
+_ANYWHERE = ("::", "0.0.0.0")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ADDRESS_BYTES = 128  # of the largest address that a system knows (sockaddr_storage)
 
@@ -80,3 +88,63 @@ def _accepts(number: int) -> bool:
     value, length = ctypes.c_int(0), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
     done = _LIBC.getsockopt(number, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(value), ctypes.byref(length))
     return done == 0 and bool(value.value)
+
+
+# sockets of Python's, between trainer and workers
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens where workers reach this process.
+
+    Args:
+        address: one that is of this machine, or ``localhost``, is listened at alone; a name may be that of something in
+            between, so all of this machine's are.
+        port: 0 picks a free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    try:
+        numeric = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
+    except ValueError:
+        return _anywhere(port)
+    family = socket.AF_INET if numeric.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((str(numeric), 0))
+    except OSError:
+        return _anywhere(port)  # not of this machine: something in between passes connections on
+    return socket.create_server((str(numeric), port), family=family, backlog=1024)
+
+
+def _anywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server((_ANYWHERE[0], port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server((_ANYWHERE[1], port), backlog=1024)
+
+
+def dial(address: str, port: int, until: float, stop: threading.Event) -> socket.socket:
+    """A connection to whoever listens there, as soon as somebody does.
+
+    Raises:
+        DeadlineError: nobody does by the monotonic moment ``until``.
+        TransportError: another thread set ``stop``.
+    """
+    began, failure = time.monotonic(), "no attempt was made"
+    for _ in pauses(until, stop):
+        left_s = max(0.1, until - time.monotonic())
+        try:
+            made = in_time(partial(socket.create_connection, (address, port), left_s), until, stop)
+        except OSError as error:  # nobody listens; or the name is not known, and that of a service may be, soon
+            failure = str(error)
+        else:
+            if made:
+                return made[0]
+    if stop.is_set():
+        raise TransportError("joining the trainer was aborted", state="no group was joined")
+    raise DeadlineError(
+        f"no trainer (rank 0) listens at {address}:{port} after {time.monotonic() - began:.1f} s: {failure}",
+        expected="the trainer calls init_all_workers_group (or open) at the same time",
+        state="no group was joined",
+        hint="check master_address and master_port",
+    )

@@ -1,0 +1,164 @@
+"""What torch's backends need before they can be made: a store, and devices whose listening sockets are known."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.transports.collective.notes import NoteStore
+from torchrl_ext.transports.collective.sockets import listen, listening
+from torchrl_ext.transports.waits import in_time
+
+__all__ = ["GroupStore", "brief", "gloo_devices", "made_in_time", "torch_store"]
+
+_GLOO_DEVICES = 2
+"""Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
+_ATTEMPTS = 20
+_LOOK_UP_S = 10.0
+_CREATING = threading.Lock()
+"""Devices are created one group at a time, so that a group knows its own listening sockets."""
+
+
+class GroupStore(dist.Store):
+    """What torch's backends want to know of each other, in a `NoteStore`. For gloo, which asks while it is constructed.
+
+    Args:
+        notes: where they are.
+        until: monotonic moment until which a backend waits for a note.
+    """
+
+    def __init__(self, notes: NoteStore, until: float) -> None:
+        super().__init__()
+        self._notes, self._until = notes, until
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Leave a value."""
+        self._notes.put(key, value if isinstance(value, str) else bytes(value).decode("latin-1"))
+
+    def get(self, key: str) -> bytes:
+        """A value, as soon as it is there.
+
+        Raises:
+            TransportError: it did not come in time, or another thread aborted.
+        """
+        found = self._notes.wait(key, self._until)
+        if not found:
+            raise TransportError(f"nothing was left under {key!r}")
+        return str(found[0]).encode("latin-1", errors="replace")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until values are there; errors as `get`."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether values are there."""
+        return all(self._notes.has(key) for key in keys)
+
+    def has_extended_api(self) -> bool:
+        """Whether several values can be asked for at once."""
+        return False
+
+
+def made_in_time(make: Callable[[], Any], until: float, timeout_s: float, stop: threading.Event) -> Any:
+    """What a backend's constructor returns; gloo's waits several timeouts for a peer that died."""
+    try:
+        made = in_time(make, until, stop)
+    except RuntimeError as error:
+        raise TransportError(f"connections could not be made: {brief(error)}") from error
+    if made:
+        return made[0]
+    if stop.is_set():
+        raise TransportError("forming the group was aborted")
+    raise DeadlineError(f"connections were not made within {timeout_s:g} s")
+
+
+def torch_store(notes: NoteStore, generation: str, rank: int, until: float) -> Any:
+    """A store of torch's own, kept by rank 0: NCCL's threads ask it at times when one in Python could not answer.
+
+    Raises:
+        TransportError, DeadlineError: rank 0 cannot keep one, or it cannot be reached.
+    """
+    key, left_s = f"store/{generation}", max(1.0, until - time.monotonic())
+    patience = timedelta(seconds=left_s)
+    if rank == 0:
+        own = listen(notes.host, 0)
+        port = own.getsockname()[1]
+        make = partial(dist.TCPStore, notes.host, port, None, True, patience, False, False, own.detach())
+    else:
+        if notes.missing([key], until):
+            raise DeadlineError(f"rank 0 did not say within {left_s:g} s where the store of the group is")
+        port = notes.get(key)
+        if type(port) is not int:
+            raise TransportError(f"rank 0 says that the store of the group is at port {port!r}")
+        make = partial(dist.TCPStore, notes.host, port, None, False, patience, False)
+    store = made_in_time(make, until, left_s, notes.stop)
+    if rank == 0:
+        notes.put(key, port)
+    return dist.PrefixStore(f"group/{generation}", store)
+
+
+def gloo_devices(notes: NoteStore) -> tuple[list[Any], set[tuple[Any, ...]]]:
+    """Devices, and where they listen.
+
+    They are bound where the trainer is reachable from; GLOO_SOCKET_IFNAME has the last word, as it has in torch.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    make = dist.ProcessGroupGloo.create_device
+    if names:
+        calls = [partial(make, interface=names[index % len(names)]) for index in range(_GLOO_DEVICES)]
+    else:
+        calls = [partial(make, hostname=_own_address(notes))] * _GLOO_DEVICES
+    with _CREATING:
+        devices, listeners = zip(*(_listening_device(call) for call in calls), strict=True)
+    return list(devices), set().union(*listeners)
+
+
+def _listening_device(make: Callable[[], Any]) -> tuple[Any, set[tuple[Any, ...]]]:
+    """A device and where it listens, which gloo does not tell: at the one place that is new.
+
+    Where another thread of this process began to listen meanwhile, there are several: the device is made anew.
+
+    Raises:
+        TransportError: other threads do nothing but open listeners.
+    """
+    for _ in range(_ATTEMPTS):
+        before = set(listening())
+        device = make()
+        new = set(listening()) - before
+        if len(new) <= 1:  # none where open files cannot be listed
+            return device, new
+    raise TransportError(
+        f"other threads of this process opened listening sockets during each of {_ATTEMPTS} attempts to make a device",
+        state="no group was formed",
+        hint="connect before or after they do so",
+    )
+
+
+def _own_address(notes: NoteStore) -> str:
+    """This machine's address on the way to the trainer."""
+    places = in_time(
+        partial(socket.getaddrinfo, notes.host, notes.port, type=socket.SOCK_DGRAM),
+        time.monotonic() + _LOOK_UP_S,
+        notes.stop,
+    )
+    if not places:
+        raise DeadlineError(f"no name server said within {_LOOK_UP_S:g} s where {notes.host} is")
+    family, _, _, _, target = places[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing; the kernel picks the interface
+        return probe.getsockname()[0]
+
+
+def brief(error: BaseException) -> str:
+    """torch's messages without their stack."""
+    return str(error).split("\n")[0].split(" This is typically caused")[0]
