@@ -20,9 +20,9 @@ from tests.transports.members import SHORT_S, WAIT_S, beside, enter, free_port, 
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.announcements import Announcements
 from torchrl_ext.transports.collective import group as groups
 from torchrl_ext.transports.collective.backends import torch_store
+from torchrl_ext.transports.collective.handoffs import Announcements
 from torchrl_ext.transports.collective.notes import NOTE_BYTES, NoteStore
 from torchrl_ext.transports.collective.rendezvous import Note, host
 from torchrl_ext.transports.collective.rendezvous import enter as enter_room

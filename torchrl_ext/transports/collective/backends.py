@@ -1,4 +1,4 @@
-"""What torch's backends need before they can be made: a store, and devices whose listening sockets are known."""
+"""gloo and NCCL: which of them, and what it needs before it can be made: a store, and devices that can be watched."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.sockets import listen, listening
 from torchrl_ext.transports.waits import in_time
+from torchrl_ext.weights.devices import known_device, usable_device
 
-__all__ = ["GroupStore", "brief", "gloo_devices", "made_in_time", "torch_store"]
+__all__ = ["GroupStore", "brief", "choose_backend", "gloo_devices", "made_in_time", "torch_store"]
 
 _GLOO_DEVICES = 2
 """Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
@@ -26,6 +28,26 @@ _ATTEMPTS = 20
 _LOOK_UP_S = 10.0
 _CREATING = threading.Lock()
 """Devices are created one group at a time, so that a group knows its own listening sockets."""
+
+
+def choose_backend(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
+    """Where tensors travel, and over what: gloo on the CPU, NCCL on CUDA.
+
+    Raises:
+        ConfigError: no such backend, or one that cannot move tensors of this device; or there is no such device.
+    """
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigError(f"there is no collective backend {backend!r}", expected="'gloo' or 'nccl'")
+    if device is None:
+        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
+    chosen = known_device(device) if backend == "gloo" else usable_device(device)
+    if chosen.type == "cuda" and backend == "gloo":
+        chosen = torch.device("cpu")  # gloo moves host memory; CUDA tensors are copied to it and from it
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())  # an index is needed for devices to compare
+    if backend == "nccl" and chosen.type != "cuda":
+        raise ConfigError(f"NCCL cannot move tensors on {chosen}", expected="a CUDA device, or backend='gloo'")
+    return chosen, backend or ("nccl" if chosen.type == "cuda" else "gloo")
 
 
 class GroupStore(dist.Store):

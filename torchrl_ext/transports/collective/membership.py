@@ -8,16 +8,15 @@ import uuid
 
 import torch
 
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.acks import tell_stopped
 from torchrl_ext.transports.collective.group import Group
+from torchrl_ext.transports.collective.handoffs import tell_stopped
 from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.rendezvous import Note, enter, host, process_text
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.devices import known_device, usable_device
 
-__all__ = ["LOBBY", "Membership", "choose_backend"]
+__all__ = ["LOBBY", "Membership"]
 
 LOBBY = "lobby"
 """Where those meet that no control layer brings together."""
@@ -171,23 +170,3 @@ class Membership:
             backend=self.backend,
             settings={name: os.environ.get(name) for name in _SETTINGS.get(self.backend, ())},
         )
-
-
-def choose_backend(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
-    """Where tensors travel, and over what: gloo on the CPU, NCCL on CUDA.
-
-    Raises:
-        ConfigError: no such backend, or one that cannot move tensors of this device; or there is no such device.
-    """
-    if backend not in (None, "gloo", "nccl"):
-        raise ConfigError(f"there is no collective backend {backend!r}", expected="'gloo' or 'nccl'")
-    if device is None:
-        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
-    chosen = known_device(device) if backend == "gloo" else usable_device(device)
-    if chosen.type == "cuda" and backend == "gloo":
-        chosen = torch.device("cpu")  # gloo moves host memory; CUDA tensors are copied to it and from it
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())  # an index is needed for devices to compare
-    if backend == "nccl" and chosen.type != "cuda":
-        raise ConfigError(f"NCCL cannot move tensors on {chosen}", expected="a CUDA device, or backend='gloo'")
-    return chosen, backend or ("nccl" if chosen.type == "cuda" else "gloo")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
-from torchrl_ext.transports.announcements import Announcements
 from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.buckets import Packer, Plan
-from torchrl_ext.transports.collective import acks, stream
+from torchrl_ext.transports.collective import handoffs, stream
+from torchrl_ext.transports.collective.backends import choose_backend
 from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.membership import LOBBY, Membership, choose_backend
+from torchrl_ext.transports.collective.membership import LOBBY, Membership
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
@@ -86,7 +86,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0
         self._plan = Plan()
-        self._announcements: Announcements
+        self._announcements: handoffs.Announcements
 
     @classmethod
     def from_info(cls, info: Info) -> VLLMCollectiveTransport:
@@ -182,7 +182,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
     def _count_anew(self) -> None:
         self._handoffs = 0
-        self._announcements = Announcements(self._member.group())
+        self._announcements = handoffs.Announcements(self._member.group())
 
     def _standalone_size(self) -> int:
         if self.world_size is None:
@@ -197,7 +197,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
     def prepare(self, source: WeightSource, version: int) -> Handoff:
         self._require_trainer("send_weights")
         group, params = self._member.group(), source.params()
-        acks.check_agreed(self._agreed, params)
+        handoffs.check_agreed(self._agreed, params)
         self._handoffs += 1
         info = {
             "transport": self.name,
@@ -215,15 +215,15 @@ class VLLMCollectiveTransport(StandaloneTransport):
             buckets = stream.buckets_of(self._plan, params, info["bucket_bytes"])
             packer = Packer(params, checked(source, params))
             stream.send_buckets(group, buckets, packer, bucket_bytes=info["bucket_bytes"])
-            said = acks.await_workers(group, info)
+            said = handoffs.await_workers(group, info)
         except BaseException as error:
-            acks.tell_stopped(group, why(error))
+            handoffs.tell_stopped(group, why(error))
             group.sever()
             if isinstance(error, (TransportError, DeadlineError)):
-                raise acks.sending_failed(group, info, error) from error
+                raise handoffs.sending_failed(group, info, error) from error
             raise
         self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
-        refused = acks.refusal(group, info, said)
+        refused = handoffs.refusal(group, info, said)
         if refused is not None:
             raise refused
 
@@ -241,10 +241,10 @@ class VLLMCollectiveTransport(StandaloneTransport):
             yield None
             for name, tensor in incoming.pairs():
                 yield name, tensor
-            acks.acknowledge(group, info)  # only now has the loader taken the last one, too
+            handoffs.acknowledge(group, info)  # only now has the loader taken the last one, too
             told = True
         except WeightSyncError as error:
-            raise acks.receiving_failed(group, info, error) from error
+            raise handoffs.receiving_failed(group, info, error) from error
         except (GeneratorExit, Exception) as error:
             stopped = "it loaded nothing" if name is None else f"it stopped loading after {name!r}"
             self._drain(group, incoming, info, stopped if type(error) is GeneratorExit else why(error))
@@ -275,7 +275,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             return
         try:
             incoming.drain()
-            acks.acknowledge(group, info, words)
+            handoffs.acknowledge(group, info, words)
         except WeightSyncError:
             group.sever()
 
