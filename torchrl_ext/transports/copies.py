@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,12 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["BufferPool", "CopyBytes", "as_bytes", "copy_each", "copy_plainly", "landing", "plain"]
+__all__ = [
+    "BufferPool",
+    "CopyBytes",
+    "as_bytes",
+    "copy_each",
+    "copy_plainly",
+    "fastest_copy",
+    "landing",
+    "plain",
+    "warm_copies",
+]
 
 CopyBytes = Callable[[np.ndarray, np.ndarray], None]
 """Copies one contiguous uint8 array into another one of the same size."""
+
+_STREAM_BYTES = 64 << 20
+"""Updates from which on copies around the caches pay (the first one compiles a loop)."""
 
 _LARGE_ELEMENTS = 32768
 """From here on torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
@@ -23,6 +38,30 @@ _LARGE_ELEMENTS = 32768
 def copy_plainly(source: np.ndarray, target: np.ndarray) -> None:
     """Copy as numpy does, without the interpreter lock."""
     target[:] = source
+
+
+def fastest_copy(nbytes: int) -> CopyBytes:
+    """The copy for an update of ``nbytes`` in all; it gives way to other threads."""
+    if nbytes < _STREAM_BYTES:
+        return copy_plainly
+    try:
+        from torchrl_ext.transports.ipc.streaming_copy import copy_streaming
+    except (ImportError, ConfigError):  # nothing here can compile it
+        return copy_plainly
+    return copy_streaming
+
+
+def warm_copies(nbytes: int) -> threading.Thread | None:
+    """Have the copy for updates of ``nbytes`` compiled before they come, in a thread, where it is one to compile."""
+    if nbytes < _STREAM_BYTES:
+        return None
+
+    def once() -> None:
+        fastest_copy(nbytes)(np.zeros(1024, np.uint8), np.zeros(1024, np.uint8))
+
+    thread = threading.Thread(target=once, name="torchrl-ext-warm", daemon=True)
+    thread.start()
+    return thread
 
 
 def plain(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from torchrl_ext.errors import (
-    ConfigError,
     DeadlineError,
     IntegrityError,
     NotConnectedError,
@@ -22,23 +20,20 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.buckets import Lander, Plan
-from torchrl_ext.transports.copies import CopyBytes, copy_plainly
+from torchrl_ext.transports.copies import fastest_copy
 from torchrl_ext.transports.ipc.host_memory import Segment, attach, integer
 from torchrl_ext.transports.ipc.in_place import Borrowed, groups
 from torchrl_ext.transports.ipc.unix_socket import connect
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "fastest_copy", "half", "warm_copies"]
+__all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]
 
 log = logging.getLogger("torchrl_ext")
 
 ALIGN_BYTES = 64
 SLOTS = 2
 """Halves of the staging buffer: while workers copy out of one, the trainer fills the other."""
-
-_STREAM_BYTES = 64 << 20
-"""Updates from which on copies around the caches pay (the first one compiles a loop)."""
 
 _LARGEST_BYTES = 1 << 42  # more than any machine has memory for
 _PAUSE_S = 0.005
@@ -283,27 +278,3 @@ def _capacity(segment: Segment) -> int:
             f"a staging buffer of {segment.flat.numel()} bytes", expected="two halves, each n x 64 bytes"
         )
     return capacity
-
-
-def fastest_copy(nbytes: int) -> CopyBytes:
-    """The copy for an update of ``nbytes`` in all; it gives way to other threads."""
-    if nbytes < _STREAM_BYTES:
-        return copy_plainly
-    try:
-        from torchrl_ext.transports.ipc.streaming_copy import copy_streaming
-    except (ImportError, ConfigError):  # nothing here can compile it
-        return copy_plainly
-    return copy_streaming
-
-
-def warm_copies(nbytes: int) -> threading.Thread | None:
-    """Have the copy for updates of ``nbytes`` compiled before they come, in a thread, where it is one to compile."""
-    if nbytes < _STREAM_BYTES:
-        return None
-
-    def once() -> None:
-        fastest_copy(nbytes)(np.zeros(1024, np.uint8), np.zeros(1024, np.uint8))
-
-    thread = threading.Thread(target=once, name="torchrl-ext-warm", daemon=True)
-    thread.start()
-    return thread
