@@ -11,7 +11,8 @@ from torchrl_ext.codecs.patch import fold
 from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.select import kernels
-from torchrl_ext.landing.patcher import Staged, identity
+from torchrl_ext.landing.patcher import identity
+from torchrl_ext.landing.writes import Staged
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest
 

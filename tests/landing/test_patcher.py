@@ -7,9 +7,9 @@ import torch
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
 from torchrl_ext.codecs.units import from_units, layout_of, units
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.landing.patcher import Patcher, Piece, Staged, compare, identity, piece_digest
+from torchrl_ext.landing.patcher import Patcher, compare, identity
 from torchrl_ext.landing.placement import record
-from torchrl_ext.landing.writes import as_bits
+from torchrl_ext.landing.writes import Piece, Staged, as_bits, piece_digest
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 

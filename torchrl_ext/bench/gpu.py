@@ -25,7 +25,8 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.select import kernels_on
-from torchrl_ext.landing.patcher import Staged, identity
+from torchrl_ext.landing.patcher import identity
+from torchrl_ext.landing.writes import Staged
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
 

@@ -220,7 +220,7 @@ class Composed(Kernels):
         fits, offsets = place.translate(positions)
         if fits is not None:
             positions, payload, offsets = positions[fits], payload[fits], offsets[fits]
-        offsets = self._counted(offsets, place.reach)
+        offsets = self._counted(offsets, target.numel())
         before = self._gather(target, offsets)
         values = payload if ordered is None else self._move(before, payload, ordered)
         return Landed(offsets=offsets, values=values, words=self._change_words(positions, before, values))

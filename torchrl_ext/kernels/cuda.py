@@ -76,7 +76,7 @@ class TritonKernels(Kernels):
     def land(self, target: Tensor, place: Place, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
         size, device = positions.numel(), target.device
         positions, payload = positions.to(device).contiguous(), payload.to(device).contiguous()
-        offsets = torch.empty(size, dtype=torch.int32 if place.reach < 2**31 else torch.int64, device=device)
+        offsets = torch.empty(size, dtype=torch.int32 if target.numel() < 2**31 else torch.int64, device=device)
         values, inside = torch.empty_like(payload), torch.empty(size, dtype=torch.int8, device=device)
         out = _out(size, device)
         with torch.cuda.device_of(target):

@@ -9,160 +9,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, StepPatch
-from torchrl_ext.codecs.units import layout_of
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import BITS, Kernels, Landed, Place
-from torchrl_ext.kernels.select import kernels_on
-from torchrl_ext.landing.writes import Copy, Scatter, as_bits, commit, flat
+from torchrl_ext.kernels.base import Kernels
+from torchrl_ext.landing.writes import Piece, Staged, as_bits, in_units, piece_digest
 from torchrl_ext.weights.digests import PositionDigest
 
 if TYPE_CHECKING:
     from torchrl_ext.landing.loader import Staging
-    from torchrl_ext.landing.placement import Landing
     from torchrl_ext.types import ParamMeta
 
-__all__ = [
-    "READ_BACK_VERSIONS",
-    "Coverage",
-    "Patcher",
-    "Piece",
-    "Staged",
-    "as_bits",
-    "compare",
-    "holds",
-    "identity",
-    "piece_digest",
-    "read",
-]
+__all__ = ["READ_BACK_VERSIONS", "Coverage", "Patcher", "Piece", "compare", "holds", "identity", "read"]
 
 READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One copy that the loader makes: a strided view of a checkpoint tensor into a strided view of a parameter.
-
-    Attributes:
-        destination: view of the live parameter, shape ``shape``.
-        offset: first element of the source view in the flat checkpoint tensor.
-        strides: strides of the source view in the flat checkpoint tensor, one per dimension of ``destination``.
-    """
-
-    destination: Tensor
-    offset: int
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, live: Tensor, landing: Landing) -> Piece:
-        """The copy that was recorded as ``landing``, with the live parameter in the place of its stand-in."""
-        live = live.detach()
-        return cls(
-            destination=live.as_strided(landing.shape, landing.strides, live.storage_offset() + landing.offset),
-            offset=landing.source_offset,
-            strides=landing.source_strides,
-        )
-
-
-class Staged:
-    """Writes that wait for the pause, and the digests of the tensors that they make.
-
-    Args:
-        kernels: translate and write; by default those of each parameter's device.
-    """
-
-    def __init__(self, kernels: Kernels | None = None) -> None:
-        self._kernels = kernels
-        self._writes: list[Scatter | Copy] = []
-        self.digests: dict[str, PositionDigest] = {}
-
-    @property
-    def elements(self) -> int:
-        """Number of runtime elements that will be written."""
-        return sum(write.elements for write in self._writes)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the writes hold until they are made, in bytes."""
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for w in self._writes for t in w.tensors}
-        return sum(held.values())
-
-    def add(self, pieces: Sequence[Piece], patch: Patch, digest: PositionDigest) -> None:
-        """Translate one tensor's change.
-
-        Args:
-            pieces: the copies that the loader makes of the tensor on this rank.
-            patch: what changes; steps are resolved against what the parameters hold now.
-            digest: position digest of what this rank holds of the tensor now.
-        """
-        if isinstance(patch, DensePatch):
-            digest = self._add_dense(pieces, patch)
-        else:
-            positions, (payload, ordered) = torch.from_numpy(patch.indices), _payload(patch)
-            for piece in pieces:
-                view = piece.destination
-                place = Place(
-                    shape=tuple(view.shape), offset=piece.offset, strides=tuple(piece.strides), to=tuple(view.stride())
-                )
-                chosen = _within(patch.indices, place)
-                if chosen.start == chosen.stop:
-                    continue
-                target = flat(view)
-                kernels = self._kernels or kernels_on(target.device)
-                landed = kernels.land(target, place, positions[chosen], payload[chosen], ordered)
-                digest = digest.plus(landed.words)
-                if landed.offsets.numel():
-                    self._writes.append(_write(kernels, piece, target, landed))
-        self.digests[patch.meta.name] = digest
-
-    def _add_dense(self, pieces: Sequence[Piece], patch: DensePatch) -> PositionDigest:
-        tensor, digest = patch.tensor(), PositionDigest()
-        whole = as_bits(_in_units(tensor)).reshape(-1)
-        for piece in pieces:
-            source = whole.as_strided(tuple(piece.destination.shape), piece.strides, piece.offset)
-            source = source.to(piece.destination.device)
-            digest = digest + piece_digest(piece, source, self._kernels)
-            self._writes.append(Copy(destination=as_bits(piece.destination), source=source))
-        return digest
-
-    def commit(self) -> None:
-        """The writes: the only part that a pause has to cover."""
-        commit(self._writes)
-        self._writes.clear()
-
-
-def _payload(patch: SparsePatch | StepPatch) -> tuple[Tensor, bool | None]:
-    """What `Kernels.land` takes."""
-    if isinstance(patch, StepPatch):
-        return torch.from_numpy(patch.steps).view(BITS[patch.steps.itemsize]), layout_of(patch.meta.dtype).ordered
-    return patch.bits(), None
-
-
-def _within(positions: np.ndarray, place: Place) -> slice:
-    """The positions, increasing, from the first to the last one of a place."""
-    if not place.numel:
-        return slice(0, 0)
-    bounds = np.array([place.offset, place.end], np.int64).astype(positions.dtype)  # else all are converted
-    first, end = np.searchsorted(positions, bounds).tolist()
-    return slice(first, end)
-
-
-def _write(kernels: Kernels, piece: Piece, target: Tensor, landed: Landed) -> Scatter | Copy:
-    """Some writes, or where most of a block changes the whole block: that is quicker, and takes less memory."""
-    own = piece.destination.numel() == target.numel()  # nothing between its elements belongs to others
-    if own and target.numel() * target.element_size() <= landed.offsets.nbytes + landed.values.nbytes:
-        source = target.clone()
-        kernels.scatter(source, landed.offsets, landed.values)
-        return Copy(destination=target, source=source)
-    return Scatter(kernels=kernels, target=target, offsets=landed.offsets, values=landed.values)
 
 
 def holds(pieces: Sequence[Piece], tensor: Tensor) -> bool:
@@ -330,37 +194,11 @@ def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) ->
             )
 
 
-def piece_digest(piece: Piece, bits: Tensor, kernels: Kernels | None = None) -> PositionDigest:
-    """Position digest of ``bits``, shaped as the piece, at the checkpoint positions of the piece.
-
-    Args:
-        piece: says the positions.
-        bits: integers.
-        kernels: by default those of the device of ``bits``.
-    """
-    if not bits.numel():
-        return PositionDigest()
-    place = Place(shape=tuple(bits.shape), offset=piece.offset, strides=tuple(piece.strides), to=tuple(bits.stride()))
-    return PositionDigest(*(kernels or kernels_on(bits.device)).words(flat(bits), place))
-
-
 def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     """The placement of a model that stores its parameters as they are loaded."""
     found = {}
     for name, tensor in tensors.items():
-        units = _in_units(tensor)
-        found[name] = [Piece(destination=units, offset=0, strides=_contiguous(tuple(units.shape)))]
+        units = in_units(tensor)
+        strides = torch.empty(units.shape, device="meta").stride()
+        found[name] = [Piece(destination=units, offset=0, strides=strides)]
     return found
-
-
-def _in_units(tensor: Tensor) -> Tensor:
-    """complex128 has two units per element (`torchrl_ext.codecs.units`); every other dtype has one."""
-    return torch.view_as_real(tensor) if tensor.is_complex() and tensor.element_size() == 16 else tensor
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
