@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.codecs.data import DTYPES, random_bits
-from torchrl_ext.codecs.units import layout_of
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.kernels.base import BITS, Place, flat_bits
 from torchrl_ext.kernels.select import kernels, kernels_on
 
@@ -66,7 +66,7 @@ def test_signs_of_zeros_and_payloads_of_nans_are_differences(way):
         raw[8] = 1 if dtype == torch.bool else 0xFF  # a NaN, where there is one
         new = raw.reshape(-1).view(dtype)
         listed = own.diff(flat_bits(old.to(device)), flat_bits(new.to(device)))
-        parts = layout_of(dtype).parts
+        parts = unit_of(dtype).parts
         assert sorted({place // parts for place in listed.places.tolist()}) == [7, 8], dtype
         assert not own.diff(flat_bits(new.to(device)), flat_bits(new.to(device))).places.numel(), dtype
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
-from torchrl_ext.codecs.units import from_units, layout_of, units
+from torchrl_ext.codecs.units import from_units, unit_of, units
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.landing.patcher import Patcher, compare, identity
 from torchrl_ext.landing.placement import record
@@ -78,9 +78,9 @@ class Engine:
 
 def random_bits(shape, dtype, generator):
     meta = ParamMeta("any", dtype, tuple(shape))
-    layout = layout_of(dtype)
-    raw = generator.integers(0, 2 if dtype == torch.bool else 256, (layout.count(meta) * layout.width,), np.uint8)
-    return from_units(raw.view(layout.dtype), meta)
+    unit = unit_of(dtype)
+    raw = generator.integers(0, 2 if dtype == torch.bool else 256, (unit.count(meta) * unit.width,), np.uint8)
+    return from_units(raw.view(unit.dtype), meta)
 
 
 def pieces_of(engine, metas):
@@ -110,16 +110,16 @@ def as_kind(patch, kind, old, new):
         return DensePatch(patch.meta, units(new).copy())
     if kind == "sparse":
         return patch
-    layout = layout_of(patch.meta.dtype)
+    unit = unit_of(patch.meta.dtype)
     before = units(old)[patch.indices].astype(np.uint64)
-    steps = line(patch.values.astype(np.uint64), layout) - line(before, layout)
-    return StepPatch(patch.meta, patch.indices, (steps & layout.mask).astype(layout.dtype))
+    steps = line(patch.values.astype(np.uint64), unit) - line(before, unit)
+    return StepPatch(patch.meta, patch.indices, (steps & unit.mask).astype(unit.dtype))
 
 
-def line(bits, layout):
+def line(bits, unit):
     """Bits on the ordered line: of sign-magnitude formats the negative ones run backwards."""
-    negative = (bits & layout.top) != 0
-    return np.where(negative, layout.mask - bits, bits | layout.top) & layout.mask if layout.ordered else bits
+    negative = (bits & unit.top) != 0
+    return np.where(negative, unit.mask - bits, bits | unit.top) & unit.mask if unit.ordered else bits
 
 
 def held_digest(pieces):

@@ -31,7 +31,7 @@ from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads, make_cod
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, shard_name
-from torchrl_ext.codecs.units import Layout, units
+from torchrl_ext.codecs.units import Unit, units
 from torchrl_ext.stores import version_name
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.stores.memory import MemoryStore
@@ -229,12 +229,12 @@ class _Summed(Codec):
     reads: ClassVar[Reads] = "all"
     inner: Codec
 
-    def encode_block(self, layout: Layout, block: Block) -> bytes:
+    def encode_block(self, unit: Unit, block: Block) -> bytes:
         checksum("xxh3-128", block.new.view(np.uint8))
-        return self.inner.encode_block(layout, block)
+        return self.inner.encode_block(unit, block)
 
-    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
-        return self.inner.join(layout, count, blocks)
+    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
+        return self.inner.join(unit, count, blocks)
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         return self.inner.decode(payload, meta, base)

@@ -13,7 +13,7 @@ from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs
 from torchrl_ext.codecs.dense import DenseCodec
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
-from torchrl_ext.codecs.units import Layout
+from torchrl_ext.codecs.units import Unit
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.base import unsigned
 from torchrl_ext.types import ParamMeta
@@ -65,25 +65,25 @@ class AutoCodec(Codec):
         if not isinstance(self.whole_base, bool):
             raise ConfigError(f"whole_base={self.whole_base!r}", expected="True or False")
 
-    def choose(self, layout: Layout, old: Tensor, new: Tensor) -> Codec:
-        density, plain, conditional = _survey(layout, old, new)
-        stored = 8.0 * layout.width
-        planes = stored - (4.0 if layout.ordered and layout.width > 1 else 1.0)  # of the exponent's byte half stays
+    def choose(self, unit: Unit, old: Tensor, new: Tensor) -> Codec:
+        density, plain, conditional = _survey(unit, old, new)
+        stored = 8.0 * unit.width
+        planes = stored - (4.0 if unit.ordered and unit.width > 1 else 1.0)  # of the exponent's byte half stays
         options = [(plain, *_ULP), (stored, *_STORED), (planes, *_PLANES)]
         if self.whole_base:
             options.append((conditional, *_CONTEXT))
         best, least = options[0][1], math.inf
         for bits, codec, speed in options:  # nanoseconds per unit until it has landed; coding goes on beside the link
-            encode, land = (unit + byte * layout.width + change * density for unit, byte, change in speed)
+            encode, land = (fixed + byte * unit.width + change * density for fixed, byte, change in speed)
             cost = max(encode / self.threads, bits / 8 / self.link_bytes_s * 1e9) + land / self.threads
             if cost < least:
                 best, least = codec, cost
         return best
 
-    def encode_block(self, layout: Layout, block: Block) -> bytes:
+    def encode_block(self, unit: Unit, block: Block) -> bytes:
         raise AssertionError("another codec was chosen")
 
-    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
         raise AssertionError("another codec was chosen")
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
@@ -96,7 +96,7 @@ def _positive(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _survey(layout: Layout, old: Tensor, new: Tensor) -> tuple[float, float, float]:
+def _survey(unit: Unit, old: Tensor, new: Tensor) -> tuple[float, float, float]:
     """Density, bits per unit that `ulp` will take, and bits per unit that `context` will take, from a sample."""
     from torchrl_ext.codecs.coder.tokens import survey
 
@@ -107,8 +107,8 @@ def _survey(layout: Layout, old: Tensor, new: Tensor) -> tuple[float, float, flo
         shape, strides = (_SPANS, _SPAN), ((count - _SPAN) // (_SPANS - 1), 1)
         old, new = (bits.as_strided(shape, strides, bits.storage_offset()).reshape(-1) for bits in (old, new))
     sample = unsigned(old.cpu()), unsigned(new.cpu())
-    context = np.uint64(layout.shift), np.uint64(layout.select)
-    seen, changed, bits = survey(*sample, layout.top, layout.mask, layout.ordered, *context)
+    context = np.uint64(unit.shift), np.uint64(unit.select)
+    seen, changed, bits = survey(*sample, unit.top, unit.mask, unit.ordered, *context)
     total = seen.sum()
     plain = _entropy(seen.sum(keepdims=True), changed.sum(keepdims=True))
     inside = _entropy(seen, changed)

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, same
-from torchrl_ext.codecs.units import Layout, layout_of
+from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.kernels.base import Words
 from torchrl_ext.registry import Registry
@@ -74,12 +74,12 @@ class Encoded:
     @property
     def density(self) -> float:
         """Changed units / all units."""
-        return self.changed / max(1, layout_of(self.meta.dtype).count(self.meta))
+        return self.changed / max(1, unit_of(self.meta.dtype).count(self.meta))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
-    """One encoding of what changed in a tensor. Bit-exact for every dtype that `layout_of` accepts."""
+    """One encoding of what changed in a tensor. Bit-exact for every dtype that `unit_of` accepts."""
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
@@ -89,11 +89,11 @@ class Codec(ABC):
     reads: ClassVar[Reads] = "changed"
     """What `encode_block` reads."""
 
-    def block_units(self, layout: Layout, count: int) -> int:
+    def block_units(self, unit: Unit, count: int) -> int:
         """Units per independently coded range of a tensor of ``count`` units; all of them unless a codec cuts."""
         return max(1, count)
 
-    def choose(self, layout: Layout, old: Tensor, new: Tensor) -> Codec:
+    def choose(self, unit: Unit, old: Tensor, new: Tensor) -> Codec:
         """The codec that codes this tensor: this one, unless it is one that picks another.
 
         Args:
@@ -102,7 +102,7 @@ class Codec(ABC):
         return self
 
     @abstractmethod
-    def encode_block(self, layout: Layout, block: Block) -> bytes:
+    def encode_block(self, unit: Unit, block: Block) -> bytes:
         """Code one range; called from any thread, several at a time.
 
         In the range something changed, unless the codec reads every new unit.
@@ -112,7 +112,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
         """The payload of a tensor of ``count`` units from its ranges in order, empty where nothing changed."""
 
     @abstractmethod

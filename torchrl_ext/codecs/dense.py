@@ -18,7 +18,7 @@ from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
 from torchrl_ext.codecs.framing import damaged, frame, unframe
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.container import decompress
-from torchrl_ext.codecs.units import Layout, layout_of
+from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 
@@ -55,32 +55,32 @@ class DenseCodec(Codec):
         if not isinstance(self.level, int) or not 0 <= self.level <= 19:
             raise ConfigError(f"level={self.level!r}", expected="an integer from 0 to 19")
 
-    def block_units(self, layout: Layout, count: int) -> int:
+    def block_units(self, unit: Unit, count: int) -> int:
         return 1 << self.block_log2
 
-    def encode_block(self, layout: Layout, block: Block) -> bytes:
+    def encode_block(self, unit: Unit, block: Block) -> bytes:
         parts = [_PLANES]
-        for plane in np.ascontiguousarray(block.new.view(np.uint8).reshape(-1, layout.width).T):
+        for plane in np.ascontiguousarray(block.new.view(np.uint8).reshape(-1, unit.width).T):
             packed = zstandard.ZstdCompressor(level=self.level).compress(plane) if self.level else plane
             small = len(packed) < _WORTH * plane.size
             data = packed if small else plane
             parts += [bytes((small,)), len(data).to_bytes(4, "little"), bytes(data)]
         return b"".join(parts)
 
-    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
         return frame(count, self.block_log2, blocks)
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        layout = layout_of(meta.dtype)
-        count = layout.count(meta)
+        unit = unit_of(meta.dtype)
+        count = unit.count(meta)
         if not len(payload):
-            return SparsePatch(meta, np.empty(0, index_dtype(count)), np.empty(0, layout.dtype))
+            return SparsePatch(meta, np.empty(0, index_dtype(count)), np.empty(0, unit.dtype))
         size, bodies = unframe(payload, meta, count)
         blocks = [
-            list(_planes(body, meta, min(size, count - number * size), layout.width))
+            list(_planes(body, meta, min(size, count - number * size), unit.width))
             for number, body in enumerate(bodies)
         ]  # before memory is taken for them
-        values = np.empty((count, layout.width), np.uint8)
+        values = np.empty((count, unit.width), np.uint8)
         for number, planes in enumerate(blocks):
             out = values[number * size : (number + 1) * size]
             for plane, (packed, data) in enumerate(planes):
@@ -89,7 +89,7 @@ class DenseCodec(Codec):
                 if len(data) != len(out):
                     raise damaged(meta, f"plane {plane} has {len(data)} bytes", f"{len(out)}")
                 out[:, plane] = np.frombuffer(data, np.uint8)
-        return DensePatch(meta, values.reshape(-1).view(layout.dtype))
+        return DensePatch(meta, values.reshape(-1).view(unit.dtype))
 
 
 def _planes(body: memoryview, meta: ParamMeta, units: int, width: int) -> Iterator[tuple[bool, memoryview]]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.units import from_units, layout_of, units, writable_units
+from torchrl_ext.codecs.units import from_units, unit_of, units, writable_units
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.kernels.base import BITS, flat_bits, unsigned
 from torchrl_ext.kernels.select import kernels_on
@@ -47,12 +47,12 @@ class _Places:
         return torch.from_numpy(self.indices.astype(np.int64, copy=False))
 
     def _check(self, other: np.ndarray) -> None:
-        layout, where = layout_of(self.meta.dtype), self.indices
-        count = layout.count(self.meta)
-        if where.ndim != 1 or where.shape != other.shape or other.dtype != layout.dtype:
+        unit, where = unit_of(self.meta.dtype), self.indices
+        count = unit.count(self.meta)
+        if where.ndim != 1 or where.shape != other.shape or other.dtype != unit.dtype:
             raise IntegrityError(
                 f"the patch of {self.meta.name!r} has {where.shape} indices and {other.shape} {other.dtype} values",
-                expected=f"as many {layout.dtype} values as indices",
+                expected=f"as many {unit.dtype} values as indices",
             )
         if where.size and (where[0] < 0 or where[-1] >= count or not (where[1:] > where[:-1]).all()):
             raise IntegrityError(
@@ -113,8 +113,8 @@ class StepPatch(_Places):
         """
         from torchrl_ext.kernels.host_loops import move
 
-        layout, values = layout_of(self.meta.dtype), np.empty_like(self.steps)
-        move(np.ascontiguousarray(old), self.steps, layout.top, layout.mask, layout.ordered, values)
+        unit, values = unit_of(self.meta.dtype), np.empty_like(self.steps)
+        move(np.ascontiguousarray(old), self.steps, unit.top, unit.mask, unit.ordered, values)
         return SparsePatch(self.meta, self.indices, values)
 
 
@@ -131,11 +131,11 @@ class DensePatch:
     values: np.ndarray
 
     def __post_init__(self) -> None:
-        layout = layout_of(self.meta.dtype)
-        if self.values.shape != (layout.count(self.meta),) or self.values.dtype != layout.dtype:
+        unit = unit_of(self.meta.dtype)
+        if self.values.shape != (unit.count(self.meta),) or self.values.dtype != unit.dtype:
             raise IntegrityError(
                 f"{self.meta.name!r} came as {self.values.shape} units of {self.values.dtype}",
-                expected=f"{layout.count(self.meta)} of {layout.dtype}",
+                expected=f"{unit.count(self.meta)} of {unit.dtype}",
             )
 
     @property

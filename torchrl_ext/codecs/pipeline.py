@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Block, Codec, Encoded
 from torchrl_ext.codecs.patch import check_same
-from torchrl_ext.codecs.units import Layout, layout_of
+from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.base import Kernels, Words, flat_bits, unsigned
 from torchrl_ext.kernels.host import find
@@ -161,25 +161,25 @@ def _encoding(
     check_same(meta, old, new)
     if follow and not old.is_contiguous():
         raise ConfigError("a tensor that is to follow must be contiguous")
-    layout, device = layout_of(meta.dtype), old.device if new.device.type == "cpu" else new.device
+    unit, device = unit_of(meta.dtype), old.device if new.device.type == "cpu" else new.device
     kernels = kernels or kernels_on(device)
     before, after = flat_bits(old), flat_bits(new)
-    codec, count = codec.choose(layout, before, after), after.numel()
+    codec, count = codec.choose(unit, before, after), after.numel()
     on_host = kernels.on_host
     if codec.reads != "changed" and not on_host:
         on_host, before, after = True, before.cpu(), after.cpu()
         if follow and old.device.type != "cpu":
             old.copy_(new)
             follow = False
-    size = codec.block_units(layout, count)
+    size = codec.block_units(unit, count)
     if on_host:
         olds, news = unsigned(before), unsigned(after)
         tasks = [
-            submit(_block, codec, layout, olds[at : at + size], news[at : at + size], at, follow)
+            submit(_block, codec, unit, olds[at : at + size], news[at : at + size], at, follow)
             for at in range(0, count, size)
         ]
     else:
-        tasks = _listed(codec, layout, kernels, device, before, after, size, submit, follow)
+        tasks = _listed(codec, unit, kernels, device, before, after, size, submit, follow)
 
     def result() -> Encoded:
         payloads, changed, first, second = [], 0, 0, 0
@@ -187,14 +187,14 @@ def _encoding(
             payload, more, words = task()
             payloads.append(payload)
             changed, first, second = changed + more, first + words[0], second + words[1]
-        payload = codec.join(layout, count, payloads) if changed else b""
+        payload = codec.join(unit, count, payloads) if changed else b""
         digest = (first % 2**64, second % 2**64)
         return Encoded(meta=meta, codec=codec, payload=payload, changed=changed, digest=digest)
 
     return result
 
 
-def _block(codec: Codec, layout: Layout, old: np.ndarray, new: np.ndarray, start: int, follow: bool) -> _Coded:
+def _block(codec: Codec, unit: Unit, old: np.ndarray, new: np.ndarray, start: int, follow: bool) -> _Coded:
     """Find and code what changed in one block on the host."""
     lists = codec.reads != "new"  # else what changed is only counted, in parts whose lists stay small
     changed, first, second, part = 0, 0, 0, new.size if lists else _PART
@@ -204,7 +204,7 @@ def _block(codec: Codec, layout: Layout, old: np.ndarray, new: np.ndarray, start
     if lists and not changed:
         return b"", 0, (0, 0)
     block = Block(start=start, size=new.size, places=places, before=before, after=after, old=old, new=new)
-    payload = codec.encode_block(layout, block)
+    payload = codec.encode_block(unit, block)
     if follow and lists and changed < new.size // 32:
         old[places] = after
     elif follow and changed:
@@ -214,7 +214,7 @@ def _block(codec: Codec, layout: Layout, old: np.ndarray, new: np.ndarray, start
 
 def _listed(
     codec: Codec,
-    layout: Layout,
+    unit: Unit,
     kernels: Kernels,
     device: torch.device,
     before: Tensor,
@@ -255,10 +255,10 @@ def _listed(
             start=start,
             size=min(size, count - start),
             places=places.astype(np.int32) if size < 2**31 else places,
-            before=olds[own].view(layout.dtype),
-            after=news[own].view(layout.dtype),
+            before=olds[own].view(unit.dtype),
+            after=news[own].view(unit.dtype),
         )
-        payload = submit(codec.encode_block, layout, block)
+        payload = submit(codec.encode_block, unit, block)
         return lambda: (payload(), changed, words)
 
     return [task(number, start) for number, start in enumerate(starts)]

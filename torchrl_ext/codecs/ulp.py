@@ -26,7 +26,7 @@ from torch import Tensor
 from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
 from torchrl_ext.codecs.framing import damaged, frame, unframe
 from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch, index_dtype
-from torchrl_ext.codecs.units import Layout, layout_of
+from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 
@@ -53,31 +53,31 @@ class _BlockCodec(Codec):
         if not isinstance(self.block_log2, int) or not 12 <= self.block_log2 <= 28:
             raise ConfigError(f"block_log2={self.block_log2!r}", expected="an integer from 12 to 28")
 
-    def block_units(self, layout: Layout, count: int) -> int:
+    def block_units(self, unit: Unit, count: int) -> int:
         return 1 << self.block_log2
 
-    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
         return frame(count, self.block_log2, blocks)
 
-    def encode_block(self, layout: Layout, block: Block) -> bytes:
+    def encode_block(self, unit: Unit, block: Block) -> bytes:
         from torchrl_ext.codecs.coder.encode import encode_body
         from torchrl_ext.codecs.coder.tokens import lay_steps
 
-        changed, most = block.places.size, block.size * layout.width
+        changed, most = block.places.size, block.size * unit.width
         gaps, steps = np.empty(changed, np.uint8), np.empty(changed, np.uint8)
-        room = np.empty(changed * (4 + layout.width) // 4 + 64, np.uint32)
-        ids, starts, used = self._tokens(layout, block, gaps, steps, room)
+        room = np.empty(changed * (4 + unit.width) // 4 + 64, np.uint32)
+        ids, starts, used = self._tokens(unit, block, gaps, steps, room)
         raw, head, words = room[:used], np.empty(1 << 19, np.uint8), np.empty(2 * changed + 8, np.uint16)
         end, first = encode_body(gaps, steps, starts, ids, self.needs == "all", used, most, head, words)
         if end >= 0 and end + raw.nbytes + words[first:].nbytes <= most:
             return b"".join((_CODED, head[:end].data, raw.data, words[first:].data))
-        plain = np.zeros(block.size, layout.dtype)
-        lay_steps(block.places, block.before, block.after, layout.top, layout.mask, layout.ordered, plain)
+        plain = np.zeros(block.size, unit.dtype)
+        lay_steps(block.places, block.before, block.after, unit.top, unit.mask, unit.ordered, plain)
         return _STEPS + plain.tobytes()
 
     @abstractmethod
     def _tokens(
-        self, layout: Layout, block: Block, gaps: np.ndarray, steps: np.ndarray, raw: np.ndarray
+        self, unit: Unit, block: Block, gaps: np.ndarray, steps: np.ndarray, raw: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """Fill ``gaps`` and ``steps`` with tokens, and ``raw`` with raw bits.
 
@@ -88,7 +88,7 @@ class _BlockCodec(Codec):
     @abstractmethod
     def _untoken(
         self,
-        layout: Layout,
+        unit: Unit,
         base: np.ndarray | None,
         start: int,
         size: int,
@@ -99,15 +99,15 @@ class _BlockCodec(Codec):
         """Fill ``indices`` and ``steps`` from tokens, ids, starts and raw bits; False where these do not fit."""
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        layout = layout_of(meta.dtype)
-        count = layout.count(meta)
+        unit = unit_of(meta.dtype)
+        count = unit.count(meta)
         old = self._base(meta, base) if self.needs == "all" or base is not None else None
-        parts = [(np.empty(0, index_dtype(count)), np.empty(0, layout.dtype))]
+        parts = [(np.empty(0, index_dtype(count)), np.empty(0, unit.dtype))]
         if len(payload):
             size, bodies = unframe(payload, meta, count)
             for number, body in enumerate(bodies):
                 if len(body):
-                    parts.append(self._decode_block(body, meta, layout, old, number * size, min(size, count)))
+                    parts.append(self._decode_block(body, meta, unit, old, number * size, min(size, count)))
         indices, steps = (np.concatenate(each) if len(parts) > 2 else each[-1] for each in zip(*parts, strict=True))
         patch = StepPatch(meta, indices, steps)
         if old is None:
@@ -120,14 +120,14 @@ class _BlockCodec(Codec):
         return DensePatch(meta, values)
 
     def _decode_block(
-        self, body: memoryview, meta: ParamMeta, layout: Layout, old: np.ndarray | None, start: int, size: int
+        self, body: memoryview, meta: ParamMeta, unit: Unit, old: np.ndarray | None, start: int, size: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        count = layout.count(meta)
+        count = unit.count(meta)
         size, dtype = min(size, count - start), index_dtype(count)
         if body[:1] == _STEPS:
-            if len(body) != 1 + size * layout.width:
-                raise damaged(meta, f"{len(body) - 1} bytes of plain steps", f"{size * layout.width}")
-            every = np.frombuffer(body[1:], layout.dtype)
+            if len(body) != 1 + size * unit.width:
+                raise damaged(meta, f"{len(body) - 1} bytes of plain steps", f"{size * unit.width}")
+            every = np.frombuffer(body[1:], unit.dtype)
             where = np.flatnonzero(every)
             return (where + start).astype(dtype), every[where]
         if body[:1] != _CODED:
@@ -140,9 +140,9 @@ class _BlockCodec(Codec):
         if error:
             raise damaged(meta, ERRORS[error])
         decoded.append(data[low:high])
-        indices, steps = np.empty(decoded[0].size, dtype), np.empty(decoded[0].size, layout.dtype)
+        indices, steps = np.empty(decoded[0].size, dtype), np.empty(decoded[0].size, unit.dtype)
         base = None if old is None else old[start : start + size]
-        if not self._untoken(layout, base, start, size, tuple(decoded), indices, steps):
+        if not self._untoken(unit, base, start, size, tuple(decoded), indices, steps):
             raise damaged(meta, f"changes leave the block at {start}", "a payload and a base of consecutive versions")
         return indices, steps
 
@@ -155,18 +155,18 @@ class UlpCodec(_BlockCodec):
     name: ClassVar[str] = "ulp"
     needs: ClassVar[Needs] = "changed"
 
-    def _tokens(self, layout, block, gaps, steps, raw):
+    def _tokens(self, unit, block, gaps, steps, raw):
         from torchrl_ext.codecs.coder.tokens import tokenise
 
-        line = layout.top, layout.mask, layout.ordered
+        line = unit.top, unit.mask, unit.ordered
         used = tokenise(block.places, block.before, block.after, *line, gaps, steps, raw)
         return np.zeros(1, np.uint8), np.array([0, gaps.size]), used
 
-    def _untoken(self, layout, base, start, size, decoded, indices, steps):
+    def _untoken(self, unit, base, start, size, decoded, indices, steps):
         from torchrl_ext.codecs.coder.tokens import untokenise
 
         gaps, values, _, _, raw = decoded
-        return untokenise(gaps, values, raw, size, start, layout.mask, indices, steps)
+        return untokenise(gaps, values, raw, size, start, unit.mask, indices, steps)
 
 
 @final
@@ -182,20 +182,20 @@ class ContextCodec(_BlockCodec):
     needs: ClassVar[Needs] = "all"
     reads: ClassVar[Reads] = "all"
 
-    def _tokens(self, layout, block, gaps, steps, raw):
+    def _tokens(self, unit, block, gaps, steps, raw):
         from torchrl_ext.codecs.coder.contexts import sort_by_context, walk
 
-        line, context = (layout.top, layout.mask, layout.ordered), (np.uint64(layout.shift), np.uint64(layout.select))
+        line, context = (unit.top, unit.mask, unit.ordered), (np.uint64(unit.shift), np.uint64(unit.select))
         contexts, starts = np.empty(gaps.size, np.uint8), np.empty(257, np.int64)
-        far, wide = np.empty(gaps.size, np.uint32), np.empty(gaps.size, layout.dtype)
+        far, wide = np.empty(gaps.size, np.uint32), np.empty(gaps.size, unit.dtype)
         walk(block.old, block.places, block.before, block.after, *line, *context, contexts, far, wide)
         used = sort_by_context(contexts, far, wide, starts, gaps, steps, raw)
         ids = np.flatnonzero(starts[1:] > starts[:-1])
         return ids.astype(np.uint8), np.append(starts[ids], gaps.size), used
 
-    def _untoken(self, layout, base, start, size, decoded, indices, steps):
+    def _untoken(self, unit, base, start, size, decoded, indices, steps):
         from torchrl_ext.codecs.coder.contexts import unwalk
 
         gaps, values, ids, starts, raw = decoded
-        context = np.uint64(layout.shift), np.uint64(layout.select)
-        return unwalk(base, *context, ids, starts, gaps, values, raw, start, layout.mask, indices, steps)
+        context = np.uint64(unit.shift), np.uint64(unit.select)
+        return unwalk(base, *context, ids, starts, gaps, values, raw, start, unit.mask, indices, steps)

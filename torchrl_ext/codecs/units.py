@@ -14,11 +14,11 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.base import BITS, flat_bits, unsigned
 from torchrl_ext.types import ParamMeta, dtype_name
 
-__all__ = ["Layout", "from_units", "layout_of", "units", "writable_units"]
+__all__ = ["Unit", "from_units", "unit_of", "units", "writable_units"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Unit:
     """A dtype as units of 1, 2, 4 or 8 bytes.
 
     Attributes:
@@ -55,21 +55,21 @@ class Layout:
 
 
 _FLOATS = {
-    "float16": Layout(width=2, ordered=True, shift=10, select=31),
-    "bfloat16": Layout(width=2, ordered=True, shift=7, select=255),
-    "float32": Layout(width=4, ordered=True, shift=23, select=255),
-    "float64": Layout(width=8, ordered=True, shift=52, select=255),
-    "complex128": Layout(width=8, parts=2, ordered=True, shift=52, select=255),
-    "float8_e4m3fn": Layout(width=1, ordered=True, shift=3, select=15),
-    "float8_e4m3fnuz": Layout(width=1, ordered=True, shift=3, select=15),
-    "float8_e5m2": Layout(width=1, ordered=True, shift=2, select=31),
-    "float8_e5m2fnuz": Layout(width=1, ordered=True, shift=2, select=31),
+    "float16": Unit(width=2, ordered=True, shift=10, select=31),
+    "bfloat16": Unit(width=2, ordered=True, shift=7, select=255),
+    "float32": Unit(width=4, ordered=True, shift=23, select=255),
+    "float64": Unit(width=8, ordered=True, shift=52, select=255),
+    "complex128": Unit(width=8, parts=2, ordered=True, shift=52, select=255),
+    "float8_e4m3fn": Unit(width=1, ordered=True, shift=3, select=15),
+    "float8_e4m3fnuz": Unit(width=1, ordered=True, shift=3, select=15),
+    "float8_e5m2": Unit(width=1, ordered=True, shift=2, select=31),
+    "float8_e5m2fnuz": Unit(width=1, ordered=True, shift=2, select=31),
 }
 
 
 @cache
-def layout_of(dtype: torch.dtype) -> Layout:
-    """The layout of ``dtype``.
+def unit_of(dtype: torch.dtype) -> Unit:
+    """The unit of a dtype.
 
     Raises:
         ConfigError: its elements are not 1, 2, 4, 8 (or, complex, 16) plain bytes.
@@ -83,7 +83,7 @@ def layout_of(dtype: torch.dtype) -> Layout:
             expected="a dtype of 1, 2, 4 or 8 bytes, or complex128",
             hint="send the integer storage of a quantised tensor",
         )
-    return Layout(width=dtype.itemsize)
+    return Unit(width=dtype.itemsize)
 
 
 def units(tensor: Tensor) -> np.ndarray:

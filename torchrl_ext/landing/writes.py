@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch
-from torchrl_ext.codecs.units import layout_of
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.kernels.base import BITS, Kernels, Place
 from torchrl_ext.kernels.select import kernels_on
 from torchrl_ext.weights.digests import PositionDigest
@@ -156,7 +156,7 @@ class Staged:
             steps = isinstance(patch, StepPatch)
             changes = patch.steps if steps else patch.values
             positions, payload = torch.from_numpy(patch.indices), torch.from_numpy(changes).view(BITS[changes.itemsize])
-            ordered = layout_of(patch.meta.dtype).ordered if steps else None
+            ordered = unit_of(patch.meta.dtype).ordered if steps else None
             for piece in pieces:
                 chosen = _within(patch.indices, piece.place)
                 if chosen.start == chosen.stop:

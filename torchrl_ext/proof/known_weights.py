@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
-from torchrl_ext.codecs.units import layout_of, units
+from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.kernels.base import Words, flat_bits
 from torchrl_ext.landing.placement import keeps_values
 from torchrl_ext.types import ParamMeta
@@ -91,11 +91,11 @@ class TakenBack:
             meta = ParamMeta.of(name, tensor)
             where = places(name, tensor).numpy()
             where = where if self._sparse(name) else where[:1]
-            parts = layout_of(meta.dtype).parts
+            parts = unit_of(meta.dtype).parts
             if parts > 1:
                 where = (where[:, None] * parts + np.arange(parts)).reshape(-1)
             if where.size and wanted(name):
-                indices = where.astype(index_dtype(layout_of(meta.dtype).count(meta)))
+                indices = where.astype(index_dtype(unit_of(meta.dtype).count(meta)))
                 yield SparsePatch(meta, indices, units(tensor)[where])
 
     def whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ from torchrl_ext.codecs.auto import AutoCodec
 from torchrl_ext.codecs.base import Codec, codec_from_json
 from torchrl_ext.codecs.dense import DenseCodec
 from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
-from torchrl_ext.codecs.units import layout_of
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
@@ -103,7 +103,7 @@ def _widths(params: Iterable[ParamMeta]) -> set[int]:
     widths = set()
     for dtype in {meta.dtype for meta in params}:
         try:
-            widths.add(layout_of(dtype).width)
+            widths.add(unit_of(dtype).width)
         except WeightSyncError:
             continue  # publishing says so by name
     return widths

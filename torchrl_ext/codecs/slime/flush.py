@@ -25,7 +25,7 @@ import zstandard
 
 from torchrl_ext.codecs.patch import SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.container import DTYPES, Buffer, Entry, build_safetensors, decompress, parse_safetensors
-from torchrl_ext.codecs.units import layout_of
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_from_name, dtype_name
 
@@ -60,7 +60,7 @@ def check_dtype(meta: ParamMeta) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if dtype_name(meta.dtype) not in DTYPES or layout_of(meta.dtype).parts != 1:
+    if dtype_name(meta.dtype) not in DTYPES or unit_of(meta.dtype).parts != 1:
         raise ConfigError(f"{meta} has a dtype that safetensors cannot name", hint="use 'ulp', 'context' or 'xor'")
 
 
@@ -86,7 +86,7 @@ def flush_buckets(patches: Iterable[SparsePatch], encoding: str, *, buffer_bytes
 def _positions(patch: SparsePatch, encoding: str) -> tuple[np.ndarray, int]:
     where = patch.indices.astype(np.int64)
     if encoding == "indices":
-        if layout_of(patch.meta.dtype).count(patch.meta) > 2**31:
+        if unit_of(patch.meta.dtype).count(patch.meta) > 2**31:
             raise ConfigError(
                 f"{patch.meta} has more elements than encoding 'indices' can number", hint="use 'deltas' or 'ulp'"
             )
@@ -191,7 +191,7 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
     code = entries["__values__"].dtype
     dtype = dtype_from_name(next(name for name, known in DTYPES.items() if known == code))
     positions = np.frombuffer(entries["__positions__"].data, np.uint8)
-    values = np.frombuffer(entries["__values__"].data, layout_of(dtype).dtype)
+    values = np.frombuffer(entries["__values__"].data, unit_of(dtype).dtype)
     found = checksum(positions.copy(), values.copy(), dtype)
     if found != stated:
         raise _bad(where, f"its checksum is {found}", f"{stated}")
@@ -235,20 +235,20 @@ def _patch(
         raise _bad(where, f"the ranges of tensor {meta.name!r} leave the file")
     if width not in ((4,) if encoding == "indices" else (2, 4)) or end - begin != width * (last - first):
         raise _bad(where, f"tensor {meta.name!r} has {end - begin} bytes of positions for {last - first} values")
-    layout = layout_of(meta.dtype)
-    if last - first > layout.count(meta):
-        raise _bad(where, f"tensor {meta.name!r} has {last - first} values", f"at most {layout.count(meta)}")
+    unit = unit_of(meta.dtype)
+    if last - first > unit.count(meta):
+        raise _bad(where, f"tensor {meta.name!r} has {last - first} values", f"at most {unit.count(meta)}")
     kind = "<i4" if encoding == "indices" else f"<u{width}"
     packed = np.frombuffer(positions[begin:end].tobytes(), kind).astype(np.int64)
     indices = packed if encoding == "indices" else np.cumsum(packed + 1) - 1
-    if indices.size and not 0 <= int(indices[-1]) < layout.count(meta):  # before a cast could hide it
+    if indices.size and not 0 <= int(indices[-1]) < unit.count(meta):  # before a cast could hide it
         raise _bad(where, f"tensor {meta.name!r} has indices up to {int(indices[-1])}", f"below {meta.numel}")
     what = values[first:last]
     if dtype != meta.dtype:  # a writer that mixed dtypes widened all values to a common one
         what = torch.from_numpy(what.copy()).view(dtype).to(meta.dtype).view(_SIGNED[meta.dtype.itemsize]).numpy()
-        what = what.view(layout.dtype)
+        what = what.view(unit.dtype)
     try:
-        return SparsePatch(meta, indices.astype(index_dtype(layout.count(meta))), what)
+        return SparsePatch(meta, indices.astype(index_dtype(unit.count(meta))), what)
     except IntegrityError as error:
         raise _bad(where, error.what) from None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
-from torchrl_ext.codecs.units import Layout, layout_of
+from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.types import ParamMeta
 
@@ -27,27 +27,27 @@ class _SparseCodec(Codec):
 
     needs: ClassVar[Needs] = "nothing"
 
-    def block_units(self, layout: Layout, count: int) -> int:
+    def block_units(self, unit: Unit, count: int) -> int:
         return 1 << 20
 
-    def encode_block(self, layout: Layout, block: Block) -> bytes:
+    def encode_block(self, unit: Unit, block: Block) -> bytes:
         return (block.places + np.int64(block.start)).astype("<i8").tobytes() + block.after.tobytes()
 
-    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
-        cuts = [len(data) // (8 + layout.width) * 8 for data in blocks]
+    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
+        cuts = [len(data) // (8 + unit.width) * 8 for data in blocks]
         where = [data[:cut] for data, cut in zip(blocks, cuts, strict=True)]
         return b"".join([*where, *(data[cut:] for data, cut in zip(blocks, cuts, strict=True))])
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        layout = layout_of(meta.dtype)
-        count = len(payload) // (8 + layout.width)
-        if len(payload) != count * (8 + layout.width):
+        unit = unit_of(meta.dtype)
+        count = len(payload) // (8 + unit.width)
+        if len(payload) != count * (8 + unit.width):
             raise IntegrityError(f"the {self.name} delta of {meta.name!r} has {len(payload)} bytes")
         where = np.frombuffer(payload, "<i8", count)
-        if count and not 0 <= where[0] <= where[-1] < layout.count(meta):  # before a cast could hide it
+        if count and not 0 <= where[0] <= where[-1] < unit.count(meta):  # before a cast could hide it
             raise IntegrityError(f"the {self.name} delta of {meta.name!r} has indices up to {where[-1]}")
-        values = np.frombuffer(payload, layout.dtype, count, 8 * count)
-        return SparsePatch(meta, where.astype(index_dtype(layout.count(meta))), values)
+        values = np.frombuffer(payload, unit.dtype, count, 8 * count)
+        return SparsePatch(meta, where.astype(index_dtype(unit.count(meta))), values)
 
 
 @final

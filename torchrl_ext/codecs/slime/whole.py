@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.container import decompress
-from torchrl_ext.codecs.units import Layout, layout_of
+from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
 
@@ -35,7 +35,7 @@ class _WholeCodec(Codec):
     needs: ClassVar[Needs] = "all"
 
     @abstractmethod
-    def _bytes(self, layout: Layout, block: Block) -> np.ndarray | bytes:
+    def _bytes(self, unit: Unit, block: Block) -> np.ndarray | bytes:
         """What is compressed."""
 
     @abstractmethod
@@ -46,10 +46,10 @@ class _WholeCodec(Codec):
     def _most(self, meta: ParamMeta) -> int:
         """Bytes that the decompressed form may take."""
 
-    def encode_block(self, layout: Layout, block: Block) -> bytes:
-        return zstandard.ZstdCompressor(level=_LEVEL).compress(self._bytes(layout, block))
+    def encode_block(self, unit: Unit, block: Block) -> bytes:
+        return zstandard.ZstdCompressor(level=_LEVEL).compress(self._bytes(unit, block))
 
-    def join(self, layout: Layout, count: int, blocks: list[bytes]) -> bytes:
+    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
         return blocks[0]
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
@@ -71,10 +71,10 @@ class XorCodec(_WholeCodec):
 
     name: ClassVar[str] = "xor"
 
-    def _bytes(self, layout: Layout, block: Block) -> np.ndarray:
+    def _bytes(self, unit: Unit, block: Block) -> np.ndarray:
         if block.old is not None and block.new is not None:
             return (block.new ^ block.old).view(np.uint8)
-        difference = np.zeros(block.size, layout.dtype)
+        difference = np.zeros(block.size, unit.dtype)
         difference[block.places] = block.before ^ block.after
         return difference.view(np.uint8)
 
@@ -99,17 +99,17 @@ class OverwriteCodec(_WholeCodec):
 
     name: ClassVar[str] = "overwrite"
 
-    def _bytes(self, layout: Layout, block: Block) -> bytes:
-        if block.size * layout.width > 2**32:
+    def _bytes(self, unit: Unit, block: Block) -> bytes:
+        if block.size * unit.width > 2**32:
             raise ConfigError(
-                f"encoding 'overwrite' cannot write byte positions of a tensor of {block.size * layout.width} bytes",
+                f"encoding 'overwrite' cannot write byte positions of a tensor of {block.size * unit.width} bytes",
                 expected="at most 4 GiB",
                 hint="use 'xor', or 'ulp'",
             )
-        before, after = (bits.view(np.uint8).reshape(-1, layout.width) for bits in (block.before, block.after))
+        before, after = (bits.view(np.uint8).reshape(-1, unit.width) for bits in (block.before, block.after))
         differ = before != after
-        first = block.places.astype("<u4") * layout.width
-        where = (first[:, None] + np.arange(layout.width, dtype="<u4"))[differ]
+        first = block.places.astype("<u4") * unit.width
+        where = (first[:, None] + np.arange(unit.width, dtype="<u4"))[differ]
         return b"".join((where.size.to_bytes(4, "little"), where.tobytes(), after[differ].tobytes()))
 
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
@@ -130,4 +130,4 @@ class OverwriteCodec(_WholeCodec):
         return old
 
     def _most(self, meta: ParamMeta) -> int:
-        return 4 + 5 * layout_of(meta.dtype).count(meta) * layout_of(meta.dtype).width
+        return 4 + 5 * unit_of(meta.dtype).count(meta) * unit_of(meta.dtype).width

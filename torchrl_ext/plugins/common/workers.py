@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import distributed
 
-from torchrl_ext.codecs.units import layout_of
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.landing.patcher import Coverage, Piece
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
@@ -65,7 +65,7 @@ def combine(
         shares = {tuple(row[index].tolist()) for row in every}  # equal shares are one share, held twice
         if tuple(_UNKNOWN) in shares:
             continue
-        if sum(share[2] for share in shares) == layout_of(meta.dtype).count(meta):
+        if sum(share[2] for share in shares) == unit_of(meta.dtype).count(meta):
             found[meta.name] = sum(
                 (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in shares), PositionDigest()
             )
