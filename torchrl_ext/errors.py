@@ -46,6 +46,13 @@ class WeightSyncError(RuntimeError):
         expected: what should have been there instead.
         state: what holds now (which weights are served, who is paused).
         hint: what to do next.
+
+    Example:
+        >>> try:
+        ...     tx.make_transport("dlta", root=root)
+        ... except tx.WeightSyncError as error:
+        ...     print(error.what, error.hint, sep="; ")
+        there is no transport called 'dlta'; did you mean 'delta'?
     """
 
     def __init__(

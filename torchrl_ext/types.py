@@ -161,6 +161,11 @@ class EngineInfo:
         weight_version: the label of the weights in service.
         transports: names of the transports that the engine can follow.
         bootstrap_port: where an SGLang engine that prefills meets those that decode; None for others.
+
+    Example:
+        >>> [info] = tx.discover(address)
+        >>> info.kind, info.tp_size, info.weight_version
+        ('embedded', 1, 'default')
     """
 
     url: str
@@ -237,6 +242,14 @@ class SyncReport:
             within `torchrl_ext.landing.patcher.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they were handed over on
             a road that was shown, on this engine, to bring all that it computes with to where a cold start brings it.
             ``"outputs"``: its log-probabilities are the trainer's.
+
+    Example:
+        >>> sender = tx.WeightSender(tx.make_transport("disk", root=root), tx.connect(address))
+        >>> sender.register_model(lm)
+        >>> report = sender.update_weights()
+        >>> [(row.kind, row.state, row.version) for row in report.engines], sorted(report.spans)[:3]
+        ([('embedded', 'serving', 1)], ['connect', 'pause', 'prefetch'])
+        >>> sender.shutdown()
     """
 
     version: int

@@ -100,6 +100,14 @@ class VLLMWeightSyncScheme(_GroupScheme):
         num_replicas: engines.
         strategy: how weights are taken from a module.
         device: where tensors travel from; without CUDA the CPU.
+
+    Example:
+        >>> from torchrl_ext.collectors.from_torchrl import get_model_metadata
+        >>> sender = tx.VLLMWeightSyncScheme(gpus_per_replica=1, num_replicas=1).create_sender()
+        >>> sender.register_model(lm)
+        >>> sender.init_all_workers_group(get_model_metadata(lm), vllm_engine=address)
+        >>> sender.update_weights().verified
+        True
     """
 
     def __init__(
@@ -138,6 +146,15 @@ class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
         local_addr: where engines see it; None for the same path.
         num_threads: accepted for its name; files are written by one thread that keeps a disk busy.
         strategy: how weights are taken from a module.
+
+    Example:
+        >>> scheme = tx.VLLMDoubleBufferSyncScheme(remote_addr=root)
+        >>> sender = scheme.create_sender()
+        >>> sender.register_model(lm)
+        >>> sender.update_weights().version
+        1
+        >>> scheme.create_receiver(address).poll_and_apply(timeout=30.0)
+        True
     """
 
     def __init__(
@@ -184,6 +201,10 @@ class SGLangWeightSyncScheme(_GroupScheme):
 
     Raises:
         ConfigError: ``flush_cache_on_update`` with a pause mode that leaves requests in the cache.
+
+    Example:
+        >>> scheme = tx.SGLangWeightSyncScheme("http://127.0.0.1:30000", num_gpus=2, pause_mode="retract")
+        >>> scheme.create_sender().register_model(lm)  # then init_all_workers_group and update_weights, as with vLLM's
     """
 
     def __init__(

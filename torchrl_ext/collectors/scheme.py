@@ -260,6 +260,12 @@ class TransportWeightSyncScheme(TransportSchemeBase):
 
     Raises:
         ConfigError: no such transport, or a setting that it does not have.
+
+    Example:
+        >>> scheme = tx.TransportWeightSyncScheme("delta", root=root)
+        >>> # MultiSyncCollector(..., weight_sync_schemes={"policy": scheme}), then collector.update_policy_weights_()
+        >>> scheme.create_transport().name
+        'delta'
     """
 
     def __init__(

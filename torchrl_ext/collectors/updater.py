@@ -40,6 +40,12 @@ class TransportWeightUpdater(WeightUpdaterBase):
 
     Raises:
         ConfigError: settings for a transport that exists already.
+
+    Example:
+        >>> updater = tx.TransportWeightUpdater("disk", address, root=root)
+        >>> updater.push_weights(lm)  # or LLMCollector(..., weight_updater=updater)
+        >>> updater.report.version, updater.report.verified
+        (1, True)
     """
 
     def __init__(

@@ -68,6 +68,11 @@ class WeightUpdateConfig:
 
     Raises:
         ConfigError: a value or a combination that cannot work, with the reason and the remedy.
+
+    Example:
+        >>> options = tx.WeightUpdateConfig(update_weight_transport="disk", update_weight_disk_dir=root)
+        >>> options.make_transport().name
+        'disk'
     """
 
     update_weight_mode: str = _option("full", "full or delta", choices=("full", "delta"))

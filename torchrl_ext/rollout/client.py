@@ -36,6 +36,12 @@ class InferenceClient:
 
     Raises:
         ConfigError: no address, one twice or one that cannot work, or a kind that nobody knows.
+
+    Example:
+        >>> client = tx.InferenceClient.connect(address)
+        >>> [answer] = client.generate([[1, 2, 3]], max_tokens=4, temperature=0.0)
+        >>> len(answer.token_ids), answer.finish_reason
+        (4, 'length')
     """
 
     def __init__(

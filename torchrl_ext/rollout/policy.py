@@ -54,6 +54,15 @@ class RemoteLLMPolicy(LLMWrapperBase):
 
     Raises:
         ConfigError: settings that cannot work.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.modules.llm.policies import Tokens
+        >>> policy = tx.RemoteLLMPolicy(address, input_mode="tokens", generate_kwargs={"max_new_tokens": 4})
+        >>> prompt = Tokens(prompt=torch.tensor([[1, 2, 3]]), batch_size=1)
+        >>> answer = policy(TensorDict({"tokens": prompt}, batch_size=1))
+        >>> answer["tokens", "response"].shape, answer["token_versions", "response"].tolist()
+        (torch.Size([1, 4]), [[0, 0, 0, 0]])
     """
 
     def __init__(

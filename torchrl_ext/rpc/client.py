@@ -23,6 +23,14 @@ class EngineClient(ABC):
 
     The order of calls is ``connect``, then per update ``prefetch``, ``begin``, ``load`` (one per handoff), ``commit``.
     A call that fails leaves the engine as it is (paused from ``begin`` on) and says so.
+
+    Example:
+        >>> engine = tx.connect(address)
+        >>> [(one.kind, one.info().world_size) for one in engine.each()]
+        [('embedded', 1)]
+        >>> engine.pause()  # whether it generated before
+        True
+        >>> engine.resume()
     """
 
     kind: ClassVar[str]

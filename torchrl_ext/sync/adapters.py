@@ -34,6 +34,14 @@ class AdapterSender:
         dtype: cast the adapter's tensors to this dtype on the way out.
         timeout_s: deadline of every wait of the data layer, in seconds.
         rank: this trainer process's rank. Only rank 0 talks to engines and writes files; others call `load` too.
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> lora = get_peft_model(lm, LoraConfig(r=4, target_modules="all-linear"))
+        >>> adapters = tx.AdapterSender(root, tx.connect(address))
+        >>> adapters.load("policy-lora", lora)  # the embedded engine serves no adapters; vLLM and SGLang do
+        Traceback (most recent call last):
+        torchrl_ext.errors.ConfigError: ...
     """
 
     def __init__(

@@ -44,6 +44,13 @@ class WeightReceiver:
         target: module, TensorDict, mapping or `WeightLoader` that takes the weights.
         transport: the worker end to use alone; an engine gets its transport from `connect`.
         rank: this worker's rank within its engine, 0 .. world size of the engine - 1.
+
+    Example:
+        >>> trainer, worker = tx.DiskTransport(root), tx.DiskTransport(root)
+        >>> receiver = tx.WeightReceiver(torch.nn.Linear(4, 2), worker)
+        >>> trainer.send_weights(policy)
+        >>> receiver.poll_and_apply(timeout=5.0), receiver.version
+        (True, 1)
     """
 
     def __init__(self, target: Any = None, transport: Transport | None = None, *, rank: int = 0) -> None:

@@ -58,6 +58,14 @@ class WeightSender:
 
     Raises:
         ConfigError: settings that cannot work.
+
+    Example:
+        >>> sender = tx.WeightSender(tx.make_transport("delta", root=root), tx.connect(address))
+        >>> sender.register_model(lm)
+        >>> report = sender.update_weights()
+        >>> report.version, report.verified, report.proof
+        (1, True, 'in place')
+        >>> sender.shutdown()
     """
 
     def __init__(

@@ -75,6 +75,14 @@ class DeltaTransport(StandaloneTransport, Incremental):
     Raises:
         ConfigError: no such encoding (the message lists them), or one that does not take ``settings``; no such
             carrier; a root or hooks with the one that shares no files, or no root with the other.
+
+    Example:
+        >>> trainer, worker = tx.DeltaTransport(root), tx.DeltaTransport(root)
+        >>> held = torch.nn.Linear(4, 2)
+        >>> trainer.send_weights(policy)  # a keyframe; what follows is what changed
+        >>> _ = worker.receive_weights(timeout=5.0, model=held)
+        >>> bool((held.weight == policy.weight).all()), worker.received_version
+        (True, 1)
     """
 
     name: ClassVar[str] = "delta"

@@ -49,6 +49,12 @@ class DiskTransport(StandaloneTransport, Incremental):
 
     Raises:
         ConfigError: no such ``files`` directory, a name in it that cannot be a file, or no room in a shard.
+
+    Example:
+        >>> trainer, worker = tx.DiskTransport(root), tx.DiskTransport(root)
+        >>> trainer.send_weights(policy)  # root/weight_v000001/ is a Hugging Face checkpoint
+        >>> worker.receive_weights(timeout=5.0)["bias"].shape
+        torch.Size([2])
     """
 
     name: ClassVar[str] = "disk"

@@ -37,6 +37,13 @@ class MemoryTransport(StandaloneTransport):
     Args:
         channel: ends with the same channel name meet; by default each instance is both ends of its own.
         timeout_s: deadline of every wait, in seconds.
+
+    Example:
+        >>> held = torch.nn.Linear(4, 2)
+        >>> sender = tx.WeightSender(tx.MemoryTransport(), tx.make_engine("inprocess", engine=held))
+        >>> sender.register_model(policy)
+        >>> sender.update_weights().proof, bool((held.weight == policy.weight).all())
+        ('in place', True)
     """
 
     name: ClassVar[str] = "memory"

@@ -27,6 +27,13 @@ class WeightSource(ABC):
     """A re-iterable stream of full tensors in checkpoint coordinates.
 
     Ranks that share a parameter must iterate in lockstep, since gathering is a collective.
+
+    Example:
+        >>> source = tx.as_source(policy)
+        >>> [(meta.name, meta.shape) for meta in source.params()]
+        [('weight', (2, 4)), ('bias', (2,))]
+        >>> [name for name, tensor in source]
+        ['weight', 'bias']
     """
 
     @abstractmethod

@@ -45,6 +45,18 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
     Raises:
         ConfigError: settings that cannot work.
+
+    Example:
+        >>> from threading import Thread
+        >>> trainer, worker = (tx.VLLMCollectiveTransport("127.0.0.1", port, rank, 2) for rank in (0, 1))
+        >>> shapes = {"weight": (torch.float32, (2, 4)), "bias": (torch.float32, (2,))}
+        >>> beside = Thread(target=lambda: (trainer.init_all_workers_group(shapes), trainer.send_weights(policy)))
+        >>> beside.start()
+        >>> worker.init_all_workers_group(shapes)
+        >>> received = worker.receive_weights(timeout=30.0)
+        >>> beside.join()
+        >>> bool((received["weight"] == policy.weight).all())
+        True
     """
 
     name: ClassVar[str] = "collective"

@@ -57,6 +57,13 @@ class IPCTransport(StandaloneTransport):
 
     Raises:
         ConfigError: settings that cannot work.
+
+    Example:
+        >>> sender = tx.WeightSender(tx.IPCTransport(), tx.connect(address))  # an engine of this machine
+        >>> sender.register_model(lm)
+        >>> sender.update_weights().verified
+        True
+        >>> sender.shutdown()
     """
 
     name: ClassVar[str] = "ipc"
