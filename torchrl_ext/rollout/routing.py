@@ -18,7 +18,7 @@ from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rpc.discovery import connect, discover
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import normalise_url
-from torchrl_ext.rpc.router import RouterClient, place
+from torchrl_ext.rpc.router import RouterClient, engine_key
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
 __all__ = ["Changes", "Routing"]
@@ -174,7 +174,7 @@ class Routing:
 
         Newest are those that any engine serves; so an update that reached nobody changes nothing. Engines that the
         report does not mention are out, unless it has rows that belong to no engine of this router as far as their
-        names tell (`torchrl_ext.rpc.router.place`): then they stay as they are, which is a problem of the result.
+        names tell (`torchrl_ext.rpc.router.engine_key`): then they stay as they are, which is a problem of the result.
         Nothing is raised for an engine or a router that does not answer: it is in the log and in the result.
         """
         rows, strange = self._rows_of_ours(report)
@@ -259,19 +259,19 @@ class Routing:
 
     def _rows_of_ours(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
         """The rows of our engines, by our addresses of them, and the names in all others."""
-        ours = {place(url): url for url in self._engines}
+        ours = {engine_key(url): url for url in self._engines}
         rows, strange = {}, []
         for row in report.engines:
             try:
-                rows[ours[place(row.engine)]] = row
+                rows[ours[engine_key(row.engine)]] = row
             except (KeyError, ConfigError):  # an engine of somebody else, or a name that is no address
                 strange.append(row.engine)
         return rows, strange
 
     def _listed(self) -> set[str]:
         """The engines that the router uses, by our addresses of them."""
-        used = {place(worker.url) for worker in self._client.workers()}
-        return {url for url in self._engines if place(url) in used}
+        used = {engine_key(worker.url) for worker in self._client.workers()}
+        return {url for url in self._engines if engine_key(url) in used}
 
     def _changed(self, out: Sequence[str], back: Sequence[str]) -> Changes:
         added: list[str] = []

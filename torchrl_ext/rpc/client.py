@@ -86,7 +86,7 @@ class EngineClient(ABC):
         """
 
     def rehearse(self, how: str = "once") -> None:  # noqa: B027 - what no loader of ours serves has nothing to show
-        """Let the engine show, before the first update, that the road of an update leads to where a cold start does.
+        """Let the engine show, before the first update, that the route of an update leads to where a cold start does.
 
         It is paused for it, unless it has nothing to show or has done so, and serves the same weights afterwards.
 

@@ -147,8 +147,10 @@ class Fleet(EngineClient):
     def each(self) -> tuple[EngineClient, ...]:
         return tuple(self._active())
 
-    def oldest(self, version: int) -> int:
-        return min(engine.oldest(version) for engine in self._active())
+    def oldest(self, version: int) -> int | None:
+        found = [engine.oldest(version) for engine in self._active()]
+        known = [one for one in found if one is not None]
+        return min(known) if known and len(known) == len(found) else None
 
     def adapter(self, name: str) -> Fleet:
         return Fleet([engine.adapter(name) for engine in self.engines])

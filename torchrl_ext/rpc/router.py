@@ -1,6 +1,6 @@
 """Routers: which engines they send requests to, and how to tell one from an engine.
 
-A router spreads requests; it is no way to an engine. What it does not know itself it hands to one worker of its choice
+A router spreads requests; it leads to no engine. What it does not know itself it hands to one worker of its choice
 and passes that worker's answer on with status 200, so a pause sent to a router pauses one engine of many. Control calls
 therefore look first (`refuse_router`).
 
@@ -21,6 +21,7 @@ import contextlib
 import ipaddress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -28,7 +29,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 from torchrl_ext.waiting import wait_until
 
-__all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "is_router", "place", "refuse_router"]
+__all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "is_router", "refuse_router"]
 
 WORKER_TYPES = ("regular", "prefill", "decode")
 """What a router tells apart. Encoders answer to other engines, never to a router."""
@@ -113,7 +114,7 @@ class RouterClient:
         if known is None:
             self._check_health(url)
             self._register(url, worker_type, bootstrap_port)
-            self._until(lambda: self._find(url) is not None, f"list {url}")
+            self._until(partial(self._lists, url), f"list {url}")
             known = self._find(url)
         if known is not None and known.worker_type != worker_type:
             self.remove(url)  # a router without pools takes any type, and sends it whole requests
@@ -129,7 +130,7 @@ class RouterClient:
             EngineUnreachableError, EngineRefusedError: as for `workers`.
         """
         for url in urls:
-            self._until(lambda url=url: self._find(url) is not None, f"list {url}")
+            self._until(partial(self._lists, url), f"list {url}")
 
     def remove(self, url: str) -> None:
         """Send no more requests to the engine at ``url``; those that it has in work go on.
@@ -156,8 +157,11 @@ class RouterClient:
         """
         self._http.call("POST", "/finish_session", query={"session_id": session_id})
 
+    def _lists(self, url: str) -> bool:
+        return self._find(url) is not None
+
     def _find(self, url: str) -> RouterWorker | None:
-        return next((worker for worker in self.workers() if place(worker.url) == place(url)), None)
+        return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
 
     def _check_health(self, url: str) -> None:
         engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s, check=refuse_router)
@@ -166,7 +170,7 @@ class RouterClient:
             raise EngineRefusedError(f"{url}/health answered {health.status}", expected="200", status=health.status)
 
     def _register(self, url: str, worker_type: str, bootstrap_port: int | None) -> None:
-        body = {"url": url, "worker_type": worker_type}
+        body: dict[str, Any] = {"url": url, "worker_type": worker_type}
         body |= {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
         answer = self._http.call("POST", "/workers", body)
         if answer.status in _ABSENT:
@@ -193,7 +197,7 @@ class RouterClient:
         )
 
 
-def place(url: str) -> tuple[str, str, int | None, str]:
+def engine_key(url: str) -> tuple[str, str, int | None, str]:
     """What all addresses of one engine have in common, as far as that shows without a name server.
 
     Addresses of this machine by which it is reached from itself are one: ``localhost``, ``127.0.0.1``, ``[::1]``.

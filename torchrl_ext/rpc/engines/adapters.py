@@ -47,7 +47,8 @@ class AdapterClient(EngineClient):
             )
         self._engine, self.name, self._served, self._tell = engine, name, served, tell
         self.kind = engine.kind  # type: ignore[misc]
-        self._state, self._error = "serving", None
+        self._state = "serving"
+        self._error: str | None = None
         self._version: int | None = None
         self._before: int | None = None  # the version before the one in service
         self._in_use: list[int] | None = None  # versions whose files requests may still read, where the engine says so

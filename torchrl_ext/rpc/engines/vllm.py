@@ -10,8 +10,8 @@ in the bodies are our messages (`torchrl_ext.messages`):
 ``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up: `commit` clears
 ``POST /start_weight_update``
 ``POST /update_weights``                  ``{"update_info": message}``: `Load`, `Verify`, or `Seal` after the last one
-``POST /finish_weight_update``            ``{"weight_version": "7"}``; after a failed update, without a body, it is the
-                                          way out of the update that is still open
+``POST /finish_weight_update``            ``{"weight_version": "7"}``; after a failed update, without a body, it
+                                          ends the update that is still open
 ``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights, as do
                                           those that a KV connector keeps elsewhere
 ``POST /reset_encoder_cache``             of models that see: embeddings of images come from the old weights too
