@@ -7,9 +7,9 @@ import pytest
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
+from tests.rpc.servers import KNOWN, running
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import Registry, transports
-from torchrl_ext.rpc.server_info import parse_server_info
 
 PIGEON = """
 from torchrl_ext.transports.disk import DiskTransport
@@ -70,13 +70,13 @@ def test_a_transport_of_another_package_reaches_an_engine_by_its_name(site, tmp_
         assert set(engine.info().transports) == {"collective", "delta", "disk", "ipc", "pigeon"}
         sender.shutdown()
     assert ours.names() == {"disk": "files", "pigeon": "of package birds"}  # a name that is taken stays whose it is
-    assert ours.shipped() == ("disk",)
 
 
 def test_what_a_trainer_registered_is_not_said_to_be_known_by_an_engine():
     transports.register("here alone", "tests.test_registry:Strict", "of this process")
     try:
-        told = {"vllm_config": {"weight_transfer_config": {"backend": "torchrl_ext"}}}
-        assert set(parse_server_info("http://x:1", told).transports) == {"collective", "delta", "disk", "ipc"}
+        with running() as server:
+            assert set(tx.discover(server.url)[0].transports) == set(KNOWN)
+            assert set(tx.connect(server.url).info().transports) == set(KNOWN)
     finally:
         del transports._entries["here alone"]

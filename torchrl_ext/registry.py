@@ -62,10 +62,6 @@ class Registry:
         self._look_around()
         return MappingProxyType({name: entry.summary for name, entry in self._entries.items()})
 
-    def shipped(self) -> tuple[str, ...]:
-        """Names of this package's own classes, which whoever has the same release knows too."""
-        return tuple(name for name, entry in self._entries.items() if entry.path.startswith("torchrl_ext."))
-
     def load(self, name: str) -> type[Any]:
         """Import and return the class behind ``name``.
 

@@ -14,15 +14,27 @@ CONFIG = {
     "weight_transfer_config": {"backend": "torchrl_ext"},
     "kv_transfer_config": {"kv_role": "kv_producer"},
 }
+KNOWN = ["collective", "delta", "disk", "ipc", "courier"]
+"""Transports that the server's environment has."""
+
+
+def initialised(body):
+    """What the workers answer to a message that loads nothing."""
+    if (body or {}).get("init_info", {}).get("kind") == "inspect":
+        told = [{"worker": rank, "torchrl_ext": "0", "host": "here", "transports": KNOWN} for rank in range(2)]
+        return failed("; ".join(f"worker {one['worker']}: {ANSWERS}{json.dumps(one)}" for one in told))
+    return 200, {"message": "done"}
+
+
 GOOD = {
     "GET /server_info": (200, {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}}),
     "GET /get_world_size": (200, {"world_size": 6}),
     "GET /weight_info": (200, {"weight_version": "7"}),
     "POST /reset_prefix_cache": (200, {"success": True}),
+    "POST /init_weight_transfer_engine": initialised,
     **{
         f"POST /{route}": (200, {"message": "done"})
         for route in (
-            "init_weight_transfer_engine",
             "pause",
             "resume",
             "start_weight_update",
@@ -111,7 +123,7 @@ class Resting:
         self.hollow = self.hollow or kind == "reset"
         if kind == "state" and self.hollow:
             return failed(f'EngineError: {ANSWERS}{{"empty": true}}.')
-        return 200, {"message": "done"}
+        return initialised(asked)
 
     def start(self):
         self.harmed = self.harmed or "weights" in self.asleep
@@ -128,7 +140,7 @@ def rehearsing(*, needed=True, refused=False, restored=True):
     def answer(body):
         question = (body or {}).get("init_info", {})
         if question.get("kind") != "rehearse":
-            return 200, {"message": "done"}
+            return initialised(body)
         if refused and not question.get("ask"):
             return failed("layer.0 (Experts): not as after a cold start")
         proof = "sent" if question.get("ask") and needed else "rehearsed"

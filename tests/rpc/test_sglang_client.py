@@ -26,7 +26,15 @@ SERVES = {"model_path": "/models/now", "weight_version": "8", "load_format": "au
 
 def plugin(**more):
     """What the plugin answers, whatever is asked."""
-    told = {"torchrl_ext": "0", "workers": 2, "working": False, "flushed": True, "paused": False, **more}
+    told = {
+        "torchrl_ext": "0",
+        "workers": 2,
+        "transports": ["delta", "disk"],
+        "working": False,
+        "flushed": True,
+        "paused": False,
+        **more,
+    }
     return 200, {"success": True, "message": json.dumps(told)}
 
 

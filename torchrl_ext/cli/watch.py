@@ -158,10 +158,10 @@ class Watch:
     def _engine(self, before: EngineLook) -> EngineLook:
         url = before.engine
         try:
-            (info,) = discover(url, **self._settings)
             if url not in self._clients:
-                self._clients[url] = engines.make(info.kind, url=info.url, **self._settings)
-            rest = self._clients[url].sleep_state()
+                (found,) = discover(url, **self._settings)
+                self._clients[url] = engines.make(found.kind, url=found.url, **self._settings)
+            info, rest = self._clients[url].info(), self._clients[url].sleep_state()
         except WeightSyncError as error:
             self._clients.pop(url, None)
             return replace(before, state="unreachable", error=error.what)

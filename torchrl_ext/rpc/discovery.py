@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.registry import engines
+from torchrl_ext.rpc.engines.base import HTTPEngine
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import HTTPSession, normalise_url
 from torchrl_ext.rpc.router import refuse_router
@@ -92,19 +93,22 @@ def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until
     def get(route: str, query: Any = None) -> Any:
         return session.get(route, query=query, timeout_s=max(_SHORTEST_S, until - time.monotonic()))
 
+    def client(kind: str) -> HTTPEngine:
+        left_s = max(_SHORTEST_S, until - time.monotonic())
+        return engines.make(kind, url=session.url, api_key=api_key, timeout_s=left_s, load_timeout_s=left_s)
+
     for route, query in (("/server_info", {"config_format": "json"}), ("/get_server_info", None)):
         try:
             told = get(route, query)
             refuse_router(session)  # it would describe one engine of many, under its own address
             if is_sglang_info(told):
-                left_s = max(_SHORTEST_S, until - time.monotonic())
-                limits = {"timeout_s": left_s, "load_timeout_s": left_s}
-                return engines.make("sglang", url=session.url, api_key=api_key, **limits).info()
+                return client("sglang").info()
             return parse_server_info(
                 session.url,
                 told,
                 world_size=_optional(lambda: get("/get_world_size")["world_size"]),
                 weight_version=_optional(lambda: str(get("/weight_info")["weight_version"])) or "",
+                followed=lambda: client("vllm").followed(),
             )
         except (EngineUnreachableError, DeadlineError):
             raise

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.messages import BACKEND
-from torchrl_ext.registry import transports
 from torchrl_ext.types import EngineInfo
 
 __all__ = ["is_sglang_info", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees", "stores_keys"]
@@ -16,7 +15,14 @@ _AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 _MOST = 1 << 20  # workers of one engine
 
 
-def parse_server_info(url: str, told: Any, *, world_size: Any = None, weight_version: str = "") -> EngineInfo:
+def parse_server_info(
+    url: str,
+    told: Any,
+    *,
+    world_size: Any = None,
+    weight_version: str = "",
+    followed: Callable[[], Iterable[str]] = tuple,
+) -> EngineInfo:
     """`EngineInfo` from the structured form of ``/server_info``, of vLLM or of the embedded engine.
 
     Args:
@@ -24,6 +30,7 @@ def parse_server_info(url: str, told: Any, *, world_size: Any = None, weight_ver
         told: the route's answer: nested under ``vllm_config`` (vLLM), or flat with an ``engine`` field.
         world_size: from ``/get_world_size``; tp * pp * dp where that was not asked.
         weight_version: from ``/weight_info``.
+        followed: asks a vLLM server that runs our backend which transports it can follow.
 
     Raises:
         EngineRefusedError: ``told`` describes no engine.
@@ -41,7 +48,6 @@ def parse_server_info(url: str, told: Any, *, world_size: Any = None, weight_ver
     tp, pp, dp = (_count(url, axis, parallel.get(axis)) for axis in axes)
     workers = _count(url, "world_size", world_size, tp * pp * dp)
     backend = _mapping(config, "weight_transfer_config").get("backend")
-    follows = [name for name in transports.shipped() if name != "memory"] if backend == BACKEND else []
     return EngineInfo(
         url=url,
         kind=str(told["engine"]) if embedded else "vllm",
@@ -54,7 +60,7 @@ def parse_server_info(url: str, told: Any, *, world_size: Any = None, weight_ver
         world_size=workers,
         model=str(told.get("model") or model.get("model") or ""),
         weight_version=str(weight_version or told.get("weight_version") or ""),
-        transports=tuple(told.get("transports") or follows),
+        transports=tuple(told.get("transports") or (followed() if backend == BACKEND else ())),
     )
 
 

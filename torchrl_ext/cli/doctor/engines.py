@@ -92,7 +92,7 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
         access = {"api_key": asked.api_key, "load_timeout_s": max(30.0, asked.timeout_s)}
         answers = engines.make(info.kind, url=url, **access).inspect(asked.question)
     except (ConfigError, EngineRefusedError, DeadlineError) as error:
-        if info.transports and info.transports != ("disk",):
+        if info.transports != ("disk",):
             notes.warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
     _versions(notes, answers)
     dtype = _dtype(answer)

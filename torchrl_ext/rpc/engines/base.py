@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,6 +27,8 @@ from torchrl_ext.types import EngineRow, Info, least
 from torchrl_ext.waiting import wait_until
 
 __all__ = ["HTTPEngine", "prompt_logprobs", "restated"]
+
+log = logging.getLogger("torchrl_ext")
 
 _PROBE = [*range(3, 19)]
 _SAME_NATS, _TRIES = 0.05, 3
@@ -56,6 +59,7 @@ class HTTPEngine(EngineClient):
         self._version: int | None = None
         self._error: str | None = None
         self._proof = "sent"
+        self._followed: tuple[str, ...] = ()
         self._rehearsed: tuple[Info, ...] = ()
 
     @property
@@ -158,6 +162,21 @@ class HTTPEngine(EngineClient):
                 hint="install this version of torchrl_ext in the engine's environment",
             )
         return answers
+
+    def followed(self) -> tuple[str, ...]:
+        """Names of the transports that all workers know in their environment, those of other packages among them.
+
+        They are asked once. There are none where the workers do not say; the log has a word on it then.
+        """
+        if not self._followed:
+            try:
+                known = [answer.get("transports") for answer in self.inspect(Inspect())]
+            except (EngineError, DeadlineError) as error:
+                log.warning("%s does not say which transports it can follow: %s", self.url, error)
+                return ()
+            names = [set(map(str, told)) if isinstance(told, list) else set() for told in known]
+            self._followed = tuple(sorted(set.intersection(*names)))
+        return self._followed
 
     def pause(self) -> bool:
         """See `EngineClient.pause`. An engine that served, and did not pause, is told to serve again."""

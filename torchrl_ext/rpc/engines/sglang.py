@@ -30,7 +30,6 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.messages import Finish, Flush, Join, ListAdapters, Message, Prefetch, Reset, Start, loading, merged
-from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, prompt_logprobs, restated
@@ -122,7 +121,7 @@ class SGLangEngine(HTTPEngine):
         except EngineRefusedError as error:
             log.warning("%s does not say whether it has our plugin: %s", self.url, error)
             return ()
-        return tuple(name for name in transports.shipped() if name != "memory") if plugin else ("disk",)
+        return self.followed() if plugin else ("disk",)
 
     def _told(self) -> Any:
         return self._either("/server_info", "/get_server_info")

@@ -119,7 +119,8 @@ class VLLMRoutes(HTTPEngine):
     def info(self) -> EngineInfo:
         told = self._told()
         label = str(self._ask("/weight_info", "weight_version"))
-        return parse_server_info(self.url, told, world_size=self.world_size, weight_version=label)
+        size = self.world_size
+        return parse_server_info(self.url, told, world_size=size, weight_version=label, followed=self.followed)
 
     def _told(self) -> Any:
         with self._needs_dev_mode():
