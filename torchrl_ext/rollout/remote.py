@@ -116,9 +116,8 @@ class RemoteInferenceClient(EngineControl):
         sessions = input_batch.get("session_ids") or [None] * len(prompts)
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
-        extra = {"model": self._model_for(model), "cache_salt": input_batch.get("cache_salt")}
-        requests = [self._adapted(_request(prompt, sampling, i), model) for i, prompt in enumerate(prompts)]
-        found = await self._all(requests, sessions, extra)
+        requests = [_request(prompt, sampling, i) for i, prompt in enumerate(prompts)]
+        found = await self._all(requests, sessions, model, cache_salt=input_batch.get("cache_salt"))
         texts = None
         if self.tokenizer is not None or self.kind != "embedded":
             texts = await self.detokenize([one.token_ids for one in found])
@@ -144,10 +143,10 @@ class RemoteInferenceClient(EngineControl):
         Raises:
             ConfigError, EngineUnreachableError, EngineRefusedError, DeadlineError: as for `generate`.
         """
-        request = self._adapted(_request(prompt_token_ids, {"logprobs": 0, **(sampling_params or {})}, 0), model)
+        request = _request(prompt_token_ids, {"logprobs": 0, **(sampling_params or {})}, 0)
         seeds = [None if request.seed is None else request.seed + i for i in range(num_samples)]
         requests = [dataclasses.replace(request, seed=seed) for seed in seeds]
-        return await self._all(requests, [session_id] * num_samples, {"model": self._model_for(model)})
+        return await self._all(requests, [session_id] * num_samples, model)
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> Info:
         """``/v1/chat/completions``.
@@ -257,25 +256,25 @@ class RemoteInferenceClient(EngineControl):
         return time.monotonic() + self.timeout_s
 
     async def _all(
-        self, requests: Sequence[GenerationRequest], sessions: Sequence[Any], extra: Mapping[str, Any]
+        self, requests: Sequence[GenerationRequest], sessions: Sequence[Any], model: str | None, **extra: Any
     ) -> list[Generation]:
+        """One continuation of each, by the model that the caller names, else by the adapter or the client's model."""
+        adapter = None if model else self.adapter
+        extra["model"] = model or (self.model_name if adapter is None else None)  # an adapter stands there by itself
         more = {name: value for name, value in extra.items() if value is not None}
         asked = [
-            Asked(request=request, session_id=session, more=more, texts=self.detokenize)
+            Asked(
+                request=dataclasses.replace(request, adapter=adapter),
+                session_id=session,
+                more=more,
+                texts=self.detokenize,
+            )
             for request, session in zip(requests, sessions, strict=True)
         ]
         return [one for (one,) in await self._requests.here().generations(asked, self._until())]
 
     async def _completed(self, route: str, request: Continuation, session_id: Any) -> Info:
         return await self._requests.here().completion(route, request, session_id, self._until())
-
-    def _adapted(self, request: GenerationRequest, model: str | None) -> GenerationRequest:
-        """``request`` for the adapter, unless the caller names a model."""
-        return request if model else dataclasses.replace(request, adapter=self.adapter)
-
-    def _model_for(self, model: str | None) -> str | None:
-        """``model`` of a request; an adapter says by itself what stands there."""
-        return model or (self.model_name if self.adapter is None else None)
 
     def _model(self) -> Info:
         return {} if self.model_name is None else {"model": self.model_name}
