@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,7 +15,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 __all__ = ["Background", "PerLoop", "each"]
 
 _T = TypeVar("_T")
-_END_TIMEOUT_S = 10.0
+_END_TIMEOUT_S, _DROP_TIMEOUT_S = 10.0, 1.0
 
 
 class Background:
@@ -158,7 +159,16 @@ async def _after_the_others(last: Coroutine[Any, Any, None]) -> None:
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
+    with contextlib.suppress(RuntimeError):  # it was told to stop once more
+        loop.run_until_complete(_dropped())
     loop.close()
+
+
+async def _dropped() -> None:
+    """Wait a moment for connections that are being dropped."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=_DROP_TIMEOUT_S)
 
 
 def _name(call: Any) -> str:
