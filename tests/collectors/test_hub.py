@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from torchrl_ext.collectors.hub import Hub, dial
-from torchrl_ext.collectors.worker_end import Station, WorkerEngine
+from torchrl_ext.collectors.worker_end import SchemeWorkerEnd, WorkerEngine
 from torchrl_ext.errors import DeadlineError, EngineUnreachableError, NotConnectedError, WeightSyncError
 from torchrl_ext.messages import Finish, Join, Rehearse
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -98,12 +98,12 @@ class TestDeadlines:
             def rehearse(self, question):
                 return LARGE
 
-        station = Station(Link(ends[0], "the trainer"), Talkative(), lambda version: None)
-        station.start()
+        worker_end = SchemeWorkerEnd(Link(ends[0], "the trainer"), Talkative(), lambda version: None)
+        worker_end.start()
         ends[1].sendall(frame(json.dumps({"number": 1, "message": Rehearse().to_json()}).encode()))
-        station._thread.join(WAIT_S)
-        assert not station._thread.is_alive()
-        station.stop()
+        worker_end._thread.join(WAIT_S)
+        assert not worker_end._thread.is_alive()
+        worker_end.stop()
 
 
 class TestWhatOthersSay:
@@ -146,10 +146,10 @@ class TestWhatOthersSay:
             asked = {"number": 1, "message": draw.choice([message, message, None, 5, [], {}, "join"])}
             asked = draw.choice([asked, asked, {}, [asked], "join"])
             with _tcp_pair() as (ours, theirs):
-                station = Station(Link(ours, "the trainer"), WeightReceiver({}), lambda version: None)
+                worker_end = SchemeWorkerEnd(Link(ours, "the trainer"), WeightReceiver({}), lambda version: None)
                 theirs.sendall(frame(json.dumps(asked).encode()))
                 theirs.shutdown(socket.SHUT_WR)
-                station._run()
+                worker_end._run()
 
     def test_a_refusal_without_a_reason_is_an_error_of_ours(self):
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -22,8 +22,8 @@ from torchrl.weight_update.utils import _resolve_model
 
 from torchrl_ext.collectors.hub import dial
 from torchrl_ext.collectors.policy_loader import ModelLoader
-from torchrl_ext.collectors.trainer_end import TrainerEnd
-from torchrl_ext.collectors.worker_end import Station
+from torchrl_ext.collectors.trainer_end import SchemeTrainerEnd
+from torchrl_ext.collectors.worker_end import SchemeWorkerEnd
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.registry import transports
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -54,8 +54,8 @@ class TransportSchemeBase(WeightSyncScheme):
     ) -> None:
         super().__init__(strategy)
         self.host, self.timeout_s, self.start_timeout_s, self.verify = host, timeout_s, start_timeout_s, verify
-        self._trainer_end: TrainerEnd | None = None
-        self._station: Station | None = None
+        self._trainer_end: SchemeTrainerEnd | None = None
+        self._worker_end: SchemeWorkerEnd | None = None
         self._dial: tuple[str, int, str] | None = None
         self._seen = 0
 
@@ -109,7 +109,7 @@ class TransportSchemeBase(WeightSyncScheme):
             raise ConfigError(
                 f"the number of workers of model {self._model_id!r} is not known", hint="give num_workers or devices"
             )
-        self._trainer_end = TrainerEnd(
+        self._trainer_end = SchemeTrainerEnd(
             self, num_workers, devices=devices, params_map=params_map, device_map_fn=device_map_fn, kept=model
         )
         self._dial = self._trainer_end.address
@@ -177,14 +177,14 @@ class TransportSchemeBase(WeightSyncScheme):
         host, port, token = self._dial
         link, welcome = dial((host, port), str(self._model_id), idx or 0, token, self.start_timeout_s)
         loader = ModelLoader(lambda: self.model, device=welcome["device"], tied=welcome["tied"])
-        self._station = Station(link, WeightReceiver(loader), self._landed)
+        self._worker_end = SchemeWorkerEnd(link, WeightReceiver(loader), self._landed)
         try:
-            self._station.until_first(self.start_timeout_s)
+            self._worker_end.until_first(self.start_timeout_s)
         except BaseException:
-            self._station.stop()
+            self._worker_end.stop()
             raise
-        self._seen = self._station.version
-        self._station.start()
+        self._seen = self._worker_end.version
+        self._worker_end.start()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
         """Wait for weights newer than those that the last call returned; a thread of the worker lands them.
@@ -200,17 +200,17 @@ class TransportSchemeBase(WeightSyncScheme):
         """
         if not self.initialized_on_receiver:
             raise NotConnectedError(f"Must be initialized on receiver before receiving weights ({self._model_id!r})")
-        if not self.synchronized_on_receiver or self._station is None:
+        if not self.synchronized_on_receiver or self._worker_end is None:
             raise NotConnectedError(f"Must be synchronized on receiver before receiving weights ({self._model_id!r})")
-        if not self._station.wait_for(self._seen, self.timeout_s if timeout is None else timeout):
+        if not self._worker_end.wait_for(self._seen, self.timeout_s if timeout is None else timeout):
             return None
-        self._seen = self._station.version
+        self._seen = self._worker_end.version
         return self._strategy.extract_weights(self.model)
 
     def _landed(self, version: int) -> None:
         """Weights are in place: bump the worker's policy version, and pass them on to collectors below this one."""
-        context = self.context
-        if context is None or not self.synchronized_on_receiver or self._station is None or not self._station.running:
+        context, end = self.context, self._worker_end
+        if context is None or not self.synchronized_on_receiver or end is None or not end.running:
             return
         if isinstance(context, Collector) and not context._weight_sync_schemes and context._weight_updater is None:
             if self._model_id == "policy":  # the policy was written in place; only its version is left to do
@@ -222,7 +222,7 @@ class TransportSchemeBase(WeightSyncScheme):
 
     # both ends
 
-    def _require_trainer_end(self, what: str) -> TrainerEnd:
+    def _require_trainer_end(self, what: str) -> SchemeTrainerEnd:
         if self._trainer_end is None:
             raise NotConnectedError(f"{what} was called on the scheme of model {self._model_id!r} after shutdown")
         return self._trainer_end
@@ -230,17 +230,17 @@ class TransportSchemeBase(WeightSyncScheme):
     def shutdown(self) -> None:
         """Leave the other end and release everything. Workers keep their weights. May be called twice."""
         trainer_end, self._trainer_end = self._trainer_end, None
-        station, self._station = self._station, None
+        worker_end, self._worker_end = self._worker_end, None
         if trainer_end is not None:
             trainer_end.close()
-        if station is not None:
-            station.stop()
+        if worker_end is not None:
+            worker_end.stop()
         self.synchronized_on_sender = self.synchronized_on_receiver = False
         super().shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a worker needs: settings and the trainer's address."""
-        return super().__getstate__() | {"_trainer_end": None, "_station": None, "_weights": None, "_seen": 0}
+        return super().__getstate__() | {"_trainer_end": None, "_worker_end": None, "_weights": None, "_seen": 0}
 
 
 class TransportWeightSyncScheme(TransportSchemeBase):

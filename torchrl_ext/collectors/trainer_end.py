@@ -28,12 +28,12 @@ from torchrl_ext.weights.source import as_source
 if TYPE_CHECKING:
     from torchrl_ext.collectors.scheme import TransportSchemeBase
 
-__all__ = ["TrainerEnd"]
+__all__ = ["SchemeTrainerEnd"]
 
 log = logging.getLogger("torchrl_ext")
 
 
-class TrainerEnd:
+class SchemeTrainerEnd:
     """Workers of one model, and the sender that reaches them.
 
     Args:

@@ -17,7 +17,7 @@ from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
-__all__ = ["Station", "WorkerEngine"]
+__all__ = ["SchemeWorkerEnd", "WorkerEngine"]
 
 log = logging.getLogger("torchrl_ext")
 _GRACE_S = 5.0
@@ -134,7 +134,7 @@ class WorkerEngine(EngineClient):
         return answer.get("told")
 
 
-class Station:
+class SchemeWorkerEnd:
     """The worker end: answers the trainer, in the caller's thread until the first weights are in, then in its own.
 
     Args:
@@ -184,7 +184,7 @@ class Station:
             return self._news.wait_for(lambda: self.version > version, timeout_s)
 
     def stop(self) -> None:
-        """Leave the trainer. May be called twice, and by the station's own thread."""
+        """Leave the trainer. May be called twice, and by this end's own thread."""
         self._stopped = True
         self._receiver.abort()
         self._link.close()
