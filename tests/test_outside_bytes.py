@@ -20,8 +20,8 @@ from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.patch import apply_patch, diff
 from torchrl_ext.codecs.pipeline import encode_tensor
 from torchrl_ext.codecs.slime.container import decompress, parse_safetensors
-from torchrl_ext.codecs.slime.flush import build_flush, parse_flush
-from torchrl_ext.codecs.slime.shards import DeltaIndex, build_shard, checksum, full_index, parse_shard
+from torchrl_ext.codecs.slime.current import DeltaIndex, build_shard, checksum, full_index, parse_shard
+from torchrl_ext.codecs.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores.delta_manifest import DeltaManifest, read_manifest
 from torchrl_ext.stores.memory import MemoryStore

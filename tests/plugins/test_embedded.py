@@ -13,7 +13,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.codecs.patch import diff
-from torchrl_ext.codecs.slime.flush import build_flush, flush_name
+from torchrl_ext.codecs.slime.first import build_flush, flush_name
 from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError, WeightSyncError
 from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.messages import Join, Seal

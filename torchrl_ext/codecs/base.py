@@ -148,11 +148,11 @@ for _name, _path, _summary in (
     ("context", "ulp:ContextCodec", "gaps and ulp steps in the context of the base's exponent, rANS; the tight one"),
     ("dense", "dense:DenseCodec", "the whole new tensor in byte planes"),
     ("auto", "auto:AutoCodec", "picks per tensor by measured density and link speed"),
-    ("indices", "slime.sparse:IndicesCodec", "int32 positions and values (slime's first format)"),
-    ("deltas", "slime.sparse:DeltasCodec", "position gaps of 16 or 32 bits and values (slime's first format)"),
-    ("deltas_zstd", "slime.sparse:DeltasZstdCodec", "deltas, the whole file in zstd (slime's first format)"),
-    ("xor", "slime.whole:XorCodec", "new ^ old in zstd (slime's current format)"),
-    ("overwrite", "slime.whole:OverwriteCodec", "byte positions and bytes in zstd (slime's current format)"),
+    ("indices", "slime.encodings:IndicesCodec", "int32 positions and values (slime's first format)"),
+    ("deltas", "slime.encodings:DeltasCodec", "position gaps of 16 or 32 bits and values (slime's first format)"),
+    ("deltas_zstd", "slime.encodings:DeltasZstdCodec", "deltas, the whole file in zstd (slime's first format)"),
+    ("xor", "slime.encodings:XorCodec", "new ^ old in zstd (slime's current format)"),
+    ("overwrite", "slime.encodings:OverwriteCodec", "byte positions and bytes in zstd (slime's current format)"),
 ):
     encodings.register(_name, f"torchrl_ext.codecs.{_path}", _summary)
 

@@ -1,6 +1,6 @@
 """Chains that slime wrote, in either of its formats: no manifest of ours, and no digest of what a delta leaves alone.
 
-`torchrl_ext.codecs.slime.shards` and `torchrl_ext.codecs.slime.flush` have the formats. What can be checked is checked:
+`torchrl_ext.codecs.slime.current` and `torchrl_ext.codecs.slime.first` have the formats. What can be checked is:
 current files carry a checksum of each new tensor; the first ones only one of their own bytes, and nothing names their
 base but the number before them.
 """
@@ -16,8 +16,8 @@ from typing import Any, final
 import xxhash
 
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.slime.flush import flush_name
-from torchrl_ext.codecs.slime.shards import CHECKSUMS, INDEX_NAME, DeltaIndex, full_index
+from torchrl_ext.codecs.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, full_index
+from torchrl_ext.codecs.slime.first import flush_name
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores import Manifest, Placed, Store, Versions, version_name
 from torchrl_ext.stores.chain import Version

@@ -1,4 +1,4 @@
-"""Deltas in slime's current files, ``model-00000-of-00002.safetensors`` and an index (`codecs.slime.shards`)."""
+"""Deltas in slime's current files, ``model-00000-of-00002.safetensors`` and an index (`codecs.slime.current`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json
 from torchrl_ext.codecs.patch import Patch, apply_patch
-from torchrl_ext.codecs.slime.shards import (
+from torchrl_ext.codecs.slime.current import (
     INDEX_NAME,
     DeltaIndex,
     build_shard,

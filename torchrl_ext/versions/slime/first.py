@@ -1,4 +1,4 @@
-"""Deltas in slime's first files: ``rank0000_flush000000.safetensors``, ... (`torchrl_ext.codecs.slime.flush`)."""
+"""Deltas in slime's first files: ``rank0000_flush000000.safetensors``, ... (`torchrl_ext.codecs.slime.first`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 from torchrl_ext.codecs.base import Encoded
 from torchrl_ext.codecs.patch import Patch, SparsePatch, fold
-from torchrl_ext.codecs.slime.flush import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
+from torchrl_ext.codecs.slime.first import build_flush, check_dtype, flush_buckets, flush_name, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.versions.delta_files import Container, Decode, DeltaFiles, Files

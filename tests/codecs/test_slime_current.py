@@ -14,7 +14,7 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.pipeline import encode_tensor
 from torchrl_ext.codecs.slime.container import Entry, build_safetensors, parse_safetensors
-from torchrl_ext.codecs.slime.shards import (
+from torchrl_ext.codecs.slime.current import (
     DeltaIndex,
     build_shard,
     checksum,

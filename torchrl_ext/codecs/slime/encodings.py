@@ -1,6 +1,10 @@
-"""slime's current encodings, byte for byte: `xor` and `overwrite`, one zstd frame of level 1 per tensor.
+"""slime's encodings: `indices`, `deltas`, `deltas_zstd` of its first format, `xor` and `overwrite` of its current one.
 
-Source: THUDM/slime `slime/utils/disk_delta.py` and `docs/` (2026). Before compression:
+Files of the first format hold many parameters (`torchrl_ext.codecs.slime.first`), so what is coded here of one of them
+never leaves the process that writes them: int64 positions, then values.
+
+`xor` and `overwrite` are one zstd frame of level 1 per tensor, byte for byte as slime has it. Source: THUDM/slime
+`slime/utils/disk_delta.py` and `docs/` (2026). Before compression:
 
     xor         new XOR old, every byte of the tensor
     overwrite   uint32 count, count x uint32 byte position, count bytes, little-endian; positions wrap at 4 GiB
@@ -23,14 +27,14 @@ from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["OverwriteCodec", "XorCodec"]
+__all__ = ["DeltasCodec", "DeltasZstdCodec", "IndicesCodec", "OverwriteCodec", "XorCodec"]
 
 _LEVEL: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WholeCodec(Codec):
-    """Shared half: one frame per tensor, checked against the base on the way back."""
+class _FrameCodec(Codec):
+    """Shared half of the current format: one frame per tensor, checked against the base on the way back."""
 
     needs: ClassVar[Needs] = "all"
 
@@ -66,7 +70,7 @@ class _WholeCodec(Codec):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class XorCodec(_WholeCodec):
+class XorCodec(_FrameCodec):
     """New XOR old. Applied twice it undoes itself: exactly once, or over a fresh base."""
 
     name: ClassVar[str] = "xor"
@@ -90,7 +94,7 @@ class XorCodec(_WholeCodec):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class OverwriteCodec(_WholeCodec):
+class OverwriteCodec(_FrameCodec):
     """Positions and values of the changed bytes.
 
     Raises:
@@ -131,3 +135,56 @@ class OverwriteCodec(_WholeCodec):
 
     def _most(self, meta: ParamMeta) -> int:
         return 4 + 5 * unit_of(meta.dtype).count(meta) * unit_of(meta.dtype).width
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SparseCodec(Codec):
+    """Shared half of the first format: all of it but the name."""
+
+    needs: ClassVar[Needs] = "nothing"
+
+    def block_units(self, unit: Unit, count: int) -> int:
+        return 1 << 20
+
+    def encode_block(self, unit: Unit, block: Block) -> bytes:
+        return (block.places + np.int64(block.start)).astype("<i8").tobytes() + block.after.tobytes()
+
+    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
+        cuts = [len(data) // (8 + unit.width) * 8 for data in blocks]
+        where = [data[:cut] for data, cut in zip(blocks, cuts, strict=True)]
+        return b"".join([*where, *(data[cut:] for data, cut in zip(blocks, cuts, strict=True))])
+
+    def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
+        unit = unit_of(meta.dtype)
+        count = len(payload) // (8 + unit.width)
+        if len(payload) != count * (8 + unit.width):
+            raise IntegrityError(f"the {self.name} delta of {meta.name!r} has {len(payload)} bytes")
+        where = np.frombuffer(payload, "<i8", count)
+        if count and not 0 <= where[0] <= where[-1] < unit.count(meta):  # before a cast could hide it
+            raise IntegrityError(f"the {self.name} delta of {meta.name!r} has indices up to {where[-1]}")
+        values = np.frombuffer(payload, unit.dtype, count, 8 * count)
+        return SparsePatch(meta, where.astype(index_dtype(unit.count(meta))), values)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class IndicesCodec(_SparseCodec):
+    """int32 positions and values."""
+
+    name: ClassVar[str] = "indices"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DeltasCodec(_SparseCodec):
+    """Position gaps of 16 or 32 bits and values."""
+
+    name: ClassVar[str] = "deltas"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DeltasZstdCodec(_SparseCodec):
+    """`DeltasCodec`, compressed."""
+
+    name: ClassVar[str] = "deltas_zstd"
