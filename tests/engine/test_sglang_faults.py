@@ -183,7 +183,7 @@ def test_a_master_that_cannot_be_reached_ends_in_an_error_and_meanwhile_the_serv
     params = [ParamMeta.of(name, tensor).to_json() for name, tensor in model.state_dict().items()]
     transport = tx.make_transport("collective", timeout_s=5)
     info = transport.open(1, tuple(ParamMeta.from_json(row) for row in params)).info
-    info = {key: free_port() if key.endswith("port") else value for key, value in info.items()}
+    info = {key: free_port() if key.endswith("_port") else value for key, value in info.items()}
     engine, told = tx.make_engine("sglang", url=serving.url, load_timeout_s=60), []
 
     def joining():
