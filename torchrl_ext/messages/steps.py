@@ -154,14 +154,9 @@ class Load(Message):
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Load:
-        """The message around `Handoff.info`.
-
-        Raises:
-            ConfigError: a field of it is no such thing.
-        """
-        handoff = {name: value for name, value in info.items() if name != "version"}
-        told = {"version": info["version"]} if "version" in info else {}
-        return cls.from_json({**told, "handoff": handoff})
+        """The message around `Handoff.info`; who reads it from JSON holds it against the rules of its fields."""
+        handoff = {**info}
+        return cls(version=handoff.pop("version"), handoff=handoff)
 
     def info(self) -> Info:
         """What `Transport.receive` takes."""

@@ -39,42 +39,43 @@ class Connection:
 
     Args:
         engine: a client, or a fleet.
+        open_transport: makes the handoff by which that many workers join, for these parameters.
+        abort: ends ``transfer`` of the handoff from another thread.
+        compares: whether engines will be asked to compare digests.
         rehearse: as in `WeightSender`.
 
     Attributes:
         newest: the greatest version that an engine said it serves when it joined.
     """
 
-    def __init__(self, engine: EngineClient, rehearse: str = "once") -> None:
-        self.engine, self._rehearse = engine, rehearse
-        self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
-        self.newest = 0
-
-    def ensure(
+    def __init__(
         self,
-        params: tuple[ParamMeta, ...],
-        open_transport: Callable[[int], Handoff],
+        engine: EngineClient,
+        open_transport: Callable[[int, tuple[ParamMeta, ...]], Handoff],
         abort: Callable[[], None],
         *,
         compares: bool = True,
-        spans: Spans | None = None,
+        rehearse: str = "once",
     ) -> None:
+        self.engine, self._open_transport, self._abort = engine, open_transport, abort
+        self._compares, self._rehearse = compares, rehearse
+        self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
+        self.newest = 0
+
+    def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
         """Let every engine join, unless those that take part have joined for these parameters.
 
         Args:
             params: what will be sent.
-            open_transport: makes the handoff for a number of workers.
-            abort: ends ``transfer`` of the handoff from another thread.
-            compares: whether engines will be asked to compare digests.
             spans: takes the seconds of the phases ``connect`` and ``rehearse``.
 
         Raises:
             WeightSyncError: an engine did not join, and it is not that it left the fleet.
         """
-        members, spans = self.engine.members(), Spans() if spans is None else spans
+        members = self.engine.members()
         while self._joined != (params, members):
             try:
-                self._join(params, open_transport, abort, compares, spans)
+                self._join(params, spans)
             except WeightSyncError:
                 before, members = members, self.engine.members()
                 if len(members) >= len(before):
@@ -91,27 +92,20 @@ class Connection:
         joined, self._joined = self._joined, None
         return joined is not None and len(self.engine.members()) < len(joined[1])
 
-    def _join(
-        self,
-        params: tuple[ParamMeta, ...],
-        open_transport: Callable[[int], Handoff],
-        abort: Callable[[], None],
-        compares: bool,
-        spans: Spans,
-    ) -> None:
+    def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
         engine = self.engine.info()
         if engine.weight_version.isdecimal():
             self.newest = max(self.newest, int(engine.weight_version))
         with spans.of("connect"):
-            handoff = open_transport(engine.world_size)
+            handoff = self._open_transport(engine.world_size, params)
             info = {
                 **handoff.info,
                 "params": [meta.to_json() for meta in params],
                 "world_size": 1 + engine.world_size,
                 "unproved": self._rehearse == "never",
-                "compares": compares,
+                "compares": self._compares,
             }
-            with in_background(self.engine.connect, info, abort):
+            with in_background(self.engine.connect, info, self._abort):
                 handoff.transfer()
         with spans.of("rehearse"):
             self.engine.rehearse(self._rehearse)
@@ -130,7 +124,7 @@ class HandedOn:
 
     def __init__(self, transport: DiskTransport, engine: EngineClient) -> None:
         self._transport, self._engine = transport, engine
-        self._connection = Connection(engine)
+        self._connection = Connection(engine, self._invite, transport.abort)
 
     def take(self, info: Info) -> None:
         """Put one version in service.
@@ -141,10 +135,10 @@ class HandedOn:
         Raises:
             UpdateError: an engine does not serve it; the same version can be taken again.
         """
-        version, invitation = info["version"], Handoff(info=self._transport.invite())
+        version = info["version"]
         try:
             params = tuple(ParamMeta.from_json(row) for row in info["params"])
-            self._connection.ensure(params, lambda workers: invitation, self._transport.abort)
+            self._connection.ensure(params, Spans())
             self._engine.prefetch(version)
             source = CheckpointSource(Path(info["path"]))
             digests = {name: tensor_digest(tensor) for name, tensor in source} if self._engine.verifies else {}
@@ -157,6 +151,9 @@ class HandedOn:
                 f"weights version {version} of {self._transport.root} did not reach every engine: {error}",
                 rows=self._engine.rows(),
             ) from error
+
+    def _invite(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+        return Handoff(info=self._transport.invite())
 
     def close(self) -> None:
         """Leave the engine, which goes on with what it has."""

@@ -1,7 +1,6 @@
 """Outputs as proof: an engine says of a few tokens what the trainer says of them.
 
-Digests show that the right bytes arrived. What an engine makes of them (a packed copy that was not renewed, scales of a
-quantised layer, another rotary base in its configuration) shows in what it computes alone.
+Digests show that the right bytes arrived. What an engine makes of them shows in what it computes alone.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -238,7 +238,7 @@ class Outputs:
             elif not compared or (row.state, row.version) != ("serving", version):
                 row = replace(row, proof=PROOFS[0])
             found.append(row)
-        return tuple(found), least([row.proof for row in found])
+        return tuple(found), least(map(attrgetter("proof"), found))
 
     def _ask_all(self, engine: EngineClient, version: int, asked: _Asked, bound: float | None) -> None:
         began = time.perf_counter()

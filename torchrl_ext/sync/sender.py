@@ -98,7 +98,7 @@ class WeightSender:
         self._ranks = Ranks()
         self._model: Callable[[], Any] = lambda: None
         self._collectors: list[weakref.ref[Any]] = []
-        self.engine, self._connection = engine, Connection(engine, rehearse)
+        self._connect_to(engine)
         self._spans = Spans()
         self._attempted = 0
         self.version = 0
@@ -136,14 +136,14 @@ class WeightSender:
             vllm_engine: an engine client, in place of the one given at construction.
         """
         if vllm_engine is not None:
-            self.engine, self._verify = vllm_engine, True
-            self._connection = Connection(vllm_engine, self._rehearse)
+            self._verify = True
+            self._connect_to(vllm_engine)
         if model_metadata is None:
             params = self._outgoing(None).params()
         else:
             params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         if self._rank == 0:
-            self._connect(params)
+            self._connection.ensure(params, self._spans)
 
     def update_weights(self, weights: Any = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
@@ -224,7 +224,7 @@ class WeightSender:
         """
         lost: WeightSyncError | None = None
         while True:
-            self._connect(source.params())
+            self._connection.ensure(source.params(), self._spans)
             version = source.version = self._next_version()
             source.digesting = self._verify and self.engine.verifies and not self._transport.proves
             try:
@@ -273,13 +273,12 @@ class WeightSender:
         """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""
         return max(self.version, self._attempted, self._connection.newest, self._transport.latest_version()) + 1
 
-    def _connect(self, params: tuple[ParamMeta, ...]) -> None:
-        self._connection.ensure(
-            params,
-            lambda workers: self._transport.open(workers, params),
-            self._transport.abort,
-            compares=self._verify and not self._transport.proves,
-            spans=self._spans,
+    def _connect_to(self, engine: EngineClient) -> None:
+        """Drive ``engine`` from now on; its workers join before the next version."""
+        compares = self._verify and not self._transport.proves
+        self.engine, self._connection = (
+            engine,
+            Connection(engine, self._transport.open, self._transport.abort, compares=compares, rehearse=self._rehearse),
         )
 
     def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:

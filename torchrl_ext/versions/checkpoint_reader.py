@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -39,7 +39,7 @@ class PublishedVersion:
         try:
             needed = sorted({placed.file for placed in self.manifest.params})
             self._path = self._staged.enter_context(store.local(version_name(number), needed))
-            self._open()
+            self._open(needed)
         except BaseException:
             self.close()
             raise
@@ -61,9 +61,9 @@ class PublishedVersion:
                 expected=f"run {run_id}, the trainer that announced it",
                 hint="give each trainer a root of its own",
             )
-        for found, told in zip(self.params(), params, strict=False):
-            if found != told:
-                raise ManifestError(f"{self._path} holds {found}", expected=str(told), state="nothing was read")
+        for placed, told in zip(self.manifest.params, params, strict=False):
+            if placed.meta != told:
+                raise ManifestError(f"{self._path} holds {placed.meta}", expected=str(told), state="nothing was read")
         if len(self.manifest.params) != len(params):
             raise ManifestError(
                 f"{self._path} holds {len(self.manifest.params)} parameters",
@@ -113,15 +113,17 @@ class PublishedVersion:
             file.close()
         self._staged.close()
 
-    def _open(self) -> None:
-        for name in sorted({placed.file for placed in self.manifest.params}):
+    def _open(self, names: Iterable[str]) -> None:
+        found: set[tuple[str, ParamMeta]] = set()
+        for name in names:
             file = self._files[name] = self._open_file(name)
             if file.nbytes != self.manifest.files[name]:
                 raise IntegrityError(
                     f"{file.path} has {file.nbytes:,} bytes",
                     expected=f"{self.manifest.files[name]:,}, as in the manifest",
                 )
-        found = {(name, meta) for name, file in self._files.items() for meta in file.params()}
+            for meta in file.params():
+                found.add((name, meta))
         for placed in self.manifest.params:
             if (placed.file, placed.meta) not in found:
                 raise IntegrityError(f"{self._path / placed.file} does not hold {placed.meta}, as the manifest says")

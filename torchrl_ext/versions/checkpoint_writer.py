@@ -9,8 +9,9 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class FullWriter:
     def needed_bytes(self, source: WeightSource) -> int:
         """About how many bytes a version of ``source`` takes: the tensors, and a little for headers and small files."""
         params = source.params()
-        return sum(meta.nbytes for meta in params) + 256 * len(params) + sum(map(len, self._files.values()))
+        return sum(map(attrgetter("nbytes"), params)) + 256 * len(params) + sum(map(len, self._files.values()))
 
     def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
         """Write every file of a version into ``draft``, the manifest last.
@@ -70,9 +71,13 @@ class FullWriter:
         """
         params = source.params()
         shards = plan_shards(params, self._shard_bytes, self._stem)
-        files = {**_checked_files(source.files()), **self._files, **self._index(shards, version)}
-        sizes = {shard.name: shard.nbytes for shard in shards} | {name: len(data) for name, data in files.items()}
-        where = {meta.name: shard.name for shard in shards for meta in shard.params}
+        sizes: dict[str, int] = {}
+        where: dict[str, str] = {}
+        for shard in shards:
+            sizes[shard.name] = shard.nbytes
+            where |= dict.fromkeys(map(attrgetter("name"), shard.params), shard.name)
+        index = self._index(where, sum(map(attrgetter("nbytes"), params)), version)
+        files = {**_checked_files(source.files()), **self._files, **index}
         checksums = _write_shards(
             draft.path,
             shards,
@@ -80,6 +85,7 @@ class FullWriter:
             in_flight_bytes=min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES),
         )
         for name, data in files.items():
+            sizes[name] = len(data)
             draft.write(name, data)
         placed = tuple(Placed(meta=meta, file=where[meta.name], checksum=checksums[meta.name]) for meta in params)
         manifest = Manifest(version=version, run_id=run_id, params=placed, files=sizes)
@@ -98,15 +104,13 @@ def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return dict(files)
 
 
-def _no_index(shards: Iterable[Any], version: int) -> dict[str, bytes]:
+def _no_index(where: Mapping[str, str], total: int, version: int) -> dict[str, bytes]:
     """An adapter is one file."""
     return {}
 
 
-def _index(shards: Iterable[Any], version: int) -> dict[str, bytes]:
+def _index(where: Mapping[str, str], total: int, version: int) -> dict[str, bytes]:
     """The index file of Hugging Face checkpoints, which file holds which tensor; and the version, for other readers."""
-    where = {meta.name: shard.name for shard in shards for meta in shard.params}
-    total = sum(meta.nbytes for shard in shards for meta in shard.params)
     index = {"metadata": {"total_size": total, "version": f"{version:06d}"}, "weight_map": where}
     return {_INDEX: (json.dumps(index, indent=2) + "\n").encode()}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -162,7 +163,11 @@ class _TensorsSource(RowSource):
         return zip(firsts.values(), map(tensors.__getitem__, firsts.values()), strict=True)
 
     def held(self) -> Mapping[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self._once() if not is_distributed(tensor)}
+        held = {}
+        for name, tensor in self._once():
+            if not is_distributed(tensor):
+                held[name] = tensor.detach()
+        return held
 
 
 class MappingSource(_TensorsSource):
@@ -266,7 +271,7 @@ def require_whole(module: nn.Module) -> None:
         ConfigError: some part of ``module`` is one.
     """
     for path, part in module.named_modules():
-        if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
+        if "FullyShardedDataParallel" in map(attrgetter("__name__"), type(part).__mro__):
             where = f"its part {path!r}" if path else "it"
             raise ConfigError(
                 f"a {type(module).__name__} cannot be sent: {where} is sharded by FullyShardedDataParallel (FSDP1), so "
