@@ -78,8 +78,9 @@ class WorkerEngine(EngineClient):
         self._watch.stop()
         self._state, self._version = "serving", version
 
-    def pause(self) -> None:
+    def pause(self) -> bool:
         """A worker collects on: what it reads is written in place, as with TorchRL's own schemes."""
+        return True
 
     def resume(self) -> None:
         """As `pause`."""
