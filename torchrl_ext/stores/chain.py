@@ -48,7 +48,7 @@ class Version:
     @property
     def run_id(self) -> str:
         """The run that published it."""
-        return (self.full or self.delta).run_id  # type: ignore[union-attr] - it has one of the two
+        return (self.full or self.delta).run_id  # type: ignore[union-attr]
 
     @property
     def params(self) -> tuple[ParamMeta, ...]:

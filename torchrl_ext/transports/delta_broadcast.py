@@ -207,14 +207,14 @@ class Broadcast(Carrier):
                 state="nothing was read",
             )
         if base and base not in self._versions.numbers():
-            error = StoreError(
+            lacking = StoreError(
                 f"weights version {version} is a delta on version {base}, which this worker does not hold",
                 expected="every version since it joined",
                 state="nothing was read; the trainer was told",
                 hint="send again: after an update that failed, the next version is sent in full",
             )
-            self.link.decline(info, error)
-            raise error
+            self.link.decline(info, lacking)
+            raise lacking
         tensors = {name: tensor.cpu() for name, tensor in self.link.receive(info, {})}
         self._keep(version, tensors.pop(_FILES, None), sizes)
         self.full.tensors = tensors

@@ -165,7 +165,7 @@ class OpenRoute:
         for meta in self.params:
             if meta.name in self._changed and wanted(meta.name):
                 decoding.append(partial(self.patch, meta, copies.get(meta.name)))
-        return decode_tensors(decoding, threads=spare_threads())  # type: ignore[return-value] - they change
+        return decode_tensors(decoding, threads=spare_threads())  # type: ignore[arg-type]
 
     def whole(self, copies: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as they are at the end, made from host copies of them where the route starts."""

@@ -120,7 +120,7 @@ class ForeignWhole(Container):
 def _checked(codec: Codec, payload: memoryview, meta: ParamMeta, algorithm: str, expected: str) -> Decode:
     def decode(base: Tensor | None) -> Patch:
         patch = codec.decode(payload, meta, base)
-        new = base.clone()  # type: ignore[union-attr] - these codecs refuse to decode without
+        new = base.clone()  # type: ignore[union-attr]
         apply_patch(patch, new)
         found = checksum(algorithm, byte_view(new).numpy())
         if found != expected:
