@@ -47,6 +47,7 @@ setup(
         "xxhash>=3.4",
         "numba>=0.60",  # compiled loops of the codecs; imported when a delta is first coded
         "aiohttp>=3.11",
+        "yarl",
         "certifi",
         "rich>=13",
         "transformers>=4.56",
