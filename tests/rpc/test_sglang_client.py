@@ -28,6 +28,7 @@ def plugin(**more):
     """What the plugin answers, whatever is asked."""
     told = {
         "torchrl_ext": "0",
+        "host": "here",
         "workers": 2,
         "transports": ["delta", "disk"],
         "working": False,
