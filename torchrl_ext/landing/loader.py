@@ -133,10 +133,10 @@ class WeightLoader(ABC):
         return {"why": "the model computes with the tensors that are read back: there is nothing to rehearse"}
 
     def rehearse(self) -> Info:
-        """Try the road of an update with weights that are known; returns `rehearsal`. The model is idle.
+        """Try the route of an update with weights that are known; returns `rehearsal`. The model is idle.
 
         Raises:
-            EngineRefusedError, IntegrityError: the road does not lead where a cold start does.
+            EngineRefusedError, IntegrityError: the route does not lead where a cold start does.
         """
         return self.rehearsal()
 
