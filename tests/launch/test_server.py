@@ -98,6 +98,12 @@ def test_a_setting_that_a_server_has_not_is_refused_with_those_that_it_has(tmp_p
         launcher(tmp_path, threds=1)
 
 
+@pytest.mark.parametrize("launcher", ENGINES)
+def test_a_server_without_its_model_is_refused(launcher):
+    with pytest.raises(ConfigError, match=r"cannot be started so.*model_dir"):
+        launcher(dtype="auto")
+
+
 @pytest.mark.parametrize(
     ("settings", "workers"),
     [

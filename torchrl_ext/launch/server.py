@@ -187,7 +187,7 @@ class Server(ServerProcess):
         given, settings: of `spec`.
 
     Raises:
-        ConfigError: a setting that the spec has not, settings that cannot work, a port that is taken, or an
+        ConfigError: a setting that the spec has not, or lacks; settings that cannot work, a port that is taken, or an
             environment that cannot be made.
         EngineError: it ended while starting, or was given up; the message has the end of its log.
         DeadlineError: it was not healthy in time, and was ended.
@@ -202,7 +202,10 @@ class Server(ServerProcess):
                 f"a server of kind {self.spec.name!r} has no setting {', '.join(unknown)}",
                 expected=f"some of {', '.join(self.settings())}",
             )
-        spec = self.spec(*given, **settings)
+        try:
+            spec = self.spec(*given, **settings)
+        except TypeError as error:  # what has no default is missing
+            raise ConfigError(f"a server of kind {self.spec.name!r} cannot be started so: {error}") from None
         spec.check()
         port = usable_port(spec.port, spec.listens_on)
         python = Path(spec.python or spec.interpreter())
