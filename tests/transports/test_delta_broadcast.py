@@ -12,7 +12,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.processes import python
 from tests.transports.members import beside, free_port, same
-from torchrl_ext.errors import ConfigError, StoreError, TransportError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, TransportError, WeightSyncError
 from torchrl_ext.stores import version_name
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
@@ -144,6 +144,11 @@ def test_a_trainer_of_another_release_is_refused_before_anything_is_joined():
     for wire, number in ({}, 1), ({"format": 2}, 2):
         with pytest.raises(ConfigError, match=f"broadcasts versions in format {number}"):
             tx.DeltaTransport.from_info({"wire": wire, "base": None})
+
+
+def test_a_version_that_does_not_come_ends_in_a_deadline_that_names_the_trainer():
+    with group(timeout_s=2.0) as (_, worker), pytest.raises(DeadlineError, match="did not come from the trainer"):
+        worker.prefetch(1)
 
 
 class _Told:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.errors import ConfigError, StoreError, TransportError
+from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, TransportError
 from torchrl_ext.landing.changes import Changes
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
@@ -353,7 +353,13 @@ class DeltaTransport(StandaloneTransport, Incremental):
                     raise self._lost(version) from error
             self._carrier.fetch(until)
 
-    def _lost(self, version: int) -> StoreError:
+    def _lost(self, version: int) -> StoreError | DeadlineError:
+        if not self._carrier.keeps_versions:
+            return DeadlineError(
+                f"weights version {version} did not come from the trainer within {self._carrier.wait_s:g} s",
+                state="nothing was changed",
+                hint="check that the trainer lives, and send again",
+            )
         return StoreError(
             f"{self.root} holds no version {version}, and none came within {self._carrier.wait_s:g} s",
             expected=f"{version_name(version)}; the newest here is {self._chain.versions.latest()}",
