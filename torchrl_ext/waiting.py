@@ -77,6 +77,7 @@ def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
         What it returns or raises; ``result(timeout)`` of it is a wait with a deadline.
     """
     job: Future[Found] = Future()
+    job.set_running_or_notify_cancel()  # who no longer waits for it cannot end it
 
     def work() -> None:
         try:

@@ -22,8 +22,9 @@ __all__ = ["SharedLoop", "authorities", "connections", "let_go", "shared_loop"]
 
 def connections(keep_s: float) -> aiohttp.ClientSession:
     """Connections of the running event loop, as many as there are calls; each is kept for ``keep_s`` seconds after its
-    last call, and dropped at once where that is 0."""
-    keeping: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": True}
+    last call, and dropped at once where that is 0: then each call looks its name up anew, too, and waits for nobody
+    else's look-up."""
+    keeping: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": True, "use_dns_cache": False}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver(), **keeping),
         cookie_jar=aiohttp.DummyCookieJar(),
