@@ -7,9 +7,9 @@ import pytest
 import torchrl_ext as tx
 from tests.processes import WAIT_S
 from torchrl_ext.errors import StoreError
-from torchrl_ext.transports import delta, disk
+from torchrl_ext.transports import carriers, disk
 
-MODULES = {"delta": delta, "disk": disk}
+MODULES = {"delta": carriers, "disk": disk}
 
 
 @pytest.mark.parametrize("name", MODULES)
