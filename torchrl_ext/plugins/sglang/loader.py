@@ -9,9 +9,10 @@ from torch import Tensor, distributed, nn
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.landing.loader import Staging
-from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, holds, read
+from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, read
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading, reachable
+from torchrl_ext.plugins.common.loader import PluginLoader
 from torchrl_ext.plugins.common.refusals import (
     UNCHANGED,
     incomplete,
@@ -25,20 +26,16 @@ from torchrl_ext.plugins.common.refusals import (
 )
 from torchrl_ext.plugins.common.workers import combine
 from torchrl_ext.plugins.sglang.model import can_unpack, pack, packs, stand_ins, unpack
-from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import position_digest, tensor_digest
+from torchrl_ext.weights.digests import position_digest
 
 __all__ = ["SGLangLoader"]
 
 
-class SGLangLoader(EngineLoader):
+class SGLangLoader(PluginLoader):
     """Loads into one worker's model.
-
-    `digests` reads those tensors back from the live model that this worker alone holds whole, as they came; it vouches
-    for the others as they were handed to the model's loader.
 
     Args:
         model: the worker's model.
@@ -57,24 +54,23 @@ class SGLangLoader(EngineLoader):
         dummy: bool = False,
         unfit: ConfigError | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(model, alone=distributed.get_world_size(group) == 1)
         self._unfit = unfit
-        self._model, self._checkpoint, self._group, self._dummy = model, checkpoint, group, dummy
-        self._alone = distributed.get_world_size(group) == 1
+        self._checkpoint, self._group, self._dummy = checkpoint, group, dummy
         self._packs = packs(model)
         self._shapes = shapes_of(checkpoint)
         self._params: tuple[ParamMeta, ...] = ()
         self._placement: Placement | None = None
-        self._pieces: dict[str, list[Piece]] = {}
-        self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
         self._patcher = Patcher({})
         self._coverage: dict[str, Coverage] = {}
         self._expected: Mapping[str, str] = {}
-        self._handed: dict[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
         self._made_up: dict[str, Tensor] | None = None  # the dummy weights, as a checkpoint would have them
         self._open = self._whole_model = False
         self.prepared = False  # somebody else unpacks layers before a load, and packs them after it
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._params
 
     def check(self, params: Iterable[ParamMeta]) -> None:
         """See `WeightLoader.check`. The model's loader runs over tensors without data; the live ones are not touched.
@@ -114,15 +110,6 @@ class SGLangLoader(EngineLoader):
         if self._packs and not self._open and not self.prepared:
             unpack(self._model)
         self._open = True
-
-    @torch.no_grad()
-    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        def passing() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in pairs:
-                self._handed[name] = tensor_digest(tensor) if self.vouches and not self._readable(name) else ""
-                yield name, tensor
-
-        self._model.load_weights(passing())
 
     def finish(self) -> None:
         """End the load.
@@ -182,13 +169,6 @@ class SGLangLoader(EngineLoader):
             if unpacks:
                 pack(self._model)
 
-    def digests(self) -> dict[str, str]:
-        found = dict(self._handed)
-        for meta in self._params:
-            if meta.name in found and self._readable(meta.name):
-                found[meta.name] = tensor_digest(read(meta, self._pieces[meta.name]))
-        return found
-
     def invalidate(self) -> None:
         self._handed, self._whole, self._open, self.touched = {}, [], False, True
         self._patcher.forget()
@@ -229,13 +209,9 @@ class SGLangLoader(EngineLoader):
         own = next(self._model.parameters()).dtype
         return announced(CheckpointSource(self._checkpoint), params, own) if self._shapes else None
 
-    def _readable(self, name: str) -> bool:
-        """Whether this worker holds the tensor whole, as it came."""
-        return self._alone and bool(self._pieces.get(name))
-
     def _read_dummies(self, placement: Placement) -> dict[str, Tensor]:
         """The numbers that an engine without a checkpoint was filled with; its parameters lie as they are loaded."""
-        live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        live = self._live()
         return {
             meta.name: read(meta, [Piece.of(live[one.param], one) for one in placement.landings[meta.name]]).clone()
             for meta in placement.params
@@ -250,25 +226,10 @@ class SGLangLoader(EngineLoader):
         return placement
 
     def _writable(self, placement: Placement) -> dict[str, list[Piece]]:
-        """The copies of each tensor that the live model holds as it was loaded, shown by its bytes.
-
-        A parameter of the same shape may be shuffled, so shape says nothing. The bytes are compared with those of the
-        start checkpoint, while the model still holds it; what was found then holds for later lists of parameters.
-        """
-        live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        found = {}
-        for meta in placement.params:
-            landings = placement.landings[meta.name]
-            exact = all(landing.exact and landing.dtype == meta.dtype for landing in landings)
-            absorbed = any("kv_b_proj" in landing.param for landing in landings)  # MLA computes with a product of it
-            if landings and exact and not absorbed and not meta.dtype.is_complex:
-                found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
-        for name, tensor in self._started_with(placement.params) or () if not self.touched else ():
-            if name in found and holds(found[name], tensor):
-                self._agreed[name] = placement.landings[name]
-        kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
+        """See `_in_place`; a tied output embedding is where the input embedding is."""
+        kept = self._in_place(placement, lambda: self._started_with(placement.params))
         embeddings = [pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")]
-        for name in placement.nowhere():  # a tied output embedding is where the input embedding is
+        for name in placement.nowhere():
             kept[name] = embeddings[0] if embeddings and self._is_tied_head(name) else []
         return kept
 

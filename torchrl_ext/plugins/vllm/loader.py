@@ -26,9 +26,10 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from torchrl_ext.errors import NotConnectedError
 from torchrl_ext.landing.loader import Staging
-from torchrl_ext.landing.patcher import Piece, holds, read
+from torchrl_ext.landing.patcher import Piece
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading
+from torchrl_ext.plugins.common.loader import PluginLoader
 from torchrl_ext.plugins.common.refusals import (
     incomplete,
     missing,
@@ -42,21 +43,16 @@ from torchrl_ext.plugins.common.refusals import (
 )
 from torchrl_ext.plugins.vllm.patches import VLLMPatches
 from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, kernel_of, made_up, readings
-from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import position_digest, tensor_digest
+from torchrl_ext.weights.digests import position_digest
 
 __all__ = ["VLLMLoader"]
 
 
-class VLLMLoader(EngineLoader):
+class VLLMLoader(PluginLoader):
     """Loads into one worker's model.
-
-    `digests` reads those tensors back from the live model that this worker alone holds whole, as they came. It vouches
-    for the others as they were handed to the model's loader: a packed or quantised form cannot be read in checkpoint
-    coordinates, so what becomes of them is the rehearsal's to show (`EngineLoader`).
 
     Args:
         model: the worker's model.
@@ -64,18 +60,17 @@ class VLLMLoader(EngineLoader):
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
-        super().__init__()
-        self._model, self._config = model, vllm_config
-        self._alone = vllm_config.parallel_config.world_size == 1
+        super().__init__(model, alone=vllm_config.parallel_config.world_size == 1)
+        self._config = vllm_config
         self._shapes = shapes_of(vllm_config.model_config.model)
         self._placement: Placement | None = None
         self._patches: VLLMPatches | None = None
-        self._pieces: dict[str, list[Piece]] = {}
-        self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
-        self._digests: dict[str, str] = {}
         self._repaired: dict[str, str] = {}
         self._forms: Mapping[str, Tensor] = {}
         self._loading = self._whole_model = False
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._placement.params if self._placement is not None else ()
 
     @property
     def placement(self) -> Placement | None:
@@ -137,7 +132,7 @@ class VLLMLoader(EngineLoader):
 
     def commit(self) -> None:
         self.roll_back()
-        self._digests, self._repaired = {}, {}
+        self._handed, self._repaired = {}, {}
         self.touched = self.touched or not self._rehearsing
         self._checked().commit()
 
@@ -150,20 +145,11 @@ class VLLMLoader(EngineLoader):
 
     def start(self) -> None:
         self.roll_back()
-        self._digests, self._repaired = {}, {}
+        self._handed, self._repaired = {}, {}
         initialize_layerwise_reload(self._model)
         self._loading, self.touched = True, self.touched or not self._rehearsing
         if self._patches is not None:
             self._patches.forget()
-
-    @torch.no_grad()
-    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        def passing() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in pairs:
-                self._digests[name] = tensor_digest(tensor) if self.vouches and not self._readable(name) else ""
-                yield name, tensor
-
-        self._model.load_weights(passing())
 
     def finish(self) -> None:
         """End the reload.
@@ -179,20 +165,13 @@ class VLLMLoader(EngineLoader):
         self._loading = False
 
     def invalidate(self) -> None:
-        self.touched, self._digests = True, {}
+        self.touched, self._handed = True, {}
         if self._patches is not None:
             self._patches.forget()
 
     def reloaded(self) -> None:
         """See `WeightLoader.reloaded`. vLLM did so by `reload_weights`."""
         self._repair(list(self._model.modules()))
-
-    def digests(self) -> dict[str, str]:
-        found = dict(self._digests)
-        for meta in self._placement.params if self._placement is not None else ():
-            if meta.name in found and self._readable(meta.name):
-                found[meta.name] = tensor_digest(read(meta, self._pieces[meta.name]))
-        return found
 
     # what a rehearsal asks
 
@@ -204,9 +183,8 @@ class VLLMLoader(EngineLoader):
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         if self._config.load_config.load_format == "dummy":
             return made_up(self._placement, self._forms) if self._placement is not None else None
-        params = self._placement.params if self._placement is not None else ()
         model = self._config.model_config
-        return announced(CheckpointSource(model.model), params, model.dtype) if self._shapes else None
+        return announced(CheckpointSource(model.model), self.params(), model.dtype) if self._shapes else None
 
     def ready(self) -> None:
         if self._placement is None and self._shapes:
@@ -239,46 +217,22 @@ class VLLMLoader(EngineLoader):
                 for layer in REPAIRS[step](self._model, layers):
                     self._repaired[names[id(layer)]] = step
 
-    def _readable(self, name: str) -> bool:
-        """Whether this worker holds the tensor whole, as it came."""
-        return self._alone and bool(self._pieces.get(name))
-
     def _writable(self, placement: Placement, forms: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-        """The copies of each tensor that the live model holds as it was loaded, shown by its bytes.
-
-        A parameter of the same shape may be shuffled, so shape says nothing. The bytes are compared with those of the
-        start checkpoint, while the model still holds it; what was found then holds for later lists of parameters.
-        """
-        live: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        """See `_in_place`; a tensor is not plain whose form is another one in the engine, or that is packed beside."""
         aside = {tensor.data_ptr() for tensor in also_packed(self._model)}
-        found = {}
-        for meta in placement.params:
-            landings = placement.landings[meta.name]
-            plain = all(
-                landing.exact
-                and landing.dtype == meta.dtype
-                and landing.param in live
-                and _form(live[landing.param]) == _form(forms[landing.param])
-                and live[landing.param].data_ptr() not in aside
-                for landing in landings
-            )
-            if plain and landings and not meta.dtype.is_complex and not self._is_absorbed(landings):
-                found[meta.name] = [Piece.of(live[landing.param], landing) for landing in landings]
-        for name, tensor in self.start_weights() or () if not self.touched else ():
-            if name in found and holds(found[name], tensor):
-                self._agreed[name] = placement.landings[name]
-        kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
-        return kept | {name: [] for name in placement.nowhere()}
 
-    def _is_absorbed(self, landings: Iterable[Landing]) -> bool:
-        """Whether attention computes with a product of this weight (MLA): it has to be derived anew."""
-        return any("kv_b_proj" in landing.param for landing in landings)
+        def plain(tensor: Tensor | None, landing: Landing) -> bool:
+            return (
+                tensor is not None and _form(tensor) == _form(forms[landing.param]) and tensor.data_ptr() not in aside
+            )
+
+        return self._in_place(placement, self.start_weights, plain) | {name: [] for name in placement.nowhere()}
 
     def missing(self) -> list[str]:
         """Parameters of an unfinished reload that did not come yet."""
         if not self._loading or self._placement is None or self._rehearsing:
             return []
-        return [meta.name for meta in self._placement.params if meta.name not in self._digests]
+        return [meta.name for meta in self._placement.params if meta.name not in self._handed]
 
     def roll_back(self) -> None:
         """Put live tensors back into layers that an abandoned update left in checkpoint form.
