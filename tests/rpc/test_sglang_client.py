@@ -30,7 +30,7 @@ def plugin(**more):
         "torchrl_ext": "0",
         "host": "here",
         "workers": 2,
-        "transports": ["delta", "disk"],
+        "transports": ["collective", "delta", "disk"],
         "working": False,
         "flushed": True,
         "paused": False,
