@@ -12,7 +12,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.processes import python
 from tests.transports.members import beside, free_port, same
-from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, TransportError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, StoreError, TransportError, WeightSyncError
 from torchrl_ext.stores import version_name
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
@@ -123,6 +123,13 @@ def test_what_a_group_leaves_on_a_device_lands_on_the_host(monkeypatch):
         for value in (1.0, 2.0):
             (received,), error = exchange(trainer, worker, value=value)
             assert error is None and same(received, weights(value))
+
+
+def test_a_parameter_with_the_name_of_the_files_is_refused_before_anything_is_sent():
+    with group() as (trainer, worker):
+        with pytest.raises(ManifestError, match="called '/files'"):
+            trainer.send_weights("policy", {"/files": torch.zeros(3)})
+        exchange(trainer, worker, value=1.0)
 
 
 def test_damage_on_the_way_is_found_by_name_and_changes_no_model():

@@ -15,7 +15,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
 from torchrl_ext.stores import Manifest, Placed, Versions, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST, count
@@ -33,7 +33,7 @@ _FORMAT = 3
 """Of what is broadcast: 1 sent the files of keyframes, 2 each file as a tensor of its own."""
 
 _FILES = "/files"
-"""The tensor of bytes: no parameter is called so."""
+"""The tensor of bytes beside a model's; a parameter of this name is refused."""
 
 _PLACE = "tensors"  # stands where a manifest names a file
 
@@ -57,9 +57,15 @@ class KeptTensors:
         """Keep the very tensors of ``source``, and say what they are.
 
         Raises:
-            ManifestError: the source does not yield what it declares.
+            ManifestError: the source does not yield what it declares, or a name is taken.
         """
         params, placed, tensors = source.params(), [], {}
+        if any(meta.name == _FILES for meta in params):
+            raise ManifestError(
+                f"a parameter is called {_FILES!r}, as the files of a version are over a broadcast",
+                state="nothing was sent",
+                hint="rename it with WeightSender(mapper=...), or take carrier='disk'",
+            )
         for meta, tensor in checked(source, params):
             tensors[meta.name] = tensor
             placed.append(Placed(meta=meta, file=_PLACE, checksum=tensor_digest(tensor)))
