@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -95,6 +96,34 @@ def ours(names):
     return {name.split(".")[1] for name in names if name.startswith("torchrl_ext.")}
 
 
+def drawn():
+    """The rooms from the highest floor down: how many files each has, what it is for, and what it uses."""
+    rooms = {name: [path for path in modules() if home(path) == name] for name in FLOOR}
+    uses = {
+        name: set().union(*(ours(imports(path, anywhere=True)) for path in paths)) & set(FLOOR) - {name}
+        for name, paths in rooms.items()
+        if paths
+    }
+    brought = {name: set() for name in FLOOR}
+    for name in sorted(uses, key=FLOOR.get):
+        brought[name] = set().union(*({other} | brought[other] for other in uses[name]))
+    lines = []
+    for floor in reversed(FLOORS):
+        for name in sorted(floor & set(uses)):
+            below = uses[name] - set().union(*(brought[other] for other in uses[name]))
+            path = PACKAGE / name / "__init__.py"
+            said = ast.get_docstring(tree_of(path if path.exists() else PACKAGE / f"{name}.py"))
+            lines.append(f"{name:11}{len(rooms[name]):4}  {said.splitlines()[0]}")
+            lines += [f"{'':17}-> {', '.join(sorted(below))}"] if below else []
+        lines.append("")
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def test_the_map_for_contributors_is_that_of_the_imports():
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    assert drawn() == page.split("```text\n")[1].split("```")[0], "python -m tests.test_floors --write"
+
+
 def test_every_package_has_a_floor():
     assert {home(path) for path in modules()} - {"__init__"} <= set(FLOOR)
 
@@ -181,3 +210,11 @@ def test_the_top_level_of_the_repository_holds_nothing_else():
         pytest.skip("not a git checkout")
     top = {Path(name).parts[0] for name in listed.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} <= expected
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        target = ROOT / "docs" / "contributing.md"
+        before, _, rest = target.read_text().partition("```text\n")
+        target.write_text(f"{before}```text\n{drawn()}```{rest.partition('```')[2]}")
+    print(drawn(), end="")
