@@ -97,7 +97,7 @@ def ours(names):
 
 
 def drawn():
-    """The rooms from the highest floor down: how many files each has, what it is for, and what it uses."""
+    """The rooms from the highest floor down: what each is for, and what it uses."""
     rooms = {name: [path for path in modules() if home(path) == name] for name in FLOOR}
     uses = {
         name: set().union(*(ours(imports(path, anywhere=True)) for path in paths)) & set(FLOOR) - {name}
@@ -113,8 +113,8 @@ def drawn():
             below = uses[name] - set().union(*(brought[other] for other in uses[name]))
             path = PACKAGE / name / "__init__.py"
             said = ast.get_docstring(tree_of(path if path.exists() else PACKAGE / f"{name}.py"))
-            lines.append(f"{name:11}{len(rooms[name]):4}  {said.splitlines()[0]}")
-            lines += [f"{'':17}-> {', '.join(sorted(below))}"] if below else []
+            lines.append(f"{name:12}{said.splitlines()[0]}")
+            lines += [f"{'':12}-> {', '.join(sorted(below))}"] if below else []
         lines.append("")
     return "\n".join(lines).strip("\n") + "\n"
 
