@@ -32,22 +32,29 @@ __all__ = [
 Shapes = dict[str, tuple[int, ...]]
 
 
-def model_shapes(layers: int, hidden: int, vocab: int) -> Shapes:
-    """A Qwen3-like decoder, untied: with 28, 1024 and 32,000 it has 311 tensors and 418 M elements."""
-    heads, kv, mlp, head = hidden, hidden // 2, 3 * hidden, 128
+def model_shapes(
+    layers: int, hidden: int, vocab: int, *, heads: float = 1.0, kv: float = 0.5, mlp: float = 3.0
+) -> Shapes:
+    """A Qwen3-like decoder, untied: with 28, 1024 and 32,000 it has 311 tensors and 418 M elements.
+
+    Args:
+        layers, hidden, vocab: its size.
+        heads, kv, mlp: widths of queries, of keys and values, and of what the MLP expands to, in ``hidden``.
+    """
+    query, key, inner, head = int(heads * hidden), int(kv * hidden), int(mlp * hidden), 128
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
         at = f"model.layers.{layer}"
         shapes |= {
-            f"{at}.self_attn.q_proj.weight": (heads, hidden),
-            f"{at}.self_attn.k_proj.weight": (kv, hidden),
-            f"{at}.self_attn.v_proj.weight": (kv, hidden),
-            f"{at}.self_attn.o_proj.weight": (hidden, heads),
+            f"{at}.self_attn.q_proj.weight": (query, hidden),
+            f"{at}.self_attn.k_proj.weight": (key, hidden),
+            f"{at}.self_attn.v_proj.weight": (key, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, query),
             f"{at}.self_attn.q_norm.weight": (head,),
             f"{at}.self_attn.k_norm.weight": (head,),
-            f"{at}.mlp.gate_proj.weight": (mlp, hidden),
-            f"{at}.mlp.up_proj.weight": (mlp, hidden),
-            f"{at}.mlp.down_proj.weight": (hidden, mlp),
+            f"{at}.mlp.gate_proj.weight": (inner, hidden),
+            f"{at}.mlp.up_proj.weight": (inner, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, inner),
             f"{at}.input_layernorm.weight": (hidden,),
             f"{at}.post_attention_layernorm.weight": (hidden,),
         }
@@ -171,7 +178,7 @@ def synthetic_pair(
     generator = torch.Generator().manual_seed(int(density * 1e6) + clustered)
     inner = min(0.995, max(density, 0.5) if clustered else density)
     step, pair = _step_for(inner), []
-    for name, shape in model_shapes(layers, hidden, vocabulary).items():
+    for name, shape in model_shapes(layers, hidden, vocabulary, heads=2, kv=1, mlp=2).items():
         master = torch.empty(shape).normal_(0, 0.02, generator=generator)
         old = master.to(torch.bfloat16)
         change = torch.empty(shape).uniform_(-step, step, generator=generator)
