@@ -140,7 +140,7 @@ def real_chain(
         head_dim=32,
         tie_word_embeddings=False,
     )
-    model = Qwen3ForCausalLM(config).float()
+    model = Qwen3ForCausalLM(config).float()  # type: ignore[no-untyped-call]  # transformers leaves it so
     tokens = _text_tokens(vocabulary, 400_000)
     length, batch = 64, 8
 

@@ -101,8 +101,8 @@ class _Clock:
         from numba.core import event
 
         self.seconds: dict[str, float] = {}
-        self._compiler = event.TimingListener()
-        event.register("numba:compile", self._compiler)
+        self._compiler = event.TimingListener()  # type: ignore[no-untyped-call]  # numba has no types
+        event.register("numba:compile", self._compiler)  # type: ignore[no-untyped-call]
         self._began = time.perf_counter()
 
     def lap(self, step: str) -> None:

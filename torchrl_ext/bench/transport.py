@@ -91,8 +91,11 @@ class _End:
     def __init__(self, rank: int, transport: VLLMCollectiveTransport, info: Info) -> None:
         self.rank, self._transport = rank, transport
         patience = timedelta(seconds=TIMEOUT_S)
-        store = dist.TCPStore(info["master_address"], info["plain_port"], None, False, patience, False)
-        self._plain = dist.ProcessGroupGloo(dist.PrefixStore("plain", store), rank, 2, patience)
+        own = dist.TCPStore(  # type: ignore[attr-defined]  # torch names its stores, and does not export them
+            info["master_address"], info["plain_port"], None, False, patience, False
+        )
+        store = dist.PrefixStore("plain", own)  # type: ignore[attr-defined]
+        self._plain: Any = dist.ProcessGroupGloo(store, rank, 2, patience)  # torch declares none of its collectives
 
     def compare(self, shapes: Shapes, ways: Mapping[str, int | None], repeats: int) -> dict[str, list[float]]:
         """Seconds of each way (a bucket size, or None for one flat tensor) in each round."""
@@ -139,7 +142,9 @@ class _End:
         """Wait for the other end."""
         self._plain.barrier().wait()
 
-    def steps(self, shapes: Mapping[str, Shapes], bucket_bytes: int, repeats: int) -> Iterator[tuple[str, dict, list]]:
+    def steps(
+        self, shapes: Mapping[str, Shapes], bucket_bytes: int, repeats: int
+    ) -> Iterator[tuple[str, dict[str, list[float]], list[int]]]:
         """Everything that is measured: part, seconds by way, memory."""
         ways = {"flat": None, "buckets": bucket_bytes, "one_by_one": 0}
         for part, own in shapes.items():
@@ -149,7 +154,8 @@ class _End:
 def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     transport = VLLMCollectiveTransport(device="cpu", timeout_s=TIMEOUT_S)
     handoff = transport.open(1, ())
-    plain = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_S), False)
+    patience = timedelta(seconds=TIMEOUT_S)
+    plain = dist.TCPStore("127.0.0.1", 0, None, True, patience, False)  # type: ignore[attr-defined]
     info = {**handoff.info, "plain_port": plain.port}
     worker = multiprocessing.get_context("spawn").Process(
         target=_work, args=(info, args.size, args.bucket_bytes, args.repeats), daemon=True

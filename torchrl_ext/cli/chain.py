@@ -118,8 +118,7 @@ class Reader:
         version = self.chain.version(number)
         full, delta = version.full, version.delta
         total = sum(meta.numel for meta in version.params)
-        changed = delta.changed if delta else None
-        known = delta is not None and not delta.container.startswith("foreign")
+        telling = None if delta is None or delta.container.startswith("foreign") else delta  # how much changed
         return {
             "version": number,
             "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
@@ -127,7 +126,7 @@ class Reader:
             "bytes": delta.nbytes if delta else 0,
             "keyframe_bytes": sum(full.files.values()) if full else 0,
             "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
-            "density": changed / max(1, total) if known else None,
+            "density": telling.changed / max(1, total) if telling else None,
             "run_id": version.run_id,
         }
 
@@ -184,7 +183,8 @@ def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
 def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     from torchrl_ext.weights.digests import tensor_digest
 
-    follower, rows = reader.follower(keep=True), []
+    follower = reader.follower(keep=True)
+    rows: list[Info] = []
     for number in reader.numbers():
         try:
             route = reader.route(number, follower)
@@ -261,7 +261,9 @@ def _materialize(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[s
 def _diff(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     from torchrl_ext.codecs.patch import diff
 
-    new, rows, total, changed, seen = dict(reader.tensors(args.b)), [], 0, 0, set()
+    new, total, changed = dict(reader.tensors(args.b)), 0, 0
+    rows: list[Info] = []
+    seen: set[str] = set()
     for name, tensor in reader.tensors(args.a):
         meta, other = ParamMeta.of(name, tensor), new.get(name)
         seen.add(name)
@@ -299,15 +301,15 @@ class _Unpacked(WeightSource):
         return tuple(meta for meta in base.params() if meta.name in own) if base is not None else ()
 
     def files(self) -> Mapping[str, bytes]:
-        published = self._route.published
-        if published is None:
+        keyframe = self._route.keyframe
+        if keyframe is None:
             return {} if self._route.base is None else self._route.base.files()
         names = [
             name
-            for name in published.manifest.files
+            for name in keyframe.files
             if not name.endswith((".safetensors", ".index.json"))  # the writer makes these anew
         ]
-        return {name: self._reader.store.get(f"{version_name(published.number)}/{name}") for name in names}
+        return {name: self._reader.store.get(f"{version_name(keyframe.version)}/{name}") for name in names}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._follower.tensors(self._route, {})

@@ -151,7 +151,7 @@ def dial(address: tuple[str, int], model_id: str, worker: int, token: str, timeo
     trainer = f"the trainer at {address[0]}:{address[1]}"
     who = f"worker {worker} of model {model_id!r}"
     try:
-        connection = socket.create_connection(tuple(address), timeout=timeout_s)
+        connection = socket.create_connection(address, timeout=timeout_s)
     except OSError as error:
         raise NotConnectedError(
             f"{who} cannot reach {trainer}: {error}",

@@ -32,7 +32,7 @@ from torchrl_ext.transports.base import Transport
 __all__ = ["TransportSchemeBase", "TransportWeightSyncScheme", "check_settings"]
 
 
-class TransportSchemeBase(WeightSyncScheme):
+class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
     """A scheme for one model, on the trainer's side or, pickled into a worker, on the worker's.
 
     Args:

@@ -23,7 +23,7 @@ __all__ = ["TransportWeightUpdater"]
 log = logging.getLogger("torchrl_ext")
 
 
-class TransportWeightUpdater(WeightUpdaterBase):
+class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchrl has no types
     """Pushes a policy's weights to engines, for ``LLMCollector(weight_updater=...)`` and other collectors.
 
     Each accepted update bumps the policy version of every registered collector once, whether it came through

@@ -123,9 +123,9 @@ class WorkerEngine(EngineClient):
             ) from error
         if answer is None:
             raise DeadlineError(f"{self.url} did not answer {message.kind!r} within {self._timeout_s:g} s")
-        error = answer.get("error")
-        if error is not None:
-            parts = error if isinstance(error, dict) else {"what": error}
+        refusal = answer.get("error")
+        if refusal is not None:
+            parts = refusal if isinstance(refusal, dict) else {"what": refusal}
             raise EngineRefusedError(
                 f"{self.url}: {parts.get('what')}",
                 expected=parts.get("expected"),

@@ -175,7 +175,8 @@ class _Routes:
         return JSONResponse({"status": "resumed"})
 
     async def sleep(self, request: Request) -> Response:
-        level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+        level = request.query_params.get("level", "1")
+        mode: Any = request.query_params.get("mode", "abort")
         if level not in ("0", "1", "2"):
             raise ConfigError(f"there is no sleep level {level!r}", expected="0, 1 or 2")
         await asyncio.to_thread(self._engine.sleep, int(level), mode, _DRAIN_TIMEOUT_S)
@@ -223,7 +224,8 @@ class _Routes:
         outputs = asyncio.wrap_future(job.future)
         gone = asyncio.ensure_future(_disconnect(request))
         try:
-            await asyncio.wait({outputs, gone}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {outputs, gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not outputs.done():
                 return Response(status_code=499)  # nobody is left to read it
             return JSONResponse(answer(asked, outputs.result(), self._engine.model_dir))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
@@ -253,7 +253,7 @@ def _make(recipe: Recipe, folder: Path, python: Path, log: Path, report: Report)
     report(f"  ready: {folder}")
 
 
-def _run(command: list[str], out, log: Path, report: Report) -> None:
+def _run(command: list[str], out: TextIO, log: Path, report: Report) -> None:
     """One step; downloads of note are passed on."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

@@ -162,9 +162,10 @@ class ServerProcess:
 
     def _first_word(self, timeout_s: float) -> int:
         """The server's process id, from its guard."""
-        if not select.select([self._guard.stdout], [], [], timeout_s)[0]:
+        said = self._guard.stdout
+        if said is not None and not select.select([said], [], [], timeout_s)[0]:
             raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
-        first = self._guard.stdout.readline().strip() if self._guard.stdout else b""
+        first = said.readline().strip() if said is not None else b""
         if not first.isdigit():
             raise EngineError(f"{self.name} could not be started: {self.log()}")
         return int(first)

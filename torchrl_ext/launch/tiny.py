@@ -53,7 +53,8 @@ def make_tiny_lm(directory: str | Path, *, seed: int = 0, dtype: torch.dtype = t
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**{**settings, **config})).to(dtype)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**settings, **config}))
+        model.to(dtype)  # type: ignore[arg-type]  # transformers wraps it, and loses whose method it is
     tensors = model.named_parameters()  # a tied lm_head is no parameter of its own; there are no persistent buffers
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -79,4 +80,6 @@ def make_tokenizer() -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_LINES, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it without types
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>"
+    )

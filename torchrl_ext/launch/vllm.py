@@ -124,7 +124,7 @@ def _variables(python: Path, *, cpu: bool, plain_linears: bool = False) -> dict[
 def _installed_plugins(python: Path) -> list[str]:
     """Names of the plugins that vLLM finds in an environment by itself."""
     here = python == Path(sys.executable)
-    folders = None if here else [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
-    found = importlib.metadata.distributions(**({} if folders is None else {"path": folders}))
+    folders = [] if here else [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
+    found = importlib.metadata.distributions() if here else importlib.metadata.distributions(path=folders)
     points = (point for distribution in found for point in distribution.entry_points)
     return sorted({point.name for point in points if point.group.startswith("vllm.") and "endpoint" not in point.group})

@@ -58,7 +58,8 @@ class OpenRoute:
         held: the version that the reader holds, where the route starts from it.
         reached: run id and number of the version that it leads to.
         params: every parameter there.
-        published: the keyframe that it starts from, its files open.
+        keyframe: the manifest of the keyframe that it starts from.
+        published: that keyframe, its files open.
         base: what stands in for a keyframe where it starts at version 0; with the digests it has to have.
         digests: position digest of every tensor at the end, by name; none where a keyframe is the end.
     """
@@ -70,6 +71,7 @@ class OpenRoute:
         self.held = held if route.start == held else None
         self.reached, self.params = (end.run_id, target), end.params
         self.base = base() if base is not None and route.start is not None and self.held is None else None
+        self.keyframe = route.keyframe
         self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
         self._deltas: list[tuple[str, DeltaManifest, Mapping[str, Decode]]] = []
         self._changed: set[str] = set()

@@ -48,7 +48,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
     Equal for equal bytes whatever the strides; -0.0 and 0.0 differ, and so do NaN payloads.
     """
-    return xxhash.xxh3_128_hexdigest(byte_view(tensor).cpu().numpy())
+    return xxhash.xxh3_128_hexdigest(byte_view(tensor).cpu().numpy().data)
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def _plain(model: Any) -> Any:
         return next((after for base, after in pairwise(bases) if base.__name__ == "FSDPModule"), bases[0])
 
     def twin(part: nn.Module) -> nn.Module:
-        made = object.__new__(original(part))
+        made: nn.Module = object.__new__(original(part))
         children = {name: child if child is None else twin(child) for name, child in part._modules.items()}
         made.__dict__.update(part.__dict__, _modules=children)
         return made

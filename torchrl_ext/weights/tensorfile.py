@@ -199,7 +199,7 @@ class TensorFile:
         """
         entry = self._entry(name)
         tensor = torch.empty(entry.meta.shape, dtype=entry.meta.dtype) if into is None else into
-        view, hasher = memoryview(byte_view(tensor).numpy()), xxhash.xxh3_128()
+        view, hasher = byte_view(tensor).numpy().data, xxhash.xxh3_128()
         for begin in range(0, len(view), CHUNK_BYTES):
             chunk = view[begin : begin + CHUNK_BYTES]
             self._fill(chunk, entry.begin + begin)
@@ -208,7 +208,7 @@ class TensorFile:
 
     def checksum(self, name: str, scratch: Tensor) -> str:
         """The xxh3-128 of a tensor's bytes, read through ``scratch`` (uint8) without keeping them."""
-        entry, hasher, memory = self._entry(name), xxhash.xxh3_128(), memoryview(scratch.numpy())
+        entry, hasher, memory = self._entry(name), xxhash.xxh3_128(), scratch.numpy().data
         for begin in range(0, entry.meta.nbytes, len(memory)):
             chunk = memory[: min(len(memory), entry.meta.nbytes - begin)]
             self._fill(chunk, entry.begin + begin)

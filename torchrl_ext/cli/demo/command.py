@@ -143,7 +143,7 @@ def _train(
     from torchrl_ext.registry import transports
     from torchrl_ext.rollout.lag import MaxLag
 
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it so
     for handler in logging.getLogger("torchrl").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)  # standard output is for our document alone

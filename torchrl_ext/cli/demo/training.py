@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchrl.data import Composite, LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
 from torchrl.envs import EnvBase, InitTracker, Transform
 from torchrl.envs.llm import ChatEnv
@@ -31,7 +31,7 @@ _PROMPTS = (
 _AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-class DigitsReward(Transform):
+class DigitsReward(Transform):  # type: ignore[misc]  # torchrl has no types
     """Rewards a response with the share of its tokens that are made of digits, 0 to 1, and ends the dialog.
 
     Args:
@@ -73,7 +73,8 @@ class DigitsTask:
 
     def env(self) -> EnvBase:
         """One dialog turn of every prompt, ``group`` times: a chat environment of batch size ``(turns,)``."""
-        loader = DataLoader(_PROMPTS, batch_size=1, collate_fn=lambda rows: TensorDict(query=rows, batch_size=[1]))
+        prompts = cast("Dataset[str]", _PROMPTS)  # torch takes any sequence, and does not say so
+        loader = DataLoader(prompts, batch_size=1, collate_fn=lambda rows: TensorDict(query=rows, batch_size=[1]))
         env = ChatEnv.from_dataloader(
             loader,
             repeats=self._group,
@@ -96,7 +97,8 @@ class Trainer:
     """
 
     def __init__(self, model_dir: str | Path, *, group: int, learning_rate: float = 1e-2, epochs: int = 2) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+        self.model: Any = model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it so
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self.task = DigitsTask(self.tokenizer, self.model.get_input_embeddings().weight.shape[0], group=group)
         actor = TransformersWrapper(self.model, tokenizer=self.tokenizer, input_mode="tokens", generate=False)

@@ -144,7 +144,8 @@ def _rehearsed(one: Examined, api_key: str | None) -> Iterator[Finding]:
     finally:
         client.close()
     level = "warning" if client.proof == PROOFS[0] else "ok"
-    for told in client.rehearsed or ({},):
+    every: tuple[Info, ...] = client.rehearsed or ({},)
+    for told in every:
         where = f"{one.address} worker {told['worker']}" if told.get("worker") else one.address
         words = {} if level == "ok" else {"expected": _BACK, "remedy": str(told.get("why", ""))}
         yield Finding(where=where, check="rehearsal", level=level, found=_verdicts(told), **words)
