@@ -144,7 +144,7 @@ class _Observer(TorchDispatchMode):
     """Sees every operator that the loader runs; copies and fills of targets are written down and not executed."""
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.landings: dict[str, list[Landing]] = {}
         self.written = dict.fromkeys(targets, 0)
         self._targets = {_key(tensor): (name, tensor) for name, tensor in targets.items()}
@@ -199,7 +199,7 @@ class _Observer(TorchDispatchMode):
                     param=param,
                     dtype=target.dtype,
                     shape=tuple(target.shape),
-                    offset=target.storage_offset() - whole.storage_offset(),
+                    offset=int(target.storage_offset() - whole.storage_offset()),
                     strides=tuple(target.stride()),
                     source_offset=source.storage_offset() if exact else 0,
                     source_strides=tuple(source.stride()) if exact else (),

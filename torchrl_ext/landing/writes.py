@@ -153,10 +153,9 @@ class Staged:
         if isinstance(patch, DensePatch):
             digest = self._add_dense(pieces, patch)
         else:
-            steps = isinstance(patch, StepPatch)
-            changes = patch.steps if steps else patch.values
+            ordered = unit_of(patch.meta.dtype).ordered if isinstance(patch, StepPatch) else None
+            changes = patch.steps if isinstance(patch, StepPatch) else patch.values
             positions, payload = torch.from_numpy(patch.indices), torch.from_numpy(changes).view(BITS[changes.itemsize])
-            ordered = unit_of(patch.meta.dtype).ordered if steps else None
             for piece in pieces:
                 chosen = _within(patch.indices, piece.place)
                 if chosen.start == chosen.stop:
@@ -164,11 +163,12 @@ class Staged:
                 target, kernels = piece.target, self._kernels or kernels_on(piece.target.device)
                 landed = kernels.land(target, piece.place, positions[chosen], payload[chosen], ordered)
                 digest = digest.plus(landed.words)
-                offsets, values = landed.offsets, landed.values
+                offsets: Tensor | None = landed.offsets
+                values = landed.values
                 own = piece.destination.numel() == target.numel()  # nothing between its elements belongs to others
-                if own and target.nbytes <= offsets.nbytes + values.nbytes:  # then all of it is quicker, and less
+                if own and target.nbytes <= landed.offsets.nbytes + values.nbytes:  # quicker then, and less
                     every = target.clone()
-                    kernels.scatter(every, offsets, values)
+                    kernels.scatter(every, landed.offsets, values)
                     offsets, values = None, every
                 if values.numel():
                     self._writes.append(_Write(kernels=kernels, target=target, offsets=offsets, values=values))

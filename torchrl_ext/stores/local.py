@@ -57,7 +57,7 @@ class LocalStore(Store):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
         self.url = str(self.root)
-        self._unlock: weakref.finalize | None = None
+        self._unlock: weakref.finalize[[int, int], LocalStore] | None = None
 
     # writer
 

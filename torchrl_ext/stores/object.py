@@ -191,9 +191,12 @@ class ObjectStore(Store):
     def local(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
         with self._staging(folder) as staging:
             for name in names:
-                key = f"{folder}/{name}"
                 target = str(staging / checked_key(name))
-                self._call("fetch", key, lambda path, target=target: self._fs.get_file(path, target))
+
+                def fetch(path: str, target: str = target) -> None:
+                    self._fs.get_file(path, target)
+
+                self._call("fetch", f"{folder}/{name}", fetch)
             yield staging
 
     def available(self) -> bool:

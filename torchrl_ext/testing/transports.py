@@ -238,7 +238,7 @@ class TransportContract(ABC):
         model[1].weight = model[0].weight
         received = ends.exchange("policy", model)
         assert set(received.keys()) == {"0.weight"}
-        assert same_bits(received["0.weight"], model[0].weight.detach())
+        assert same_bits(received["0.weight"], model.get_parameter("0.weight").detach())
 
     def test_tensors_larger_than_a_bucket_arrive_between_small_ones(self, ends: Ends) -> None:
         weights = {f"{i:02d}": any_bits(torch.bfloat16, 40 * SMALL_BYTES if i == 5 else 33, seed=i) for i in range(12)}
@@ -280,7 +280,7 @@ class TransportContract(ABC):
         parameter = held[0].weight
         assert_arrived(ends.exchange("policy", sent, model=held), sent)
         assert held[0].weight is parameter
-        assert same_bits(held[0].weight.detach(), sent[0].weight.detach())
+        assert same_bits(held.get_parameter("0.weight").detach(), sent.get_parameter("0.weight").detach())
 
     @pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
     @pytest.mark.filterwarnings("ignore:state_dict strategy")
@@ -314,7 +314,7 @@ class TransportContract(ABC):
         weights = {"x": torch.randn(5)}
 
         class Slow(MappingSource):
-            def __iter__(self):
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
                 inside.set()
                 assert go_on.wait(WAIT_S)
                 yield from super().__iter__()
@@ -362,7 +362,7 @@ class TransportContract(ABC):
         sender.register_model(policy)
         for step in range(1, 4):
             with torch.no_grad():
-                policy[0].weight.add_(step)
+                policy.get_parameter("0.weight").add_(step)
             report = sender.update_weights()
             assert report.version == step
             assert report.verified

@@ -245,7 +245,7 @@ class _ShardFile:
 
 def _checksum_into(run: _Run, offset: int, tensor: Tensor) -> str:
     hasher = xxhash.xxh3_128()
-    view = memoryview(byte_view(tensor).numpy())
+    view = byte_view(tensor).numpy().data
     for begin in range(0, len(view), CHUNK_BYTES):
         chunk = view[begin : begin + CHUNK_BYTES]
         hasher.update(chunk)

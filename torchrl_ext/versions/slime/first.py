@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, final
 
 from torchrl_ext.codecs.base import Encoded
@@ -52,7 +52,7 @@ class Flushes(Container):
                 if param is None or param.file != name or param.changed != patch.changed:
                     raise IntegrityError(f"{where}/{name} changes {patch.meta.name!r} otherwise than its manifest says")
                 patch = SparsePatch(patch.meta, patch.indices, patch.values.copy())  # of its own: the file may go
-                found[patch.meta.name] = lambda base, patch=patch: patch
+                found[patch.meta.name] = _known(patch)
         lost = min(expected.keys() - found.keys(), default=None)
         if lost is not None:
             raise IntegrityError(f"{where}/{expected[lost].file} does not hold tensor {lost!r}, as the manifest says")
@@ -79,4 +79,12 @@ class ForeignFlushes(Container):
                 )
             for patch in file.patches:
                 found.setdefault(patch.meta.name, []).append(patch)
-        return {name: lambda base, patches=patches: fold(patches) for name, patches in found.items()}
+        return {name: _folded(patches) for name, patches in found.items()}
+
+
+def _known(patch: Patch) -> Decode:
+    return lambda base: patch
+
+
+def _folded(patches: Sequence[Patch]) -> Decode:
+    return lambda base: fold(patches)
