@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
 from torchrl_ext.rollout.loops import Background, PerLoop
 from torchrl_ext.rollout.requests import Asked, Requests, targets
 from torchrl_ext.rpc.discovery import discover
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Generation", "InferenceClient", "VersionSpan"]
 
@@ -99,7 +102,7 @@ class InferenceClient:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | Tensor],
         *,
         n: int = 1,
         max_tokens: int = 16,
@@ -113,7 +116,7 @@ class InferenceClient:
         """Continue every prompt ``n`` times.
 
         Args:
-            prompts: token ids, at least one per prompt.
+            prompts: token ids, at least one per prompt; each a list, or a tensor of integers of shape ``(T,)``.
             n: continuations per prompt.
             max_tokens: most new tokens of each.
             temperature: 0 takes the most probable token.

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "UNKNOWN_VERSION",
@@ -98,7 +101,7 @@ class Generation:
         return versions
 
 
-def checked_prompt(prompt: Sequence[int], index: int) -> tuple[int, ...]:
+def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...]:
     """The token ids of a prompt.
 
     Raises:

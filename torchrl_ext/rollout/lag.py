@@ -25,7 +25,7 @@ log = logging.getLogger("torchrl_ext")
 _LOOK_S = 0.05
 
 
-class MaxLag(Transform):
+class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
     """Takes tokens out of training that weights more than ``max_lag`` versions old have sampled.
 
     Put it where data is used: as a transform of the replay buffer, where it looks at every sample that is drawn, or as

@@ -22,7 +22,7 @@ from torchrl_ext.rollout.settings import WrapperSettings, sampling_settings
 __all__ = ["RemoteLLMPolicy"]
 
 
-class RemoteLLMPolicy(LLMWrapperBase):
+class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no types
     """Generates with vLLM, SGLang or embedded engines; the policy of an `LLMCollector` with external engines.
 
     Takes and gives what TorchRL's own wrappers do, key by key (`vLLMWrapper`, `TransformersWrapper`): per sequence of a
@@ -81,8 +81,10 @@ class RemoteLLMPolicy(LLMWrapperBase):
         self._given = {f"{name}_key": key for name, key in ours.items()} | wrapper
         self._given |= {"seed": seed, "pacer": pacer, "timeout_s": timeout_s}
         given = WrapperSettings(**wrapper)
-        urls = [model] if isinstance(model, str) else model
-        self.model = model if isinstance(model, InferenceClient) else InferenceClient.connect(*urls)
+        if isinstance(model, InferenceClient):
+            self.model = model
+        else:
+            self.model = InferenceClient.connect(*([model] if isinstance(model, str) else model))
         self._settings, self.layout, self._device = given, None, given.device
         for name in ("tokenizer", "generate", "input_mode", "input_key", "pad_output", "prefer_tokens"):
             setattr(self, name, getattr(given, name))
@@ -92,7 +94,8 @@ class RemoteLLMPolicy(LLMWrapperBase):
         self._min_batch_size = 1 if given.batching and given.min_batch_size is None else given.min_batch_size
         self._max_batch_size, self._batching_timeout = given.max_batch_size, given.batching_timeout
         self._batching_lock = threading.Lock()
-        self._batch_queue, self._futures = [], []  # always empty: TorchRL's queue is for engines that do not batch
+        self._batch_queue: list[Any] = []  # both always empty: TorchRL's queue is for engines that do not batch
+        self._futures: list[Any] = []
         self.generate_kwargs = dict(given.generate_kwargs or {})
         self._sampling, self.num_samples = self._sampled(self.generate_kwargs)
         if self.num_samples is not None and given.inplace in (True, "empty"):
@@ -121,7 +124,7 @@ class RemoteLLMPolicy(LLMWrapperBase):
         """A policy in another process asks the same engines, and counts its seeds from the start."""
         return functools.partial(type(self), self.model, **self._given), ()
 
-    @set_list_to_stack(True)
+    @set_list_to_stack(True)  # type: ignore[untyped-decorator]  # tensordict leaves it so
     def forward(
         self,
         tensordict: TensorDictBase,
@@ -168,13 +171,14 @@ class RemoteLLMPolicy(LLMWrapperBase):
             sampling, samples = self._sampled({**self.generate_kwargs, **changes}, self.num_samples)
         count = len(prompts.tokens) * (samples or 1)
         seed = self._next_seed(count)
+        more: dict[str, Any] = {} if seed is None else {"seed": seed}
         with nullcontext() if self._pacer is None else self._pacer.starting(count):
             generations = self.model.generate(
                 prompts.tokens,
                 n=samples or 1,
                 logprobs=self.return_log_probs,
                 timeout_s=self._timeout_s,
-                **({"seed": seed} if seed is not None else {}),
+                **more,
                 **sampling,
             )
         return self._write(prompts, generations, samples)

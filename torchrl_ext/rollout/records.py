@@ -34,14 +34,14 @@ class Prompts:
     Attributes:
         tokens: B tensors of token ids, int64, without padding.
         width: length to which padded prompts go; the longest prompt, or that of a padded input.
-        text: B strings; None in tokens mode.
-        history: shape ``(B, turns)``; None but in history mode.
+        text: B strings; none in tokens mode.
+        history: a `History` of shape ``(B, turns)``; None but in history mode.
     """
 
     tokens: Sequence[Tensor]
     width: int
-    text: Sequence[str] | None = None
-    history: History | None = None
+    text: Sequence[str] = ()
+    history: Any = None
 
 
 class PromptReader:
@@ -71,7 +71,7 @@ class PromptReader:
 
     def _tokens(self, tensordict: LazyStackedTensorDict) -> Prompts:
         settings, padding = self._settings, self._settings.padding_value
-        given = _as_list(tensordict, settings.input_key)
+        given = _rows(tensordict, settings.input_key)
         keys = ((settings.masks_key, "all_attention_mask"), settings.attention_mask_key)
         masks = next((found for key in keys if (found := _as_list(tensordict, key)) is not None), None)
         if masks is None or any(mask.shape != ids.shape for mask, ids in zip(masks, given, strict=True)):
@@ -121,8 +121,12 @@ class PromptReader:
 def _as_list(tensordict: LazyStackedTensorDict, key: NestedKey) -> list[Tensor] | None:
     if key not in tensordict.keys(include_nested=True):
         return None
-    found = [row.get(key) for row in tensordict.unbind(0)]
+    found = _rows(tensordict, key)
     return None if any(value is None for value in found) else found
+
+
+def _rows(tensordict: LazyStackedTensorDict, key: NestedKey) -> list[Tensor]:
+    return [row.get(key) for row in tensordict.unbind(0)]
 
 
 def _strings(value: Any, count: int) -> list[str]:

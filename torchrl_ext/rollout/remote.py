@@ -44,7 +44,7 @@ class RemoteInferenceClient(EngineControl):
         adapter: name of the LoRA adapter to generate with (`AdapterSender`); None for the base weights.
         data_parallel_size: how many of ``server_urls`` are replicas of one engine.
         tokenizer: used for text in place of the engines' routes, where given.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
         concurrency_per_engine: most requests in work per engine, over all calls in one event loop; 0 for no limit.
         timeout_s: deadline of a call for tokens, all its prompts together, in seconds.
         control_timeout_s: deadline of a control call, in seconds.
@@ -60,7 +60,7 @@ class RemoteInferenceClient(EngineControl):
     adapter: str | None = None
     data_parallel_size: int = 1
     tokenizer: Any = field(default=None, repr=False, compare=False)
-    api_key: str | None = field(default=None, repr=False)
+    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     concurrency_per_engine: int = 512
     timeout_s: float = 1800.0
     control_timeout_s: float = 600.0

@@ -17,7 +17,7 @@ from torchrl_ext.rollout.completions import Continuation
 from torchrl_ext.rollout.dialects import Dialect, dialects
 from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
 from torchrl_ext.rollout.loops import each
-from torchrl_ext.rpc.http import AsyncSession, normalise_url
+from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_url
 
 __all__ = ["Asked", "Requests", "Target", "targets"]
 
@@ -87,7 +87,7 @@ class Requests:
     Args:
         targets: at least one.
         limit: most requests in work at one target; 0 for no limit.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `AsyncSession` for several.
         retire_s: seconds for which a target that failed is left alone while others answer.
         persistent: ask again until the deadline where every target has failed.
     """
@@ -97,7 +97,7 @@ class Requests:
         targets: Sequence[Target],
         *,
         limit: int,
-        api_key: str | None,
+        api_key: Keys,
         retire_s: float = 0.0,
         persistent: bool = False,
     ) -> None:

@@ -76,8 +76,11 @@ class Routing:
             raise ConfigError(f"{', '.join(settings)} is for a router of ours, and {router} runs already")
         self._engines = {normalise_url(info.url): info for info in engines}
         self._max_lag, self._api_key, self._settings = max_lag, api_key, settings
-        self._process = self._started(list(self._engines)) if router is None else None
-        self._client = RouterClient(router if self._process is None else self._process.url, api_key=api_key)
+        self._process: RouterProcess | None = None
+        if router is None:
+            self._process = self._started(list(self._engines))
+            router = self._process.url
+        self._client = RouterClient(router, api_key=api_key)
         try:
             for info in self._routed(list(self._engines)) if self._process is None else ():
                 self._add(info)

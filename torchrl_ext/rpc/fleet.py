@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.rpc.client import EngineClient, _nothing
@@ -262,7 +262,9 @@ class Fleet(EngineClient):
                     on_failure()
         return results
 
-    def _everywhere(self, call: Callable[[EngineClient], object], on_failure: Callable[[], None] = _nothing) -> list:
+    def _everywhere(
+        self, call: Callable[[EngineClient], object], on_failure: Callable[[], None] = _nothing
+    ) -> list[Any]:
         """A call that must succeed on every member."""
         self._failed.clear()
         engines = self._active()
