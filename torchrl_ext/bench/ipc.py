@@ -107,7 +107,7 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int, device: str) -
 def in_one_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same tensors in one piece of shared memory (a file for each would be more than a process may hold open)."""
     flat = torch.empty(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8)
-    flat.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it without types
+    flat.share_memory_()
     found, begin = {}, 0
     for name, tensor in weights.items():
         found[name] = flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -201,7 +201,7 @@ class Outputs:
         began = time.perf_counter()
         for one in engine.each():
             one.logprobs(())  # whether it could be asked at all
-        bound = bound_of(source.params()) if self._max_gap == "dtype" else self._max_gap
+        bound = bound_of(source.params()) if isinstance(self._max_gap, str) else self._max_gap
         self.spans = {"probe": took_s + time.perf_counter() - began}
         try:
             yield
@@ -284,7 +284,7 @@ def _module_of(*candidates: Any) -> nn.Module | None:
     return next((module for module in found if isinstance(module, nn.Module)), None)
 
 
-def _vocabulary(model: nn.Module | None) -> int:
+def _vocabulary(model: Any) -> int:
     """Number of token ids that a model of `transformers` knows, by its configuration: a sharded table tells less.
 
     Raises:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.landing.changes import Changes
@@ -32,6 +33,7 @@ from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info
 
 __all__ = ["WeightReceiver"]
@@ -53,10 +55,10 @@ class WeightReceiver:
         (True, 1)
     """
 
-    def __init__(self, target: Any = None, transport: Transport | None = None, *, rank: int = 0) -> None:
+    def __init__(self, target: Any = None, transport: StandaloneTransport | None = None, *, rank: int = 0) -> None:
         self._loader: WeightLoader | None = None if target is None else as_loader(target)
         self._target = target
-        self._transport = transport
+        self._transport: Transport | None = transport
         self._rank = rank
         self._sealed = False
         self._intact = True  # the model holds one version, and not parts of several
@@ -275,13 +277,13 @@ class WeightReceiver:
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], **_: Any) -> None:
         """Connect the worker end (collective); other transports need no group."""
-        self._require_transport().init_all_workers_group(model_metadata)
+        self._alone().init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
         """Apply the newest version if one came within ``timeout`` seconds; returns whether one did."""
-        received = self._require_transport().receive_weights(timeout, model=self._loader)
+        received = self._alone().receive_weights(timeout, model=self._loader)
         if received is not None:
-            self.version = self._require_transport().received_version
+            self.version = self._alone().received_version
         return received is not None
 
     def apply_weights(self, weights: Any) -> None:
@@ -304,8 +306,11 @@ class WeightReceiver:
             raise NotConnectedError("this receiver joined no transport", hint="connect first")
         return self._transport
 
+    def _alone(self) -> StandaloneTransport:
+        return cast(StandaloneTransport, self._require_transport())  # none but one that was given to be used alone
 
-def _passed_on(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+
+def _passed_on(pairs: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
     """The same pairs. Closed, it closes those of a transport at once; an error's traceback would keep them half-way."""
     with _complete("the handoff"):
         yield from pairs

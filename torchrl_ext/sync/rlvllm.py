@@ -162,7 +162,12 @@ class _Loader(WeightLoader):
 
     def stage(self, changes: Staging) -> None:
         touched: list[str] = []
-        for _ in changes.patches(lambda name: bool(touched.append(name))):  # none is wanted: names are enough
+
+        def unwanted(name: str) -> bool:
+            touched.append(name)
+            return False
+
+        for _ in changes.patches(unwanted):  # none is wanted: names are enough
             pass
         self._staged = list(changes.whole(touched))
 

@@ -134,9 +134,11 @@ class DiskTransport(StandaloneTransport, Incremental):
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         version = info["version"]
-        if self._opened is None or self._opened.number != version:
-            self._pin(self._open_version(version))
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        if opened is None or opened.number != version:
+            opened = self._open_version(version)
+            self._pin(opened)
+        self._opened = None
         try:
             opened.check(tuple(ParamMeta.from_json(row) for row in info["params"]), info.get("run_id"))
             yield from opened.pairs(into)
@@ -170,9 +172,10 @@ class DiskTransport(StandaloneTransport, Incremental):
             with suppress(FileNotFoundError):  # pruned since: a newer one is on its way
                 if newest and self._other(newest):
                     self._versions.offered(newest)
-                    self._pin(PublishedVersion(self._store, newest))
+                    opened = PublishedVersion(self._store, newest)
+                    self._pin(opened)
                     self._connected = True
-                    return self._info(self._opened.manifest)
+                    return self._info(opened.manifest)
             if self._aborted.wait(min(pause, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
                 return None
             pause = min(2 * pause, _LONGEST_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ class PluginLoader(EngineLoader):
 
     def __init__(self, model: nn.Module, *, alone: bool) -> None:
         super().__init__()
-        self._model, self._alone = model, alone
+        self._model: Any = model  # every model of an engine has `load_weights`
+        self._alone = alone
         self._pieces: dict[str, list[Piece]] = {}
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
         self._handed: dict[str, str] = {}

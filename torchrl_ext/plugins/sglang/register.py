@@ -103,7 +103,7 @@ def _pin_nothing() -> None:
     if not torch.accelerator.is_available():
         for name in ("tensor", "empty", "zeros"):
             setattr(torch, name, unpinned(getattr(torch, name)))
-        torch.Tensor.pin_memory = lambda tensor, *_: tensor
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]  # that is meant
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 
-from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch
+from torchrl_ext.codecs.patch import DensePatch, SparsePatch
 from torchrl_ext.codecs.units import units
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.vllm.register import register
@@ -41,11 +41,11 @@ _DENSE = 1 / 3  # from here on a transport sends the tensor itself, which is sma
 class _Step:
     """What `WeightLoader.stage` uses of a transport's changes."""
 
-    def __init__(self, patches: list[Patch]) -> None:
+    def __init__(self, patches: list[DensePatch | SparsePatch]) -> None:
         self._patches = patches
         self.digests: Mapping[str, str] = {}  # nothing to compare with: digests are still computed
 
-    def patches(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Patch]:
+    def patches(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[DensePatch | SparsePatch]:
         return (patch for patch in self._patches if wanted(patch.meta.name))
 
     def whole(self, names: Any) -> Iterator[tuple[str, Tensor]]:
@@ -57,6 +57,10 @@ class _Step:
         return sum(p.values.nbytes + (0 if isinstance(p, DensePatch) else p.indices.nbytes) for p in self._patches)
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 def main() -> None:
     """Build the model, then measure every density in turn."""
     asked = json.load(sys.stdin)
@@ -65,7 +69,7 @@ def main() -> None:
         model=asked["model"], dtype="bfloat16", enforce_eager=True, max_model_len=256, tokenizer=asked["model"]
     ).create_engine_config()
     if not torch.accelerator.is_available():  # as vLLM's own CPU worker does (`CPUModelRunner`)
-        torch.accelerator.synchronize = torch.accelerator.empty_cache = lambda *_, **__: None
+        torch.accelerator.synchronize = torch.accelerator.empty_cache = _nothing
     with set_current_vllm_config(config), torch.no_grad():
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{asked['port']}", 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -122,7 +126,8 @@ def _steps(tensors: dict[str, Tensor], elements: int) -> tuple[_Step, _Step]:
     """The last bit of ``elements`` scattered elements flipped, and flipped back."""
     generator = np.random.default_rng(elements)
     density = elements / sum(tensor.numel() for tensor in tensors.values())
-    forth, back = [], []
+    forth: list[DensePatch | SparsePatch] = []
+    back: list[DensePatch | SparsePatch] = []
     for name, tensor in tensors.items():
         old, meta = units(tensor), ParamMeta.of(name, tensor)
         if density >= _DENSE:

@@ -47,7 +47,8 @@ class VLLMPatches:
         pieces: Mapping[str, Sequence[Piece]],
         repair: Callable[[Collection[nn.Module]], None],
     ) -> None:
-        self._model, self._config, self._placement, self._repair = model, vllm_config, placement, repair
+        self._model: Any = model  # every model of vLLM has `load_weights`
+        self._config, self._placement, self._repair = vllm_config, placement, repair
         self._patcher = Patcher(pieces)
         self._whole_model = False
         self._whole: list[tuple[str, Tensor]] = []

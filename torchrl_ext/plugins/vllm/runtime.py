@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def _made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tupl
         yield meta.name, tensor
 
 
-def _answer(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
+def _answer(layer: LinearBase | ParallelLMHead, dtype: torch.dtype) -> Tensor | None:
     """What it makes of a fixed input; None where it wants to be asked otherwise."""
     fixed = torch.randn(_ROWS, _inputs(layer), generator=torch.Generator().manual_seed(0)).to(dtype)
     try:
@@ -102,7 +103,7 @@ def _is_quantised(layer: nn.Module) -> bool:
 
 def _inputs(layer: nn.Module) -> int:
     loaded = get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
-    per_rank = getattr(layer, "input_size_per_partition", None)
+    per_rank: Any = getattr(layer, "input_size_per_partition", None)
     return int(per_rank if per_rank is not None or loaded is None else loaded.shape[-1])
 
 
@@ -171,7 +172,7 @@ REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]
 """Name -> step; takes the model and the layers that were loaded, returns the layers that it finished."""
 
 
-def _same_weight(one: nn.Module, other: nn.Module) -> bool:
+def _same_weight(one: VocabParallelEmbedding, other: VocabParallelEmbedding) -> bool:
     return one.weight.numel() > 0 and one.weight.data_ptr() == other.weight.data_ptr()
 
 

@@ -38,7 +38,7 @@ async def _measured(
         )
     )
     try:
-        engine = tx.make_engine("inprocess", engine=llm)
+        engine: Any = tx.make_engine("inprocess", engine=llm)  # an `InProcessEngine`, which also switches
         if way == "state dict":
             loaded = [dict(iter(CheckpointSource(model))) for model in models]
             switch = [lambda own=own: engine.update_model_weights_from_state_dict(own) for own in loaded]
@@ -68,7 +68,8 @@ async def _streams(llm: AsyncLLM, requests: int, tokens: int, name: str) -> dict
     async def one(number: int) -> tuple[list[float], bool, int]:
         prompt = {"prompt_token_ids": [3, 17, 42, 99, 7, 11 + number]}
         gaps: list[float] = []
-        before, last = None, None
+        before: float | None = None
+        last: Any = None
         async for out in llm.generate(prompt, sampling, f"{name}-{number}"):
             now = time.perf_counter()
             if before is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # by a star there
 
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.transports.collective.notes import NoteStore
@@ -50,7 +51,7 @@ def choose_backend(device: torch.device | str | int | None, backend: str | None)
     return chosen, backend or ("nccl" if chosen.type == "cuda" else "gloo")
 
 
-class GroupStore(dist.Store):
+class GroupStore(Store):
     """What torch's backends want to know of each other, in a `NoteStore`. For gloo, which asks while it is constructed.
 
     Args:
@@ -112,21 +113,22 @@ def torch_store(notes: NoteStore, generation: str, rank: int, until: float) -> A
     """
     key, left_s = f"store/{generation}", max(1.0, until - time.monotonic())
     patience = timedelta(seconds=left_s)
+    tcp_store = dist.TCPStore  # type: ignore[attr-defined]  # by a star there
     if rank == 0:
         own = listen(notes.host, 0)
         port = own.getsockname()[1]
-        make = partial(dist.TCPStore, notes.host, port, None, True, patience, False, False, own.detach())
+        make = partial(tcp_store, notes.host, port, None, True, patience, False, False, own.detach())
     else:
         if notes.missing([key], until):
             raise DeadlineError(f"rank 0 did not say within {left_s:g} s where the store of the group is")
         port = notes.get(key)
         if type(port) is not int:
             raise TransportError(f"rank 0 says that the store of the group is at port {port!r}")
-        make = partial(dist.TCPStore, notes.host, port, None, False, patience, False)
+        make = partial(tcp_store, notes.host, port, None, False, patience, False)
     store = made_in_time(make, until, left_s, notes.stop)
     if rank == 0:
         notes.put(key, port)
-    return dist.PrefixStore(f"group/{generation}", store)
+    return PrefixStore(f"group/{generation}", store)
 
 
 def gloo_devices(notes: NoteStore) -> tuple[list[Any], set[tuple[Any, ...]]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a star there
 
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.transports.collective.backends import GroupStore, brief, gloo_devices, made_in_time, torch_store
@@ -80,12 +81,12 @@ class Group:
             raise
 
     def _gloo(self, until: float) -> Callable[[], Any]:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # left out of the stub
         options._devices, self._listeners = gloo_devices(self.notes)
         options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self.timeout_s + _LATER_S)
         self.notes.put(f"listeners/{self.generation}/{self.rank}", sorted(self._listeners))
         self._store = GroupStore(self.notes, until)  # C++ keeps what it needs of it, but not its methods
-        store = dist.PrefixStore(f"group/{self.generation}", self._store)
+        store = PrefixStore(f"group/{self.generation}", self._store)
         return partial(dist.ProcessGroupGloo, store, self.rank, self.world_size, options)
 
     def _nccl(self, until: float) -> Callable[[], Any]:

@@ -334,7 +334,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 def _require(info: Info, **fields: type) -> None:
     """What a trainer says to a worker is somebody else's word; a float may also be written as an integer."""
     for name, kind in fields.items():
-        value = info.get(name)
+        value: Any = info.get(name)
         if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is int and value < 0):
             raise TransportError(
                 f"{name} is {str(value)[:200]!r} in what the trainer says of the collective transport",

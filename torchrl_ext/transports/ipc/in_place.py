@@ -66,10 +66,12 @@ def offer(params: Sequence[ParamMeta], held: Mapping[str, Tensor]) -> Offer | No
         params: what the update sends.
         held: tensors that will be sent as they are (`WeightSource.held`).
     """
-    tensors = [held.get(meta.name) for meta in params]
-    if not tensors or not all(tensor is not None and _shareable(tensor) for tensor in tensors):
+    tensors = [held[meta.name] for meta in params if meta.name in held]
+    if not tensors or len(tensors) < len(params) or not all(map(_shareable, tensors)):
         return None
-    files, rows, known = [], [], {}
+    files: list[Info] = []
+    rows: list[list[int]] = []
+    known: dict[tuple[int, int], int] = {}
     starts, regions = _mapped()
     descriptors = _descriptors()
     for tensor in tensors:
@@ -86,8 +88,8 @@ def offer(params: Sequence[ParamMeta], held: Mapping[str, Tensor]) -> Offer | No
 
 
 def _shareable(tensor: Tensor) -> bool:
-    lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.device.type == "cpu" and tensor.is_shared() and tensor.is_contiguous() and not lazy and tensor.nbytes
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_shared() and plain and tensor.nbytes > 0
 
 
 def _mapped() -> tuple[list[int], list[tuple[int, int, int, tuple[int, int]]]]:

@@ -56,7 +56,7 @@ def _store_lines(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
 
 @njit
 def _copy_lines(target, source, nbytes):  # type: ignore[no-untyped-def]
-    _store_lines(target, source, nbytes)
+    _store_lines(target, source, nbytes)  # type: ignore[call-arg]  # the compiler gives the context
 
 
 def copy_streaming(source: np.ndarray, target: np.ndarray) -> None:

@@ -23,6 +23,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
@@ -262,7 +263,7 @@ def _hello(link: Link) -> Info:
         TransportError: it does not say so.
         WeightSyncError: it is gone, or speaks another language.
     """
-    hello = (link.read(deadline(_HELLO_S)) or {}).get("hello")
+    hello: Any = (link.read(deadline(_HELLO_S)) or {}).get("hello")
     rank = hello.get("rank") if isinstance(hello, dict) else -1
     if (rank is not None and (type(rank) is not int or rank < 0)) or not isinstance(hello.get("devices"), list):
         raise TransportError(f"{link.peer} does not say who it is", expected="a worker of torchrl_ext")
