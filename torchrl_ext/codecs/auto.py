@@ -92,7 +92,7 @@ class AutoCodec(Codec):
         )
 
 
-def _positive(value: object, kind: type | tuple[type, ...]) -> bool:
+def _positive(value: object, kind: type[float] | tuple[type[float], ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 

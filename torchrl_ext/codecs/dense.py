@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, cast, final
 
 import numpy as np
 import zstandard
@@ -24,7 +24,7 @@ from torchrl_ext.types import ParamMeta
 
 __all__ = ["DenseCodec"]
 
-_PLANES: Final = b"\x03"
+_PLANES: Final[bytes] = b"\x03"
 _WORTH: Final = 0.97  # a plane that compresses less is stored
 _MOST_FOLD: Final = (128 << 10) // 4  # of zstd: a block is 128 KiB at most, and takes 4 bytes at least (RFC 8878)
 
@@ -59,8 +59,8 @@ class DenseCodec(Codec):
         return 1 << self.block_log2
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
-        parts = [_PLANES]
-        for plane in np.ascontiguousarray(block.new.view(np.uint8).reshape(-1, unit.width).T):
+        parts, new = [_PLANES], cast(np.ndarray, block.new)  # given to a codec that reads it
+        for plane in np.ascontiguousarray(new.view(np.uint8).reshape(-1, unit.width).T):
             packed = zstandard.ZstdCompressor(level=self.level).compress(plane) if self.level else plane
             small = len(packed) < _WORTH * plane.size
             data = packed if small else plane
@@ -92,7 +92,7 @@ class DenseCodec(Codec):
         return DensePatch(meta, values.reshape(-1).view(unit.dtype))
 
 
-def _planes(body: memoryview, meta: ParamMeta, units: int, width: int) -> Iterator[tuple[bool, memoryview]]:
+def _planes(body: memoryview, meta: ParamMeta, units: int, width: int) -> Iterator[tuple[bool, Buffer]]:
     """Of each plane of a block, whether it is compressed, and its bytes, which can be ``units`` bytes at least."""
     at = 1
     for plane in range(width):

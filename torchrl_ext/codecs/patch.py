@@ -254,7 +254,7 @@ def _sum(first: StepPatch, second: StepPatch) -> StepPatch:
     return StepPatch(first.meta, where[keep], what[keep])
 
 
-def _mixed(first: Patch, second: Patch) -> Patch:
+def _mixed(first: SparsePatch | StepPatch, second: SparsePatch | StepPatch) -> Patch:
     """Known bits on one side and steps on the other: representable where every step meets known bits."""
     if isinstance(first, SparsePatch) and isinstance(second, StepPatch):
         at = np.searchsorted(first.indices, second.indices)

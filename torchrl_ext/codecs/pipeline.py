@@ -86,7 +86,7 @@ def encode_tensors(
             rows = small.copy()
             small.clear()
             future = submit(lambda: [_encoding(codec, *row, follow=follow, kernels=kernels)() for row in rows])
-            return [lambda row=row: future.result()[row] for row in range(len(rows))]
+            return [partial(_one_of, future, row) for row in range(len(rows))]
 
         held = 0
         for name, old, new in pairs:
@@ -112,6 +112,10 @@ def encode_tensors(
 
 def _submitted(submit: Callable[..., Future[Any]], *call: Any) -> Callable[[], Any]:
     return submit(*call).result
+
+
+def _one_of(batch: Future[list[Encoded]], number: int) -> Encoded:
+    return batch.result()[number]
 
 
 def encode_tensor(codec: Codec, meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
@@ -228,16 +232,16 @@ def _listed(
     lists: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for start in range(0, count, _RANGE):
         old, new = (bits[start : start + _RANGE] for bits in (before, after))
-        diff = kernels.diff(*(bits.to(device, non_blocking=True) for bits in (old, new)), start)
+        diff = kernels.diff(old.to(device, non_blocking=True), new.to(device, non_blocking=True), start)
         if not diff.places.numel():
             continue
         first, second = first + diff.words[0], second + diff.words[1]
-        places, olds, news = _on_host(diff.places, diff.before, diff.after)
+        places, was, now = _on_host(diff.places, diff.before, diff.after)
         if follow and old.device == device:
             kernels.scatter(old, diff.places, diff.after)
         elif follow:
-            kernels_on(old.device).scatter(old, places.to(old.device), news.to(old.device))
-        lists.append((places.numpy().astype(np.int64) + start, unsigned(olds), unsigned(news)))
+            kernels_on(old.device).scatter(old, places.to(old.device), now.to(old.device))
+        lists.append((places.numpy().astype(np.int64) + start, unsigned(was), unsigned(now)))
     if not lists:
         return []
     every, olds, news = (np.concatenate(each) if len(lists) > 1 else each[0] for each in zip(*lists, strict=True))

@@ -155,14 +155,25 @@ class UlpCodec(_BlockCodec):
     name: ClassVar[str] = "ulp"
     needs: ClassVar[Needs] = "changed"
 
-    def _tokens(self, unit, block, gaps, steps, raw):
+    def _tokens(
+        self, unit: Unit, block: Block, gaps: np.ndarray, steps: np.ndarray, raw: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         from torchrl_ext.codecs.coder.tokens import tokenise
 
         line = unit.top, unit.mask, unit.ordered
         used = tokenise(block.places, block.before, block.after, *line, gaps, steps, raw)
         return np.zeros(1, np.uint8), np.array([0, gaps.size]), used
 
-    def _untoken(self, unit, base, start, size, decoded, indices, steps):
+    def _untoken(
+        self,
+        unit: Unit,
+        base: np.ndarray | None,
+        start: int,
+        size: int,
+        decoded: tuple[np.ndarray, ...],
+        indices: np.ndarray,
+        steps: np.ndarray,
+    ) -> bool:
         from torchrl_ext.codecs.coder.tokens import untokenise
 
         gaps, values, _, _, raw = decoded
@@ -182,7 +193,9 @@ class ContextCodec(_BlockCodec):
     needs: ClassVar[Needs] = "all"
     reads: ClassVar[Reads] = "all"
 
-    def _tokens(self, unit, block, gaps, steps, raw):
+    def _tokens(
+        self, unit: Unit, block: Block, gaps: np.ndarray, steps: np.ndarray, raw: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         from torchrl_ext.codecs.coder.contexts import sort_by_context, walk
 
         line, context = (unit.top, unit.mask, unit.ordered), (np.uint64(unit.shift), np.uint64(unit.select))
@@ -193,7 +206,16 @@ class ContextCodec(_BlockCodec):
         ids = np.flatnonzero(starts[1:] > starts[:-1])
         return ids.astype(np.uint8), np.append(starts[ids], gaps.size), used
 
-    def _untoken(self, unit, base, start, size, decoded, indices, steps):
+    def _untoken(
+        self,
+        unit: Unit,
+        base: np.ndarray | None,
+        start: int,
+        size: int,
+        decoded: tuple[np.ndarray, ...],
+        indices: np.ndarray,
+        steps: np.ndarray,
+    ) -> bool:
         from torchrl_ext.codecs.coder.contexts import unwalk
 
         gaps, values, ids, starts, raw = decoded

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import xxhash
@@ -64,7 +64,8 @@ def checksum(algorithm: str, data: Buffer | np.ndarray) -> str:
     }
     if algorithm not in algorithms:
         raise ConfigError(f"there is no checksum called {algorithm!r}", expected=f"one of {', '.join(CHECKSUMS)}")
-    return algorithms[algorithm](memoryview(data).cast("B") if len(data) else b"")
+    buffer = cast(Buffer, data)  # which an array is, though its stub says so from Python 3.12 on only
+    return algorithms[algorithm](memoryview(buffer).cast("B") if len(buffer) else b"")
 
 
 def _blake3(raw: Any) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, cast, final
 
 import numpy as np
 import zstandard
@@ -51,7 +51,8 @@ class _FrameCodec(Codec):
         """Bytes that the decompressed form may take."""
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
-        return zstandard.ZstdCompressor(level=_LEVEL).compress(self._bytes(unit, block))
+        buffer = cast(Buffer, self._bytes(unit, block))  # which an array is to zstd, whatever its stub says
+        return zstandard.ZstdCompressor(level=_LEVEL).compress(buffer)
 
     def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
         return blocks[0]

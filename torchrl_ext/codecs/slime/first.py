@@ -64,7 +64,9 @@ def check_dtype(meta: ParamMeta) -> None:
         raise ConfigError(f"{meta} has a dtype that safetensors cannot name", hint="use 'ulp', 'context' or 'xor'")
 
 
-def flush_buckets(patches: Iterable[SparsePatch], encoding: str, *, buffer_bytes: int = FLUSH_BYTES) -> Iterator[list]:
+def flush_buckets(
+    patches: Iterable[SparsePatch], encoding: str, *, buffer_bytes: int = FLUSH_BYTES
+) -> Iterator[list[SparsePatch]]:
     """Group a stream of patches into files, one dtype each; empty patches vanish.
 
     A group is let go before an addition once it holds more than ``buffer_bytes`` of positions and values; a single
