@@ -13,6 +13,7 @@ from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.kernels.host import HostKernels, find
 from torchrl_ext.kernels.host_loops import CHUNK, list_by_vectors, list_by_words, list_changes
 from torchrl_ext.kernels.jit import njit
+from torchrl_ext.weights.digests import PositionDigest
 
 LENGTHS = [0, 1, 7, 31, 33, 64, 1000, CHUNK - 1, CHUNK, CHUNK + 65]
 
@@ -46,14 +47,31 @@ def test_every_way_to_list_changes_finds_the_same():
                 assert np.array_equal(after, new[begin + expected])
 
 
-def test_lists_grow_with_what_is_found():
+@pytest.mark.parametrize("first", [0, 3 * CHUNK])
+def test_parts_follow_each_other_and_hold_everything(first):
     for shares in ((0.0, 1.0), (1.0, 0.0), (0.001, 0.3), (1.0, 1.0)):
-        parts = [changed_pair(np.uint16, 5 * CHUNK + 7, share, seed) for seed, share in enumerate(shares)]
+        parts = [changed_pair(np.uint16, 9 * CHUNK + 7, share, seed) for seed, share in enumerate(shares)]
         old, new = (np.concatenate(side) for side in zip(*parts, strict=True))
-        places, before, after, _ = find(old, new, 0)
-        expected = np.flatnonzero(old != new)
-        assert np.array_equal(places, expected)
-        assert np.array_equal(before, old[expected]) and np.array_equal(after, new[expected])
+        expected, seen, end, words = np.flatnonzero(old != new), 0, first, (0, 0)
+        expected = expected[expected >= first]
+        while end < old.size:
+            places, before, after, more, stop = find(old, new, 5, end)
+            own = expected[seen : seen + places.size]
+            assert np.array_equal(places, own)
+            assert np.array_equal(before, old[own]) and np.array_equal(after, new[own])
+            assert stop > end and (expected[seen + places.size :] >= stop).all()
+            seen, end, words = seen + places.size, stop, (words[0] + more[0], words[1] + more[1])
+        assert seen == expected.size
+        after = PositionDigest().updated(expected + 5, old[expected], new[expected])
+        assert PositionDigest().plus(words) == after
+
+
+def test_a_diff_holds_everything_however_much_it_is():
+    old, new = changed_pair(np.uint16, 20 * CHUNK + 7, 0.9)
+    found, expected = HostKernels().diff(*(torch.from_numpy(bits.view(np.int16)) for bits in (old, new))), old != new
+    assert np.array_equal(found.places, np.flatnonzero(expected))
+    assert np.array_equal(found.before.numpy().view(np.uint16), old[expected])
+    assert np.array_equal(found.after.numpy().view(np.uint16), new[expected])
 
 
 def test_what_was_found_is_not_overwritten_by_what_is_found_next():

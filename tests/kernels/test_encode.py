@@ -32,7 +32,10 @@ def published(codec, model, own, device):
     found = list(encode_tensors(iter(moved), codec, threads=1, follow=True, kernels=own))
     for (name, old, new), (_, followed, _), one in zip(model, moved, found, strict=True):
         assert bytes_of(followed.cpu()) == bytes_of(new), name
-        assert position_digest(old).plus(one.digest) == position_digest(new), name
+        if one.digest is not None:
+            assert position_digest(old).plus(one.digest) == position_digest(new), name
+        told_by_lists = one.codec.reads in ("changed", "all") or (one.codec.reads == "either" and not own.on_host)
+        assert (one.digest is not None) == (told_by_lists or not old.numel()), name
     return told(found), told(expected)
 
 

@@ -226,7 +226,7 @@ class _Summed(Codec):
 
     name: ClassVar[str] = "summed"
     needs: ClassVar[Needs] = "all"
-    reads: ClassVar[Reads] = "all"
+    reads: ClassVar[Reads] = "either"
     inner: Codec
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:

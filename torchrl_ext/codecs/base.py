@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -23,13 +24,27 @@ from torchrl_ext.kernels.base import Words
 from torchrl_ext.registry import Registry
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["Block", "Codec", "Encoded", "Needs", "Reads", "codec_from_json", "encodings", "make_codec"]
+__all__ = ["Block", "Codec", "Encoded", "Needs", "Part", "Reads", "codec_from_json", "encodings", "make_codec"]
 
 Buffer = bytes | bytearray | memoryview
 Needs = Literal["nothing", "changed", "all"]
 """What a decoder must hold of the base: nothing, the old bits of the changed elements, or the whole old tensor."""
-Reads = Literal["changed", "all", "new"]
-"""What an encoder reads: the units that changed; also those that did not; or every new one, where none changed too."""
+Reads = Literal["changed", "all", "either", "new"]
+"""What an encoder reads: the units that changed; also the old ones that did not; either the units that changed (where
+only they came from a device) or all old and new ones; or every new one, where none changed too."""
+
+
+class Part(NamedTuple):
+    """A part of what changed in a block.
+
+    Attributes:
+        places: int32 or int64, shape (k,), increasing: the units that changed, counted from the start of the block.
+        before, after: unsigned, of the unit's width, shape (k,): their bits in the old and in the new tensor.
+    """
+
+    places: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +54,16 @@ class Block:
     Attributes:
         start: index of its first unit in the tensor.
         size: number of its units.
-        places: int32 or int64, shape (k,), increasing: the units that changed, counted from ``start``.
-        before, after: unsigned, of the unit's width, shape (k,): their bits in the old and in the new tensor.
+        parts: what changed, from the first unit to the last one, where the codec reads it; may be iterated again, and
+            what is iterated is good until the next part. A codec that reads what changed iterates to the end.
+        most: no more units than this changed.
         old, new: unsigned, shape (size,): all units; None where only what changed came from a device.
     """
 
     start: int
     size: int
-    places: np.ndarray
-    before: np.ndarray
-    after: np.ndarray
+    parts: Iterable[Part] = ()
+    most: int = 0
     old: np.ndarray | None = None
     new: np.ndarray | None = None
 
@@ -62,14 +77,15 @@ class Encoded:
         codec: the codec that decodes ``payload``, which is not always the one that was asked (see `auto`).
         payload: empty where nothing changed.
         changed: units (elements; two per complex128) that changed.
-        digest: what the change adds to the tensor's position digest, two words modulo 2^64.
+        digest: what the change adds to the tensor's position digest, two words modulo 2^64; None where the codec read
+            whole tensors, so that nobody looked at what changed.
     """
 
     meta: ParamMeta
     codec: Codec
     payload: bytes
     changed: int
-    digest: Words
+    digest: Words | None
 
     @property
     def density(self) -> float:
@@ -105,7 +121,7 @@ class Codec(ABC):
     def encode_block(self, unit: Unit, block: Block) -> bytes:
         """Code one range; called from any thread, several at a time.
 
-        In the range something changed, unless the codec reads every new unit.
+        In the range something changed, unless the codec reads whole tensors.
 
         Raises:
             ConfigError: the encoding cannot carry the range.

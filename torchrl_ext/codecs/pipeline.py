@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Block, Codec, Encoded
+from torchrl_ext.codecs.base import Block, Codec, Encoded, Part
 from torchrl_ext.codecs.patch import check_same
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError
@@ -27,9 +27,8 @@ __all__ = ["decode_tensors", "encode_tensor", "encode_tensors", "spare_threads",
 _SMALL = 1 << 20  # units: smaller tensors share a task, so that handing them over costs less than coding them
 _MOST_SPARE = 4  # several workers of an engine share a host
 _RANGE = 1 << 26  # units: bounds what a list, and the part of a tensor that has to be brought there, take on a device
-_PART = 1 << 18  # units whose changes are only counted
 _Result = TypeVar("_Result")
-_Coded = tuple[bytes, int, Words]  # payload of a block, how many units changed, and what that adds to the digest
+_Coded = tuple[bytes, int, Words | None]  # of a block: payload, units that changed, what they add to the digest
 _Submit = Callable[..., Callable[[], Any]]
 """Calls a function with arguments, at once or in another thread; what it returns waits for the result."""
 
@@ -170,7 +169,7 @@ def _encoding(
     before, after = flat_bits(old), flat_bits(new)
     codec, count = codec.choose(unit, before, after), after.numel()
     on_host = kernels.on_host
-    if codec.reads != "changed" and not on_host:
+    if codec.reads in ("all", "new") and not on_host:
         on_host, before, after = True, before.cpu(), after.cpu()
         if follow and old.device.type != "cpu":
             old.copy_(new)
@@ -186,34 +185,76 @@ def _encoding(
         tasks = _listed(codec, unit, kernels, device, before, after, size, submit, follow)
 
     def result() -> Encoded:
-        payloads, changed, first, second = [], 0, 0, 0
-        for task in tasks:
-            payload, more, words = task()
-            payloads.append(payload)
-            changed, first, second = changed + more, first + words[0], second + words[1]
-        payload = codec.join(unit, count, payloads) if changed else b""
-        digest = (first % 2**64, second % 2**64)
+        blocks = [task() for task in tasks]
+        changed, words = sum(more for _, more, _ in blocks), [added for *_, added in blocks if added is not None]
+        payload = codec.join(unit, count, [coded for coded, *_ in blocks]) if changed else b""
+        digest = _sum(words) if len(words) == len(blocks) else None
         return Encoded(meta=meta, codec=codec, payload=payload, changed=changed, digest=digest)
 
     return result
 
 
+def _sum(words: Iterable[Words]) -> Words:
+    first, second = 0, 0
+    for one, two in words:
+        first, second = first + one, second + two
+    return first % 2**64, second % 2**64
+
+
+@final
+class _Search:
+    """What changed in a block on the host: found part by part, in lists that stay in the cache and are used again.
+
+    Attributes:
+        changed: units that did, in what was iterated.
+        words: what they add to the digest.
+        first: the first part, which is all of it where little changed.
+    """
+
+    def __init__(self, old: np.ndarray, new: np.ndarray, start: int) -> None:
+        self._old, self._new, self._start = old, new, start
+        self.changed, self.words = 0, (0, 0)
+        self.first, self._held = find(old, new, start), True
+
+    @property
+    def complete(self) -> bool:
+        """Whether the first part is all of it."""
+        return self.first.end == self._old.size
+
+    def __iter__(self) -> Iterator[Part]:
+        found = self.first if self._held else find(self._old, self._new, self._start)
+        self.changed, self.words = 0, (0, 0)
+        while True:
+            self.changed, self.words = self.changed + found.places.size, _sum((self.words, found.words))
+            yield Part(found.places, found.before, found.after)
+            if found.end == self._old.size:
+                return
+            self._held = False
+            found = find(self._old, self._new, self._start, found.end)
+
+
 def _block(codec: Codec, unit: Unit, old: np.ndarray, new: np.ndarray, start: int, follow: bool) -> _Coded:
     """Find and code what changed in one block on the host."""
-    lists = codec.reads != "new"  # else what changed is only counted, in parts whose lists stay small
-    changed, first, second, part = 0, 0, 0, new.size if lists else _PART
-    for at in range(0, new.size, part):
-        places, before, after, words = find(old[at : at + part], new[at : at + part], start + at)
-        changed, first, second = changed + places.size, first + words[0], second + words[1]
-    if lists and not changed:
+    if codec.reads in ("either", "new"):
+        from torchrl_ext.kernels.host_loops import count_changed
+
+        changed = int(count_changed(old, new))
+        needed = changed or codec.reads == "new"
+        payload = codec.encode_block(unit, Block(start=start, size=new.size, old=old, new=new)) if needed else b""
+        if follow and changed:
+            old[:] = new
+        return payload, changed, None
+    search = _Search(old, new, start)
+    if search.complete and not search.first.places.size:
         return b"", 0, (0, 0)
-    block = Block(start=start, size=new.size, places=places, before=before, after=after, old=old, new=new)
-    payload = codec.encode_block(unit, block)
-    if follow and lists and changed < new.size // 32:
-        old[places] = after
-    elif follow and changed:
+    most = search.first.places.size if search.complete else new.size
+    payload = codec.encode_block(unit, Block(start=start, size=new.size, parts=search, most=most, old=old, new=new))
+    changed, words = search.changed, search.words
+    if follow and search.complete and changed < new.size // 32:
+        old[search.first.places] = search.first.after
+    elif follow:
         old[:] = new
-    return payload, changed, (first, second)
+    return payload, changed, words
 
 
 def _listed(
@@ -254,13 +295,12 @@ def _listed(
         changed = own.stop - own.start
         if not changed:
             return lambda: (b"", 0, words)
-        places = every[own] - start
+        places = (every[own] - start).astype(np.int32 if size < 2**31 else np.int64)
         block = Block(
             start=start,
             size=min(size, count - start),
-            places=places.astype(np.int32) if size < 2**31 else places,
-            before=olds[own].view(unit.dtype),
-            after=news[own].view(unit.dtype),
+            parts=(Part(places, olds[own].view(unit.dtype), news[own].view(unit.dtype)),),
+            most=changed,
         )
         payload = submit(codec.encode_block, unit, block)
         return lambda: (payload(), changed, words)

@@ -63,16 +63,17 @@ class _BlockCodec(Codec):
         from torchrl_ext.codecs.coder.encode import encode_body
         from torchrl_ext.codecs.coder.tokens import lay_steps
 
-        changed, most = block.places.size, block.size * unit.width
-        gaps, steps = np.empty(changed, np.uint8), np.empty(changed, np.uint8)
-        room = np.empty(changed * (4 + unit.width) // 4 + 64, np.uint32)
+        most = block.size * unit.width
+        gaps, steps = np.empty(block.most, np.uint8), np.empty(block.most, np.uint8)  # only what is filled takes memory
+        room = np.empty(block.most * (4 + unit.width) // 4 + 64, np.uint32)
         ids, starts, used = self._tokens(unit, block, gaps, steps, room)
-        raw, head, words = room[:used], np.empty(1 << 19, np.uint8), np.empty(2 * changed + 8, np.uint16)
+        raw, head, words = room[:used], np.empty(1 << 19, np.uint8), np.empty(2 * starts[-1] + 8, np.uint16)
         end, first = encode_body(gaps, steps, starts, ids, self.needs == "all", used, most, head, words)
         if end >= 0 and end + raw.nbytes + words[first:].nbytes <= most:
             return b"".join((_CODED, head[:end].data, raw.data, words[first:].data))
         plain = np.zeros(block.size, unit.dtype)
-        lay_steps(block.places, block.before, block.after, unit.top, unit.mask, unit.ordered, plain)
+        for part in block.parts:
+            lay_steps(*part, unit.top, unit.mask, unit.ordered, plain)
         return _STEPS + plain.tobytes()
 
     @abstractmethod
@@ -160,9 +161,13 @@ class UlpCodec(_BlockCodec):
     ) -> tuple[np.ndarray, np.ndarray, int]:
         from torchrl_ext.codecs.coder.tokens import tokenise
 
-        line = unit.top, unit.mask, unit.ordered
-        used = tokenise(block.places, block.before, block.after, *line, gaps, steps, raw)
-        return np.zeros(1, np.uint8), np.array([0, gaps.size]), used
+        line, state, at, last = (unit.top, unit.mask, unit.ordered), np.zeros(3, np.uint64), 0, -1
+        for part in block.parts:
+            end = at + part.places.size
+            if end > at:
+                tokenise(*part, *line, gaps[at:end], steps[at:end], raw, last, state)
+                at, last = end, int(part.places[-1])
+        return np.zeros(1, np.uint8), np.array([0, at]), int(state[0]) + bool(state[2])
 
     def _untoken(
         self,
@@ -201,10 +206,16 @@ class ContextCodec(_BlockCodec):
         line, context = (unit.top, unit.mask, unit.ordered), (np.uint64(unit.shift), np.uint64(unit.select))
         contexts, starts = np.empty(gaps.size, np.uint8), np.empty(257, np.int64)
         far, wide = np.empty(gaps.size, np.uint32), np.empty(gaps.size, unit.dtype)
-        walk(block.old, block.places, block.before, block.after, *line, *context, contexts, far, wide)
-        used = sort_by_context(contexts, far, wide, starts, gaps, steps, raw)
+        counts, last, at, after = np.zeros((4, 256), np.uint32), np.zeros(256, np.uint32), 0, 0
+        for part in block.parts:
+            end = at + part.places.size
+            if end > at:
+                filled = contexts[at:end], far[at:end], wide[at:end]
+                walk(block.old, *part, *line, *context, *filled, after, counts, last)
+                at, after = end, int(part.places[-1]) + 1
+        used = sort_by_context(contexts[:at], far[:at], wide[:at], starts, gaps, steps, raw)
         ids = np.flatnonzero(starts[1:] > starts[:-1])
-        return ids.astype(np.uint8), np.append(starts[ids], gaps.size), used
+        return ids.astype(np.uint8), np.append(starts[ids], at), used
 
     def _untoken(
         self,

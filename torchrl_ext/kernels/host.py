@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar, final
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 import torch
@@ -11,9 +12,27 @@ from torch import Tensor
 
 from torchrl_ext.kernels.base import BITS, Composed, Diff, Place, Words, unsigned
 
-__all__ = ["HostKernels", "find"]
+__all__ = ["Found", "HostKernels", "find"]
 
 _PIECE = 1 << 20  # elements that are looked at together: they stay in the processor's cache
+_ROOM = 1 << 17  # changes that are listed together: their lists stay in the cache of one core
+
+
+class Found(NamedTuple):
+    """What differs in a part of two arrays.
+
+    Attributes:
+        places: int32 or int64, shape (k,), increasing, counted from element 0 of the arrays.
+        before, after: the bits there, of the dtype of the arrays, shape (k,).
+        words: what this adds to the position digest.
+        end: element after the part.
+    """
+
+    places: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    words: Words
+    end: int
 
 
 class _Lists(threading.local):
@@ -26,22 +45,31 @@ class _Lists(threading.local):
 _lists = _Lists()
 
 
-def find(old: np.ndarray, new: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Words]:
-    """`HostKernels.diff` of unsigned arrays; the lists are good until this thread calls again.
+def find(old: np.ndarray, new: np.ndarray, start: int = 0, first: int = 0) -> Found:
+    """What differs from element ``first`` on, as much as the lists of this thread hold; good until it calls again.
 
-    Returns:
-        Places, bits before, bits after, and words.
+    Args:
+        old, new: unsigned, contiguous, shape (n,).
+        start: position of element 0 in its tensor, for the digest.
+        first: where to begin; `Found.end` of the part before.
     """
-    from torchrl_ext.kernels.host_loops import CHUNK, diff
+    from torchrl_ext.kernels.host_loops import diff
 
     lists, dtype = _lists.of.get(old.dtype), np.int32 if old.size < 2**31 else np.int64
-    if lists is None or lists[0].size < min(old.size, CHUNK) + 64 or lists[0].dtype != dtype:
-        lists = tuple(np.empty(CHUNK + 64, each) for each in (dtype, old.dtype, old.dtype))
+    if lists is None or lists[0].dtype != dtype:
+        lists = _lists.of[old.dtype] = tuple(np.empty(_ROOM + 64, each) for each in (dtype, old.dtype, old.dtype))
     digest = np.zeros(2, np.uint64)
-    found, *lists = diff(old, new, start, *lists, digest)
-    _lists.of[old.dtype] = lists
-    places, before, after = lists
-    return places[:found], before[:found], after[:found], (int(digest[0]), int(digest[1]))
+    found, end = diff(old, new, first, start, *lists, digest)
+    places, before, after = (each[:found] for each in lists)
+    return Found(places, before, after, (int(digest[0]), int(digest[1])), end)
+
+
+def _parts(old: np.ndarray, new: np.ndarray, start: int) -> Iterator[Found]:
+    """Everything that differs, in lists of its own."""
+    end = -1
+    while end < old.size:
+        places, before, after, words, end = find(old, new, start, max(0, end))
+        yield Found(places.copy(), before.copy(), after.copy(), words, end)
 
 
 @final
@@ -52,8 +80,10 @@ class HostKernels(Composed):
     on_host: ClassVar[bool] = True
 
     def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
-        *lists, words = find(unsigned(old), unsigned(new), start)
-        places, before, after = (torch.from_numpy(each.copy()) for each in lists)
+        parts = list(_parts(unsigned(old), unsigned(new), start))
+        words = sum(part.words[0] for part in parts) % 2**64, sum(part.words[1] for part in parts) % 2**64
+        columns = zip(*(part[:3] for part in parts), strict=True)
+        places, before, after = (torch.from_numpy(np.concatenate(each)) for each in columns)
         return Diff(places=places, before=before.view(old.dtype), after=after.view(old.dtype), words=words)
 
     def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:

@@ -29,6 +29,7 @@ from torchrl_ext.kernels.jit import (
 
 __all__ = [
     "CHUNK",
+    "count_changed",
     "diff",
     "digest_change",
     "digest_runs",
@@ -170,14 +171,6 @@ Returns:
 
 
 @helper
-def _grown(array, used, size):
-    grown = np.empty(size, array.dtype)
-    for k in range(used):
-        grown[k] = array[k]
-    return grown
-
-
-@helper
 def _widen(short, begin, count, places):
     for k in range(count):
         places[k] = begin + short[k]
@@ -197,30 +190,40 @@ def _add_digest(start, places, before, after, count, digest):
 
 
 @njit
-def diff(old, new, start, places, before, after, digest):
-    """List what differs, and add to a position digest what that does to it.
+def diff(old, new, first, start, places, before, after, digest):
+    """List what differs from element ``first`` on, and add to a position digest what that does to it.
 
     Args:
         old, new: one unsigned dtype, shape (n,).
+        first: where to begin.
         start: position of element 0 in its tensor, for the digest.
-        places: int32 or int64, before, after: as ``old``; at least ``min(n, CHUNK) + 64`` long. Lists to fill; where
-            they are too short longer ones are returned, by the density that was found until then.
+        places: int32 or int64, before, after: as ``old``; at least ``min(n, CHUNK) + 64`` long. Lists to fill.
         digest: uint64 shape (2,).
 
     Returns:
-        How many differ; places, before and after, of which so many elements count.
+        How many differ; and the element before which the lists were full, ``n`` where they had room for all.
     """
     found, size, short = 0, old.size, np.empty(CHUNK + 64, np.uint16)
-    for begin in range(0, size, CHUNK):
+    for begin in range(first, size, CHUNK):
         if found + min(CHUNK, size - begin) + 64 > places.size:
-            room = min(size, int(1.125 * found * size / begin) + 2 * CHUNK) + 64
-            places, before, after = _grown(places, found, room), _grown(before, found, room), _grown(after, found, room)
+            return found, begin
         olds, news = before[found:], after[found:]
         changed = list_changes(old, new, begin, short, olds, news)
         _add_digest(start + begin, short, olds, news, changed, digest)
         _widen(short, begin, changed, places[found:])
         found += changed
-    return found, places, before, after
+    return found, size
+
+
+@njit
+def count_changed(old, new):
+    """How many elements differ."""
+    whole, changed = old.size // 64 * 64, 0
+    for i in range(0, whole, 64):
+        changed += count_ones(changed64(old, new, i))
+    for i in range(whole, old.size):
+        changed += old[i] != new[i]
+    return changed
 
 
 @njit

@@ -251,7 +251,10 @@ class Baseline(WeightSource):
         for change in encode_tensors(triples, codec, follow=True):
             name = change.meta.name
             if change.changed:
-                self.digests[name] = self.digests[name].plus(change.digest)
+                known = change.digest is not None  # else nobody looked at what changed, and the whole tensor is summed
+                self.digests[name] = (
+                    self.digests[name].plus(change.digest) if known else position_digest(self.tensors[name])
+                )
             yield change
 
 

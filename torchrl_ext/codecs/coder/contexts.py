@@ -20,8 +20,8 @@ def _count(old, begin, end, shift, select, counts):
 
 
 @njit
-def walk(old, places, before, after, top, mask, ordered, shift, select, contexts, gaps, steps):
-    """Changes of a block with gaps counted per context: ``(old >> shift) & select``, the exponent of the old element.
+def walk(old, places, before, after, top, mask, ordered, shift, select, contexts, gaps, steps, at, counts, last):
+    """Changes of a part of a block, gaps counted per context: ``(old >> shift) & select``, the exponent of the old one.
 
     Args:
         old: all elements of the block.
@@ -30,9 +30,10 @@ def walk(old, places, before, after, top, mask, ordered, shift, select, contexts
         contexts: uint8 shape (k,), filled.
         gaps: uint32 shape (k,), filled: elements of the same context since its last change.
         steps: of the dtype of ``before``, shape (k,), filled with lowered zigzag steps.
+        at: the place after the last one of the part before.
+        counts: uint32 shape (4, 256), last: uint32 shape (256,), zeros at the start; go from part to part. Four tables,
+            so that equal neighbours do not wait for each other.
     """
-    counts = np.zeros((4, 256), np.uint32)  # four tables, so that equal neighbours do not wait for each other
-    last, at = np.zeros(256, np.uint32), 0
     zigzags(before, after, top, mask, ordered, steps)
     for k in range(places.size):
         j = np.int64(places[k])

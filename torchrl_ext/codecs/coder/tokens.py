@@ -126,20 +126,20 @@ def _split_all(gaps, steps, gap_tokens, step_tokens, bits, counts):
 
 
 @njit
-def tokenise(places, before, after, top, mask, ordered, gap_tokens, step_tokens, raw):
-    """Tokens and raw bits of what changed in a block.
+def tokenise(places, before, after, top, mask, ordered, gap_tokens, step_tokens, raw, last, state):
+    """Tokens and raw bits of a part of what changed in a block.
 
     Args:
         places: int32 shape (k,), increasing: places in the block.
         before, after: bits there, one unsigned dtype, shape (k,).
         top, mask: highest bit and all bits of the dtype, uint64.
         gap_tokens, step_tokens: uint8 shape (k,), filled.
-        raw: uint32, filled with raw bits: gap, step, gap, step...
-
-    Returns:
-        Number of words used in ``raw``.
+        raw: uint32, filled with raw bits: gap, step, gap, step... Beyond ``state[0]`` words one more may be open.
+        last: the last place of the part before; -1 at the start.
+        state: uint64 shape (3,), zeros at the start: words of ``raw`` that are full, bits of the next one, and how many
+            these are. Goes from part to part.
     """
-    used, acc, filled, last = 0, _0, 0, np.int32(-1)
+    used, acc, filled = np.int64(state[0]), state[1], np.int64(state[2])
     gaps, steps = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, before.dtype)
     bits, counts = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.uint8)
     for at in range(0, places.size, _CHUNK):
@@ -158,8 +158,7 @@ def tokenise(places, before, after, top, mask, ordered, gap_tokens, step_tokens,
                 used, acc, filled = put(raw, used, acc, filled, bits[k], np.int64(counts[k]))
     if filled:
         raw[used] = np.uint32(acc & _LOW)
-        used += 1
-    return used
+    state[0], state[1], state[2] = used, acc, filled
 
 
 @njit

@@ -20,7 +20,7 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs
+from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Part, Reads
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.container import decompress
 from torchrl_ext.codecs.units import Unit, unit_of
@@ -37,6 +37,7 @@ class _FrameCodec(Codec):
     """Shared half of the current format: one frame per tensor, checked against the base on the way back."""
 
     needs: ClassVar[Needs] = "all"
+    reads: ClassVar[Reads] = "either"
 
     @abstractmethod
     def _bytes(self, unit: Unit, block: Block) -> np.ndarray | bytes:
@@ -80,7 +81,8 @@ class XorCodec(_FrameCodec):
         if block.old is not None and block.new is not None:
             return (block.new ^ block.old).view(np.uint8)
         difference = np.zeros(block.size, unit.dtype)
-        difference[block.places] = block.before ^ block.after
+        for places, before, after in block.parts:
+            difference[places] = before ^ after
         return difference.view(np.uint8)
 
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
@@ -111,11 +113,13 @@ class OverwriteCodec(_FrameCodec):
                 expected="at most 4 GiB",
                 hint="use 'xor', or 'ulp'",
             )
-        before, after = (bits.view(np.uint8).reshape(-1, unit.width) for bits in (block.before, block.after))
-        differ = before != after
-        first = block.places.astype("<u4") * unit.width
-        where = (first[:, None] + np.arange(unit.width, dtype="<u4"))[differ]
-        return b"".join((where.size.to_bytes(4, "little"), where.tobytes(), after[differ].tobytes()))
+        if block.old is not None and block.new is not None:
+            values = block.new.view(np.uint8)
+            where = np.flatnonzero(values != block.old.view(np.uint8)).astype("<u4")
+            return b"".join((where.size.to_bytes(4, "little"), where.tobytes(), values[where].tobytes()))
+        found = [_changed_bytes(unit, part) for part in block.parts]
+        count = sum(where.size for where, _ in found).to_bytes(4, "little")
+        return b"".join((count, *(where.tobytes() for where, _ in found), *(values.tobytes() for _, values in found)))
 
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
         count = int.from_bytes(data[:4], "little")
@@ -138,6 +142,13 @@ class OverwriteCodec(_FrameCodec):
         return 4 + 5 * unit_of(meta.dtype).count(meta) * unit_of(meta.dtype).width
 
 
+def _changed_bytes(unit: Unit, part: Part) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and values of the bytes that changed."""
+    before, after = (bits.view(np.uint8).reshape(-1, unit.width) for bits in (part.before, part.after))
+    differ, first = before != after, part.places.astype("<u4") * unit.width
+    return (first[:, None] + np.arange(unit.width, dtype="<u4"))[differ], after[differ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _SparseCodec(Codec):
     """Shared half of the first format: all of it but the name."""
@@ -148,7 +159,11 @@ class _SparseCodec(Codec):
         return 1 << 20
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
-        return (block.places + np.int64(block.start)).astype("<i8").tobytes() + block.after.tobytes()
+        found = [
+            ((part.places + np.int64(block.start)).astype("<i8").tobytes(), part.after.tobytes())
+            for part in block.parts
+        ]
+        return b"".join((*(where for where, _ in found), *(values for _, values in found)))
 
     def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
         cuts = [len(data) // (8 + unit.width) * 8 for data in blocks]
