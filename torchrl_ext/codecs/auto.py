@@ -103,10 +103,13 @@ def _survey(unit: Unit, old: Tensor, new: Tensor) -> tuple[float, float, float]:
     count = old.numel()
     if not count:
         return 0.0, 0.0, 0.0
-    if count > _SPANS * _SPAN:
-        shape, strides = (_SPANS, _SPAN), ((count - _SPAN) // (_SPANS - 1), 1)
-        old, new = (bits.as_strided(shape, strides, bits.storage_offset()).reshape(-1) for bits in (old, new))
-    sample = unsigned(old.cpu()), unsigned(new.cpu())
+    spans, span, apart = _SPANS, _SPAN, (count - _SPAN) // (_SPANS - 1)
+    if count <= _SPANS * _SPAN:
+        spans, span, apart = 1, count, 0
+    if old.device.type != "cpu" or new.device.type != "cpu":  # only the sample comes to the host
+        shape, strides, apart = (spans, span), (apart, 1), span
+        old, new = (bits.as_strided(shape, strides, bits.storage_offset()).reshape(-1).cpu() for bits in (old, new))
+    sample = unsigned(old), unsigned(new), spans, span, apart
     context = np.uint64(unit.shift), np.uint64(unit.select)
     seen, changed, bits = survey(*sample, unit.top, unit.mask, unit.ordered, *context)
     total = seen.sum()

@@ -196,23 +196,25 @@ def lay_steps(places, before, after, top, mask, ordered, out):
 
 
 @njit
-def survey(old, new, top, mask, ordered, shift, select):
+def survey(old, new, spans, span, apart, top, mask, ordered, shift, select):
     """What a sample of a tensor says.
 
     Args:
         old, new: one unsigned dtype, shape (n,).
+        spans, span, apart: the sample is ``spans`` runs of ``span`` elements, ``apart`` elements from start to start.
         shift, select: ``(old >> shift) & select`` is the context of an element, below 256.
 
     Returns:
         Per context: elements seen, elements changed (both float64 shape (256,)); bits of steps, about.
     """
     seen, changed, bits = np.zeros(256), np.zeros(256), 0.0
-    for i in range(old.size):
-        a, b = np.uint64(old[i]), np.uint64(new[i])
-        context = (a >> shift) & select
-        seen[context] += 1
-        if a != b:
-            changed[context] += 1
-            step = zigzag(a, b, top, mask, ordered) + _1
-            bits += 1.0 if step < _3 else 2.0 + bit_length(step)
+    for run in range(spans):
+        for i in range(run * apart, run * apart + span):
+            a, b = np.uint64(old[i]), np.uint64(new[i])
+            context = (a >> shift) & select
+            seen[context] += 1
+            if a != b:
+                changed[context] += 1
+                step = zigzag(a, b, top, mask, ordered) + _1
+                bits += 1.0 if step < _3 else 2.0 + bit_length(step)
     return seen, changed, bits
