@@ -240,7 +240,7 @@ class SyncReport:
         proof: the least that an engine proves. ``"sent"``: it confirms the bytes that it was handed. ``"in place"``:
             they were read back from what it computes with; where a version came as changes, a part of them, and all
             within `torchrl_ext.landing.patcher.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they were handed over on
-            a road that was shown, on this engine, to bring all that it computes with to where a cold start brings it.
+            a route that was shown, on this engine, to bring all that it computes with to where a cold start brings it.
             ``"outputs"``: its log-probabilities are the trainer's.
 
     Example:

@@ -1,4 +1,4 @@
-"""What loaders of engines that process their weights share: was the road of an update rehearsed, and what came out."""
+"""What loaders of engines that process their weights share: was the route of an update rehearsed, and what came out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED = 5  # layers that an error lists
 
 
 class EngineLoader(WeightLoader):
-    """A loader into a model that an engine has processed, whose road can be rehearsed.
+    """A loader into a model that an engine has processed, whose route can be rehearsed.
 
     Attributes:
         touched: something was loaded after the weights that the engine was started with.

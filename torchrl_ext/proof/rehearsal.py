@@ -2,7 +2,7 @@
 
 An engine loads once when it starts, and its kernels make of the weights what they like. What a later load leaves
 behind nobody promises: a packed copy stays as it was, a shuffled one is overwritten with rows as they came. So before
-the first update, while the engine is paused and holds the weights that it was started with, the very road of an update
+the first update, while the engine is paused and holds the weights that it was started with, the very route of an update
 is tried with weights that are known:
 
 1. a digest of every tensor that can be reached (`torchrl_ext.landing.runtime`) is noted: the cold start;
@@ -83,7 +83,7 @@ class Rehearsal:
 
     @property
     def refused(self) -> tuple[Layer, ...]:
-        """Layers that the road of an update does not bring to where a cold start brings them."""
+        """Layers that the route of an update does not bring to where a cold start brings them."""
         return tuple(layer for layer in self.layers if layer.verdict == REFUSED)
 
     def to_json(self, most: int = 10) -> Info:
@@ -100,7 +100,7 @@ class Rehearsal:
 
 
 def rehearse(loader: EngineLoader) -> Rehearsal:
-    """Try the road of an update on a paused engine; see this module's text.
+    """Try the route of an update on a paused engine; see this module's text.
 
     Args:
         loader: of a model that holds the weights that it was started with.

@@ -1,4 +1,4 @@
-"""`MemoryTransport`: within one process. Fastest road to an in-process engine."""
+"""`MemoryTransport`: within one process. Fastest route to an in-process engine."""
 
 from __future__ import annotations
 

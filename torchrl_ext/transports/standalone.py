@@ -113,7 +113,7 @@ class StandaloneTransport(Transport):
             loader.start()
             loader.load(received.items())
             loader.finish()
-        from tensordict import TensorDict  # only the standalone road needs it; engines have no tensordict
+        from tensordict import TensorDict  # only the standalone route needs it; engines have no tensordict
 
         result = TensorDict(received, batch_size=[])
         if model is not None and strategy is not None:

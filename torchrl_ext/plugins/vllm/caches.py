@@ -1,4 +1,4 @@
-"""What a vLLM engine computed with older weights, and how to get rid of it; every road inside the server ends here."""
+"""What a vLLM engine computed with older weights, and how to get rid of it; every route inside the server ends here."""
 
 from __future__ import annotations
 
