@@ -251,9 +251,9 @@ class Baseline(WeightSource):
         for change in encode_tensors(triples, codec, follow=True):
             name = change.meta.name
             if change.changed:
-                known = change.digest is not None  # else nobody looked at what changed, and the whole tensor is summed
+                digest = change.digest  # None: nobody looked at what changed, and the whole tensor is summed
                 self.digests[name] = (
-                    self.digests[name].plus(change.digest) if known else position_digest(self.tensors[name])
+                    position_digest(self.tensors[name]) if digest is None else self.digests[name].plus(digest)
                 )
             yield change
 
