@@ -107,7 +107,7 @@ def test_a_field_that_is_missing_is_named():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"prefetch": 3}, "an earlier release of torchrl_ext came to release"),
+        ({"prefetch": 3}, "earlier releases of torchrl_ext and programs of others send them, came to release"),
         ({**Poll().to_json(), "format": 99, "release": "9.9"}, "release '9.9', format 99 of torchrl_ext"),
         ({**Poll().to_json(), "format": True}, "format True"),
     ],

@@ -140,8 +140,8 @@ class FollowsByDelta:
             said = served.tokens()
             name = "model.layers.1.mlp.down_proj.weight"
             copies = sender._transport._writer._baseline  # a trainer whose copy is not what the engines hold
-            copies.tensor(name).view(-1)[7:9].add_(1.0)
-            copies._digests[name] = position_digest(copies.tensor(name))
+            copies.tensors[name].view(-1)[7:9].add_(1.0)
+            copies.digests[name] = position_digest(copies.tensors[name])
             other = nudged(good, 0.01, 13)
             with pytest.raises(tx.WeightSyncError, match=rf"did not prefetch version(.|\n)*{name}"):
                 sender.update_weights(other)

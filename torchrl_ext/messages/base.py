@@ -18,6 +18,7 @@ __all__ = ["FORMAT", "Message", "read"]
 FORMAT = 1
 """The number of this protocol; `docs/formats.md` says what changed with each."""
 
+_UNNUMBERED = "without a number, as earlier releases of torchrl_ext and programs of others send them,"
 _KINDS: dict[str, type[Message]] = {}
 
 
@@ -94,9 +95,9 @@ def read(told: Any) -> Message:
         raise ConfigError(f"a message is {told!r:.80}", expected="an object", state="unchanged")
     if type(told.get("format")) is not int or told["format"] != FORMAT:
         release = told.get("release")
-        sender = f"release {release!r:.40}, format {told.get('format')!r:.40}" if release else "an earlier release"
+        sender = f"of release {release!r:.40}, format {told.get('format')!r:.40} of torchrl_ext"
         raise ConfigError(
-            f"a message of {sender} of torchrl_ext came to release {torchrl_ext.__version__}, format {FORMAT}",
+            f"a message {sender if release else _UNNUMBERED} came to release {torchrl_ext.__version__}, format {FORMAT}",
             state="unchanged",
             hint="use one release of torchrl_ext on both ends",
         )
