@@ -1,4 +1,4 @@
-"""``torchrl-ext bench landing``: what a pause costs, when a delta lands and when everything does.
+"""``python -m tests.bench landing``: what a pause costs, when a delta lands and when everything does.
 
 Without ``--engine``: the commit alone, in vLLM's own model class without a server, by density and by model size, beside
 a full reload and vLLM's own `load_checkpoint_weight_patches`. With ``--engine vllm``: end to end, a server that
@@ -21,10 +21,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from torchrl_ext.bench.data import QWEN_SIZES, model_config
-from torchrl_ext.bench.runner import at_most, in_vllm
+from tests.bench.models import SIZES, in_vllm, make_model
+from torchrl_ext.bench.runner import at_most
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.http import HTTPSession
@@ -43,7 +42,7 @@ PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the settings."""
     parser.add_argument("--engine", choices=["vllm"], help="end to end in a server of this kind")
-    parser.add_argument("--size", choices=QWEN_SIZES, default="full", help="full: 418 M parameters")
+    parser.add_argument("--size", choices=SIZES, default="full", help="full: 418 M parameters")
     parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES))
     parser.add_argument("--packed", action="store_true", help="end to end: let a CPU server pack its linear weights")
 
@@ -66,20 +65,17 @@ def measure_commit(size: str, densities: list[float], repeats: int, say: Callabl
     Raises:
         EngineError: the process with the model failed; the message has the end of what it printed.
     """
-    config = model_config(size)
-    layers = config["num_hidden_layers"]
+    layers = SIZES[size]["num_hidden_layers"]
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
         say("making a model")
-        model = make_tiny_lm(Path(folder) / "model", dtype=torch.bfloat16, **config)
+        model = make_model(f"{folder}/model", size)
         total = sum(meta.numel for meta in CheckpointSource(model).params())
         say(f"commit by density, {total:,} parameters")
         largest = _in_vllm(model, [round(density * total) for density in densities], repeats)
         by_size = []
         for share in (4, 2):
             say(f"commit by size, 1/{share} of the layers")
-            part = make_tiny_lm(
-                Path(folder) / f"part{share}", dtype=torch.bfloat16, **{**config, "num_hidden_layers": layers // share}
-            )
+            part = make_model(f"{folder}/part{share}", size, num_hidden_layers=layers // share)
             found = _in_vllm(part, [round(0.01 * total)], repeats)
             by_size.append({"parameters": found["parameters"], **found["rows"][0], "reload_s": found["reload_s"]})
     for row in largest["rows"]:
@@ -97,7 +93,7 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-")))
         say("making a model")
-        start = make_tiny_lm(folder / "model", dtype=torch.bfloat16, **model_config(size))
+        start = make_model(folder / "model", size)
         weights = {name: tensor.clone() for name, tensor in CheckpointSource(start)}
         say("starting vLLM")
         server = stack.enter_context(VLLMServer(start, max_model_len=256, plain_linears=not packed))
@@ -242,9 +238,8 @@ def _cold(folder: Path, start: Path, weights: dict[str, Tensor]) -> Path:
 
 
 def _in_vllm(model: Path, elements: list[int], repeats: int) -> dict[str, Any]:
-    return in_vllm(
-        "vllm.bench", {"model": str(model), "elements": elements, "repeats": repeats, "port": free_port()}, plain=True
-    )
+    asked = {"model": str(model), "elements": elements, "repeats": repeats, "port": free_port()}
+    return in_vllm("vllm_landing.py", asked, plain=True)
 
 
 def _commit_target(density: float) -> float | None:

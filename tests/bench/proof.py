@@ -1,4 +1,4 @@
-"""``torchrl-ext bench proof``: what it costs to prove an update, beside the update."""
+"""``python -m tests.bench proof``: what it costs to prove an update, beside the update."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from tests.bench.models import SIZES, make_model
 from torchrl_ext import registry
-from torchrl_ext.bench.data import QWEN_SIZES, model_config
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, identity
-from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
 
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--elements", type=int, default=100_000_000, help="of the bfloat16 model that follows deltas")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that an update changes")
     parser.add_argument("--engine", choices=["none", "vllm", "sglang"], default="none", help="real one that rehearses")
-    parser.add_argument("--size", choices=QWEN_SIZES, default="small", help="of the real engine's model")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the real engine's model")
 
 
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
@@ -94,11 +93,7 @@ def _one_turn(tensors: dict[str, Tensor]) -> float:
 
 def _rehearsal(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
-        config = model_config(args.size)
-        models = [
-            str(make_tiny_lm(Path(folder) / f"model{seed}", seed=seed, dtype=torch.bfloat16, **config))
-            for seed in range(2)
-        ]
+        models = [str(make_model(f"{folder}/model{seed}", args.size, seed=seed)) for seed in range(2)]
         with registry.launchers.load(args.engine)(models[0], dtype="bfloat16", max_model_len=256) as server:
             engine = registry.engines.make(args.engine, url=server.url)
             sender = WeightSender(registry.transports.make("disk", root=Path(folder) / "root"), engine)

@@ -1,4 +1,4 @@
-"""``torchrl-ext bench switch``: what an in-process switch of vLLM's weights does to 32 requests that stream."""
+"""``python -m tests.bench switch``: what an in-process switch of vLLM's weights does to 32 requests that stream."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from torchrl_ext.bench.data import QWEN_SIZES, model_config
-from torchrl_ext.bench.runner import in_vllm
-from torchrl_ext.launch.tiny import make_tiny_lm
+from tests.bench.models import SIZES, in_vllm, make_model
 
 __all__ = ["add_arguments", "measure", "tables"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the settings."""
-    parser.add_argument("--size", choices=QWEN_SIZES, default="small", help="full: 418 M parameters")
+    parser.add_argument("--size", choices=SIZES, default="small", help="full: 418 M parameters")
     parser.add_argument("--requests", type=int, default=32, help="streams at the same time")
     parser.add_argument("--tokens", type=int, default=64, help="of each request")
     parser.add_argument("--switches", type=int, default=3, help="while they stream")
@@ -37,11 +33,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     """
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
         say("making two models")
-        config = model_config(args.size)
-        models = [
-            str(make_tiny_lm(Path(folder) / f"model{seed}", seed=seed, dtype=torch.bfloat16, **config))
-            for seed in range(2)
-        ]
+        models = [str(make_model(f"{folder}/model{seed}", args.size, seed=seed)) for seed in range(2)]
         say("vLLM streams and switches")
         asked = {
             "models": models,
@@ -51,7 +43,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
             "repeats": args.repeats,
             "way": args.way,
         }
-        found = in_vllm("vllm.switch_bench", asked)
+        found = in_vllm("vllm_switch.py", asked)
     rounds = found["rounds"]
     gaps = {
         which: {at: statistics.median(turn[which][f"{at}_s"] for turn in rounds) for at in ("p50", "p95", "max")}

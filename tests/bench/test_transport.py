@@ -87,5 +87,5 @@ def test_rounds_run_every_way_and_begin_with_another_one_each_time():
 
 def test_a_ratio_is_taken_round_by_round():
     found = ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0], target=1.0)
-    assert (found.median, found.low, found.high, found.met) == (1.0, 0.5, 2.0, True)
-    assert not ratio([2.0], [1.0], target=0.9).met
+    assert found == {"median": 1.0, "low": 0.5, "high": 2.0, "target": 1.0, "met": True}
+    assert not ratio([2.0], [1.0], target=0.9)["met"]

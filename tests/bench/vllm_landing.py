@@ -1,4 +1,4 @@
-"""What landing costs in a vLLM model: run by `torchrl_ext.bench.landing` with the interpreter that has vLLM.
+"""What landing costs in a vLLM model: run by `tests.bench.landing` with the interpreter that has vLLM.
 
 Reads one JSON object from standard input and prints one line of JSON last. The model is vLLM's own Qwen3 class with
 random weights, in this process and without a server, so that nothing else is timed.
@@ -32,8 +32,6 @@ from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.vllm.register import register
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
-
-__all__ = ["main"]
 
 _DENSE = 1 / 3  # from here on a transport sends the tensor itself, which is smaller
 

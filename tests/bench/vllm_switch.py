@@ -1,4 +1,4 @@
-"""What a switch of weights does to requests that stream: run by `torchrl_ext.bench.switch` where vLLM is.
+"""What a switch of weights does to requests that stream: run by `tests.bench.switch` where vLLM is.
 
 Reads one JSON object from standard input and prints one line of JSON last.
 """
@@ -16,8 +16,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 import torchrl_ext as tx
 from torchrl_ext.weights.checkpoint import CheckpointSource
-
-__all__ = ["main"]
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ import re
 import sysconfig
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +15,10 @@ from torch import Tensor
 from torchrl_ext.codecs.units import units
 
 __all__ = [
-    "QWEN_SIZES",
     "SIZES",
     "Pair",
     "Shapes",
     "bounds",
-    "model_config",
     "model_shapes",
     "real_chain",
     "shapes_bytes",
@@ -75,19 +72,6 @@ def weights_of(shapes: Shapes, fill: int, device: str = "cpu") -> dict[str, Tens
 def shapes_bytes(shapes: Shapes) -> int:
     """Bytes of `weights_of`."""
     return 2 * sum(math.prod(shape) for shape in shapes.values())
-
-
-QWEN_SIZES = {
-    "full": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 32_000},
-    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4000},
-}
-
-
-def model_config(size: str) -> dict[str, Any]:
-    """A Qwen3 of this size: heads of 64, two query heads for each of keys and values."""
-    hidden = QWEN_SIZES[size]["hidden_size"]
-    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64}
-    return {**QWEN_SIZES[size], **heads}
 
 
 # weights that change

@@ -205,9 +205,9 @@ def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = 
     return {
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "ulp_vs_xor": ratio(seconds["ulp"], seconds["xor"], 3.0).to_json(),
-        "ulp_vs_copy": ratio(seconds["ulp"], seconds["copy"], 0.4).to_json(),
-        "context_vs_xor": ratio(seconds["context"], seconds["xor"]).to_json(),
+        "ulp_vs_xor": ratio(seconds["ulp"], seconds["xor"], 3.0),
+        "ulp_vs_copy": ratio(seconds["ulp"], seconds["copy"], 0.4),
+        "context_vs_xor": ratio(seconds["context"], seconds["xor"]),
         "memory": None if memory is None else at_most(memory, 1.2),
     }
 

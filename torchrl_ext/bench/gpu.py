@@ -108,8 +108,8 @@ def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str
         "changed": changed,
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "listed_vs_host": ratio(seconds["baseline on the device"], seconds["coded on the host"]).to_json(),
-        "listed_vs_copy": ratio(seconds["baseline on the device"], seconds["copy on the device"]).to_json(),
+        "listed_vs_host": ratio(seconds["baseline on the device"], seconds["coded on the host"]),
+        "listed_vs_copy": ratio(seconds["baseline on the device"], seconds["copy on the device"]),
     }
 
 

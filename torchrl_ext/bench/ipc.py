@@ -98,8 +98,8 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int, device: str) -
         "staging_bytes": trainer.staging_bytes,
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        **{f"{way}_vs_copy": ratio(seconds[way], seconds["copy"], TARGET).to_json() for way in sent},
-        "ipc_vs_one_thread": ratio(seconds["ipc"], seconds["one_thread"]).to_json(),
+        **{f"{way}_vs_copy": ratio(seconds[way], seconds["copy"], TARGET) for way in sent},
+        "ipc_vs_one_thread": ratio(seconds["ipc"], seconds["one_thread"]),
         "extra": extra[0] if extra else None,
     }
 

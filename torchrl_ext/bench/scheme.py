@@ -74,8 +74,8 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         "repeats": args.repeats,
         "torch": torch.__version__,
         "seconds": seconds,
-        "send_vs_torchrl": ratio(seconds["ours"], seconds["torchrl"], target=1.0).to_json(),
-        "send_vs_torchrl_shared": ratio(seconds["ours"], seconds["torchrl_shared"]).to_json(),
+        "send_vs_torchrl": ratio(seconds["ours"], seconds["torchrl"], target=1.0),
+        "send_vs_torchrl_shared": ratio(seconds["ours"], seconds["torchrl_shared"]),
         "workers_see_what_was_not_sent": unsent,
     }
 

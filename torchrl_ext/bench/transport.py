@@ -198,8 +198,8 @@ def _numbers(
         "bytes": total,
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "buckets_vs_flat": ratio(seconds["buckets"], seconds["flat"], 0.75 if model else None).to_json(),
-        "buckets_vs_one_by_one": ratio(seconds["buckets"], seconds["one_by_one"], 1.0 if model else 3.0).to_json(),
+        "buckets_vs_flat": ratio(seconds["buckets"], seconds["flat"], 0.75 if model else None),
+        "buckets_vs_one_by_one": ratio(seconds["buckets"], seconds["one_by_one"], 1.0 if model else 3.0),
         "extra_memory": _bounded(extra, 2 * bucket_bytes),
     }
 
@@ -239,7 +239,7 @@ def _disk(shapes: Shapes, args: argparse.Namespace) -> dict[str, Any]:
         "bytes": total,
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "publish_vs_save_file": ratio(seconds["publish"], seconds["save_file"], 0.9).to_json(),
+        "publish_vs_save_file": ratio(seconds["publish"], seconds["save_file"], 0.9),
         "extra_memory": _bounded(extra, 2 * SHARD_BYTES),
     }
 

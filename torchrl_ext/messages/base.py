@@ -97,7 +97,8 @@ def read(told: Any) -> Message:
         release = told.get("release")
         sender = f"of release {release!r:.40}, format {told.get('format')!r:.40} of torchrl_ext"
         raise ConfigError(
-            f"a message {sender if release else _UNNUMBERED} came to release {torchrl_ext.__version__}, format {FORMAT}",
+            f"a message {sender if release else _UNNUMBERED} came to release {torchrl_ext.__version__}, "
+            f"format {FORMAT}",
             state="unchanged",
             hint="use one release of torchrl_ext on both ends",
         )

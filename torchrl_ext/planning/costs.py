@@ -40,15 +40,15 @@ class Measured:
 
 MEASURED: Mapping[str, Measured] = MappingProxyType(
     {
-        "control": Measured(value=0.026, unit="s", command="torchrl-ext bench landing --engine vllm"),
+        "control": Measured(value=0.026, unit="s", command="python -m tests.bench landing --engine vllm"),
         "tensor": Measured(value=1.2e-4, unit="s", command="torchrl-ext bench transport"),
         "broadcast": Measured(value=1.4e9, unit="bytes/s", command="torchrl-ext bench transport"),
         "publish": Measured(value=3.8e8, unit="bytes/s", command="torchrl-ext bench transport"),
         "copy": Measured(value=5e9, unit="bytes/s", command="torchrl-ext bench delta"),
-        "load": Measured(value=8.4e9, unit="bytes/s", command="torchrl-ext bench landing"),
-        "reload": Measured(value=1.3e9, unit="bytes/s", command="torchrl-ext bench landing"),
-        "stage": Measured(value=4.5e9, unit="bytes/s", command="torchrl-ext bench landing"),
-        "commit": Measured(value=1.4e10, unit="bytes/s", command="torchrl-ext bench landing"),
+        "load": Measured(value=8.4e9, unit="bytes/s", command="python -m tests.bench landing"),
+        "reload": Measured(value=1.3e9, unit="bytes/s", command="python -m tests.bench landing"),
+        "stage": Measured(value=4.5e9, unit="bytes/s", command="python -m tests.bench landing"),
+        "commit": Measured(value=1.4e10, unit="bytes/s", command="python -m tests.bench landing"),
     }
 )
 """``control``: the calls around a pause. ``tensor``: one more tensor in a broadcast. ``broadcast``: gloo between two

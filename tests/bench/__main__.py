@@ -1,0 +1,25 @@
+"""``python -m tests.bench WHAT``: what the package promises beside engines of others, measured in one run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from torchrl_ext.bench.runner import add_subjects, run
+
+SUBJECTS = {
+    "landing": ("tests.bench.landing", "what a pause costs: a delta that lands in vLLM, and full files"),
+    "switch": ("tests.bench.switch", "what an in-process switch of vLLM's weights does to streams"),
+    "proof": ("tests.bench.proof", "reading back and rehearsing, beside the updates that they prove"),
+}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.set_defaults(json=False)
+    add_subjects(parser, SUBJECTS)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
