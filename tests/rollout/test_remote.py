@@ -10,8 +10,8 @@ import pytest
 from tests.processes import WAIT_S
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.rollout.loops import PerLoop
 from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.rpc.connections import PerLoop
 
 GOOD = (200, {"tokens": [1]})
 

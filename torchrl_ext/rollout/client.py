@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
-from torchrl_ext.rollout.loops import Background, PerLoop
 from torchrl_ext.rollout.requests import Asked, Requests, targets
+from torchrl_ext.rpc.connections import Background, PerLoop
 from torchrl_ext.rpc.discovery import discover
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class InferenceClient:
         self._timeout_s, self._adapter = timeout_s, adapter
         how: dict[str, Any] = {"limit": max_concurrency, "api_key": api_key, "retire_s": retire_s}
         self._requests = PerLoop(functools.partial(Requests, self._targets, **how))
-        self._background = Background()
+        self._background = Background("inference-loop")
 
     @classmethod
     def connect(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> InferenceClient:

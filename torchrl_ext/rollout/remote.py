@@ -19,8 +19,8 @@ from torchrl_ext.rollout.completions import ChatContinuation, Continuation, Text
 from torchrl_ext.rollout.control import EngineControl
 from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
-from torchrl_ext.rollout.loops import Background, PerLoop, each
 from torchrl_ext.rollout.requests import Asked, Requests, targets
+from torchrl_ext.rpc.connections import Background, PerLoop, each
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import Info
@@ -64,7 +64,7 @@ class RemoteInferenceClient(EngineControl):
     concurrency_per_engine: int = 512
     timeout_s: float = 1800.0
     control_timeout_s: float = 600.0
-    _background: Background = field(default_factory=Background, init=False, repr=False, compare=False)
+    _background: Background = field(init=False, repr=False, compare=False)
     _requests: PerLoop[Requests] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +80,7 @@ class RemoteInferenceClient(EngineControl):
         how: dict[str, Any] = {"limit": limit, "api_key": self.api_key, "persistent": True}
         found: dict[str, Any] = {"server_urls": servers, "proxy_url": proxy.url}
         found["_requests"] = PerLoop(functools.partial(Requests, [proxy], **how))
+        found["_background"] = Background("inference-loop")
         for name, value in found.items():
             object.__setattr__(self, name, value)
         if len(servers) > 1 and self.proxy_url in servers:

@@ -16,7 +16,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.rollout.completions import Continuation
 from torchrl_ext.rollout.dialects import Dialect, dialects
 from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
-from torchrl_ext.rollout.loops import each
+from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_url
 
 __all__ = ["Asked", "Requests", "Target", "targets"]

@@ -1,23 +1,196 @@
-"""Where connections come from: names and their addresses, whom TLS trusts, and the loop that owns them."""
+"""Event loops for callers that have none, and the connections that belong to a loop: names, addresses, trust in TLS."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import socket
 import ssl
 import threading
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
 from functools import cache
-from typing import Any, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import aiohttp
 import aiohttp.abc
 import certifi
 
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 from torchrl_ext.waiting import in_thread
 
-__all__ = ["SharedLoop", "authorities", "connections", "let_go", "shared_loop"]
+__all__ = ["Background", "PerLoop", "authorities", "connections", "each", "let_go"]
+
+_T = TypeVar("_T")
+_END_TIMEOUT_S, _DROP_TIMEOUT_S = 10.0, 1.0
+
+
+class Background:
+    """Runs coroutines for any number of threads, on a loop that is opened when it is needed, also after `close`.
+
+    Control calls of a process share one. A client for requests has its own, since what it runs may be a caller's
+    coroutine, which may make a control call and wait for it. The loop's thread is a daemon, so that nobody has to wait
+    for it; it ends with `close`, or when nobody holds it any more.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock, self._calls = threading.Lock(), set[concurrent.futures.Future[Any]]()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None, what: str = "") -> _T:
+        """The result of ``call``; it is cancelled where the caller leaves, for instance by ctrl-c.
+
+        Args:
+            call: to be awaited there.
+            timeout_s: deadline, in seconds.
+            what: names the call in errors; empty takes the coroutine's own name.
+
+        Raises:
+            DeadlineError: it took longer than ``timeout_s`` seconds.
+            EngineError: `close` was called meanwhile.
+            ConfigError: called from a coroutine of this very loop, which would wait for itself.
+        """
+        what = what or str(getattr(call, "__qualname__", call))
+        with self._lock:
+            if threading.current_thread() is self._thread:
+                call.close()
+                raise ConfigError(f"{what} would wait for itself", hint="await it in place of run")
+            loop = self._opened()
+            future = asyncio.run_coroutine_threadsafe(call, loop)
+            self._calls.add(future)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            if self._loop is loop:
+                raise
+            raise EngineError(
+                f"the client was closed before {what} had its answer",
+                state="the request is cancelled",
+                hint="close a client when nobody waits for it any more; a call after that opens it anew",
+            ) from None
+        except concurrent.futures.TimeoutError as error:
+            if future.done():
+                raise
+            raise DeadlineError(f"{what} took longer than {timeout_s:g} s") from error
+        finally:
+            future.cancel()
+            self._calls.discard(future)
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancel what runs, so that each `run` ends with an error, await ``last``, and end the thread.
+
+        May be called twice.
+
+        Raises:
+            DeadlineError: something did not end in time.
+        """
+        with self._lock:
+            loop, thread, calls = self._loop, self._thread, tuple(self._calls)
+            self._loop = self._thread = None
+        if loop is None or thread is None or not thread.is_alive():
+            last.close()
+            return
+        for call in calls:
+            call.cancel()
+        try:
+            asyncio.run_coroutine_threadsafe(_after_the_others(last), loop).result(_END_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            raise DeadlineError(
+                f"requests did not end within {_END_TIMEOUT_S:g} s of their cancellation",
+                state="the loop is told to stop",
+            ) from None
+        finally:
+            _end(loop)
+        thread.join(_END_TIMEOUT_S)
+
+    def _opened(self) -> asyncio.AbstractEventLoop:
+        """The loop; a new one where there is none, or only the copy that a fork left without its thread."""
+        if self._loop is None or self._thread is None or not self._thread.is_alive():
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+            weakref.finalize(self, _end, self._loop)
+        return self._loop
+
+
+async def _after_the_others(last: Coroutine[Any, Any, None]) -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await last
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    async def dropped() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=_DROP_TIMEOUT_S)  # connections that are being dropped
+
+    loop.run_forever()
+    with contextlib.suppress(RuntimeError):  # it was told to stop once more
+        loop.run_until_complete(dropped())
+    loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+_C = TypeVar("_C", bound=_Closable)
+
+
+class PerLoop(Generic[_C]):
+    """One object for each event loop that asks.
+
+    Args:
+        make: makes one.
+    """
+
+    def __init__(self, make: Callable[[], _C]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._found: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _C] = weakref.WeakKeyDictionary()
+
+    def here(self) -> _C:
+        """That of the loop that runs."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            for ended in [known for known in self._found if known.is_closed()]:
+                del self._found[ended]  # what was made for it may hold it, as aiohttp's connections do
+            if loop not in self._found:
+                self._found[loop] = self._make()
+            return self._found[loop]
+
+    async def close(self) -> None:
+        """Close that of the loop that runs; a later call of `here` makes a new one."""
+        with self._lock:
+            found = self._found.pop(asyncio.get_running_loop(), None)
+        if found is not None:
+            await found.close()
+
+
+async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Every result, in order; the first error ends the other calls."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def connections(keep_s: float) -> aiohttp.ClientSession:
@@ -47,18 +220,14 @@ def let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> No
     async def close() -> None:
         await connector.close()
 
-    if loop.is_closed() or _running_loop() is loop:
+    here = None
+    with contextlib.suppress(RuntimeError):  # none runs
+        here = asyncio.get_running_loop()
+    if loop.is_closed() or here is loop:
         with contextlib.suppress(StopIteration):
             close().send(None)  # that much closes them; the rest only waits until they are
     else:
         asyncio.run_coroutine_threadsafe(close(), loop)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def authorities() -> ssl.SSLContext:
@@ -93,50 +262,3 @@ class _Resolver(aiohttp.abc.AbstractResolver):
 
     async def close(self) -> None:
         return None
-
-
-@final
-class SharedLoop:
-    """An event loop in a thread of its own, for those who have none.
-
-    Attributes:
-        loop: runs until the process ends.
-        connections: of that loop; none is kept after its call.
-    """
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        ready = threading.Event()
-        threading.Thread(target=self._run, args=(ready,), name="torchrl-ext-http", daemon=True).start()
-        ready.wait()
-
-    def _run(self, ready: threading.Event) -> None:
-        async def opened() -> aiohttp.ClientSession:
-            return connections(keep_s=0.0)
-
-        held = self.connections = self.loop.run_until_complete(opened())
-        ready.set()
-        self.loop.run_forever()
-        del held  # never: at the end of a process nobody is told of connections that were not closed
-
-
-_SHARED: list[SharedLoop] = []
-_STARTING = threading.Lock()
-
-
-def shared_loop() -> SharedLoop:
-    """The one of this process; it is started by the first who asks."""
-    with _STARTING:
-        if not _SHARED:
-            _SHARED.append(SharedLoop())
-        return _SHARED[0]
-
-
-def _forget() -> None:
-    """In a process that was forked the thread is gone, and its lock may have been held."""
-    global _STARTING
-    _SHARED.clear()
-    _STARTING = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)

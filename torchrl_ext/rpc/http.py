@@ -3,7 +3,7 @@
 There is one core, asynchronous, on aiohttp: its deadline holds over a whole call, from the look-up of the name to the
 last byte of the answer, and one event loop owns each connection, so that none is closed while it is given to a call.
 `AsyncSession` is for event loops, with many requests for tokens at a time. `HTTPSession` is the same for everybody
-else: its calls run in one loop, in a thread of its own, for the whole process.
+else: its calls run in one loop of the whole process.
 
 Connections for requests are kept for two seconds, which is less than servers keep them (uvicorn: five), so that none is
 used that the server is about to drop. Connections for control calls live for one call: they are few, and one that a
@@ -14,9 +14,10 @@ a control call has to reach exactly the engine that it names.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import atexit
 import json
 import logging
+import os
 import threading
 import time
 import weakref
@@ -29,7 +30,7 @@ import aiohttp
 from yarl import URL
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.connections import authorities, connections, let_go, shared_loop
+from torchrl_ext.rpc.connections import Background, PerLoop, authorities, connections, let_go
 from torchrl_ext.types import is_loopback
 
 __all__ = ["Answer", "AsyncSession", "HTTPSession", "normalise_url"]
@@ -164,6 +165,7 @@ class AsyncSession:
         until: float,
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
+        over: aiohttp.ClientSession | None = None,
     ) -> Answer:
         """One call, whatever its status says.
 
@@ -171,50 +173,22 @@ class AsyncSession:
             url: of the route.
             body: sent as JSON; None for no body.
             until: deadline on the monotonic clock, in seconds.
+            over: connections of somebody else; None takes the session's.
 
         Raises:
             EngineUnreachableError: nobody listens, or the connection broke.
             EngineRefusedError: a redirect, or an answer above ``max_body_bytes``.
             DeadlineError: no complete answer in time.
         """
-        if self._client is None:
+        if over is None and self._client is None:
             self._client = connections(_KEEP_S)
             weakref.finalize(self, let_go, self._client, asyncio.get_running_loop())
-        return await self.call_by(self._client, method, url, body, until=until, query=query, headers=headers)
-
-    async def json(self, method: str, url: str, body: Any = None, **how: Any) -> Any:
-        """One call that has to succeed; returns the JSON answer (``{}`` for an empty one).
-
-        Raises:
-            EngineUnreachableError, DeadlineError: as for `call`.
-            EngineRefusedError: any status but 2xx, or an answer that is no JSON; `status` holds the former.
-        """
-        return (await self.call(method, url, body, **how)).wanted(f"{method} {url}")
-
-    async def close(self) -> None:
-        """Drop all connections."""
-        if self._client is not None:
-            await self._client.close()
-
-    async def call_by(
-        self,
-        client: aiohttp.ClientSession,
-        method: str,
-        url: str,
-        body: Any,
-        *,
-        until: float,
-        query: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Answer:
-        """As `call`, over the connections of somebody else."""
         limit_s, where = max(0.001, until - time.monotonic()), f"{method} {url}"
-        asked = f"{url}?{urlencode(query)}" if query else url
+        asked = URL(f"{url}?{urlencode(query)}" if query else url, encoded=True)
         try:
             for bearer in self._bearers:
-                left_s = max(0.001, until - time.monotonic())
                 sent = {**bearer, **(headers or {})}
-                answer = await self._exchange(client, method, URL(asked, encoded=True), body, sent, left_s)
+                answer = await self._exchange(over or self._client, method, asked, body, sent, until)
                 if answer.status != _UNAUTHORIZED:
                     break
         except aiohttp.ConnectionTimeoutError as error:
@@ -238,13 +212,28 @@ class AsyncSession:
             )
         return answer
 
+    async def json(self, method: str, url: str, body: Any = None, **how: Any) -> Any:
+        """One call that has to succeed; returns the JSON answer (``{}`` for an empty one).
+
+        Raises:
+            EngineUnreachableError, DeadlineError: as for `call`.
+            EngineRefusedError: any status but 2xx, or an answer that is no JSON; `status` holds the former.
+        """
+        return (await self.call(method, url, body, **how)).wanted(f"{method} {url}")
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        if self._client is not None:
+            await self._client.close()
+
     async def _exchange(
-        self, client: aiohttp.ClientSession, method: str, url: URL, body: Any, headers: Mapping[str, str], left_s: float
+        self, client: Any, method: str, url: URL, body: Any, headers: Mapping[str, str], until: float
     ) -> Answer:
         data = None
         if body is not None:
             data = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
             headers = {**headers, "content-type": "application/json"}
+        left_s = max(0.001, until - time.monotonic())
         timeout = aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s)
         asked = client.request(
             method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False, ssl=authorities()
@@ -337,15 +326,29 @@ class HTTPSession:
                 self._check(plain)
                 self._check = None
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        until, url, shared = time.monotonic() + limit_s, self.url + route, shared_loop()
-        call = self._core.call_by(shared.connections, method, url, body, until=until, query=query)
-        asked = asyncio.run_coroutine_threadsafe(call, shared.loop)
-        try:
-            return asked.result(limit_s + _GRACE_S)  # the call has a deadline of its own; a loop that is stuck has none
-        except concurrent.futures.TimeoutError as error:
-            raise _late(f"{method} {url}", limit_s) from error
-        finally:
-            asked.cancel()  # where this thread was interrupted, for instance by ctrl-c
+        until, url = time.monotonic() + limit_s, self.url + route
+
+        async def asked() -> Answer:
+            return await self._core.call(method, url, body, until=until, query=query, over=_UNKEPT.here())
+
+        # the call has a deadline of its own; a loop that is stuck has none
+        return _CONTROL.run(asked(), limit_s + _GRACE_S, f"{method} {url}")
+
+
+def _unkept() -> aiohttp.ClientSession:
+    client = connections(keep_s=0.0)
+    atexit.register(client.detach)  # else aiohttp would say at the end of the process that nobody closed it
+    return client
+
+
+def _fresh() -> None:
+    """In a process that was forked the loop's thread is gone, and a lock may have been held."""
+    global _CONTROL, _UNKEPT
+    _CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_unkept)
+
+
+_CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_unkept)
+os.register_at_fork(after_in_child=_fresh)
 
 
 def _bearers(api_key: Keys) -> list[dict[str, str]]:
