@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,14 +19,14 @@ from torchrl_ext.errors import (
     WeightSyncError,
 )
 from torchrl_ext.messages import Inspect, Message, Poll, Rehearse
-from torchrl_ext.rpc.client import EngineClient, Stopwatch
+from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.engines.sleep import SleepState, check_wake
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info, least
 from torchrl_ext.waiting import wait_until
 
-__all__ = ["HTTPEngine", "prompt_logprobs", "restated"]
+__all__ = ["HTTPEngine", "restated"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -55,6 +55,7 @@ class HTTPEngine(EngineClient):
         self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
         self._load_timeout_s = load_timeout_s
         self._watch = Stopwatch()
+        self._before = SleepState(paused=None)  # how it was before the update that is going on
         self._state = "serving"
         self._version: int | None = None
         self._error: str | None = None
@@ -76,16 +77,16 @@ class HTTPEngine(EngineClient):
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. An engine whose plugin knows no rehearsals proves what it was handed."""
-        told = self._rehearsal(how, ask=True)
+        told = self._rehearsal(Rehearse(how=how, ask=True))
         if any(answer.get("needed") for answer in told):
             served = self._state == "serving"
             with self._step("rehearse an update", state=None):
                 before = self._answers() if served else None
                 self.pause()
                 try:
-                    told = self._rehearsal(how)
+                    told = self._rehearsal(Rehearse(how=how))  # as long as loading the weights a few times
                 except EngineError:
-                    if served and all(answer.get("restored", True) for answer in self._rehearsal(ask=True)):
+                    if served and all(answer.get("restored", True) for answer in self._rehearsal(Rehearse(ask=True))):
                         self.resume()
                     raise
                 if served:
@@ -121,9 +122,8 @@ class HTTPEngine(EngineClient):
                 hint="start it again, and report its version and kernel backends",
             )
 
-    def _rehearsal(self, how: str = "once", *, ask: bool = False) -> list[Info]:
-        """Ask every worker, which takes as long as loading the weights a few times where it is no mere question."""
-        return [answer for answer in self.tell(Rehearse(how=how, ask=ask)) if "proof" in answer]
+    def _rehearsal(self, message: Rehearse) -> list[Info]:
+        return [answer for answer in self.tell(message) if "proof" in answer]
 
     def _await_idle(self, what: str) -> None:
         """Wait until the workers are at work on nothing.
@@ -177,6 +177,81 @@ class HTTPEngine(EngineClient):
             names = [set(map(str, told)) if isinstance(told, list) else set() for told in known]
             self._followed = tuple(sorted(set.intersection(*names)))
         return self._followed
+
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
+        with self._step(what, state=self._paused("part of an update")):
+            self._load(info)
+
+    def commit(self, version: int) -> None:
+        with self._step(f"finish version {version}", state=self._paused("part of an update")):
+            self._finish(version)
+        with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
+            self._label(version)
+            self._version = version
+            self._wake(frozenset({"kv_cache"}), self._before)
+            self._release()
+        self._resumed()
+
+    @abstractmethod
+    def _load(self, info: Info) -> None:
+        """Hand one handoff, or the trainer's digests, to the workers."""
+
+    @abstractmethod
+    def _finish(self, version: int) -> None:
+        """End the update."""
+
+    @abstractmethod
+    def _label(self, version: int) -> None:
+        """Whatever is left to do before requests may meet ``version``."""
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `EngineClient.logprobs`. vLLM's ``--logprobs-mode`` must be one of log-probabilities, as it is by default.
+        SGLang reads no keys and values of a prefix. The embedded engine answers while it is paused, too, unless what it
+        holds cannot be served. Of several data-parallel replicas one answers."""
+        with self._step("compute log-probabilities"):
+            return [self._logprobs(list(prompt)) for prompt in prompts]
+
+    def _logprobs(self, prompt: list[int]) -> list[float]:
+        route, body = self._scoring(prompt)
+        told = self._http.post(route, body, timeout_s=self._load_timeout_s)
+        try:
+            found = self._scores(told, prompt)
+            if len(found) != len(prompt) - 1:
+                raise ValueError(f"there are {len(found)}")
+            return [math.nan if value is None else float(value) for value in found]  # JSON has no NaN
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise EngineRefusedError(
+                f"{self.url}{route} answered without the log-probabilities of the prompt: {type(error).__name__}: "
+                f"{error}",
+                expected="one for each token after the first",
+            ) from error
+
+    @abstractmethod
+    def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
+        """The route and the body that ask for the log-probabilities of given tokens."""
+
+    @abstractmethod
+    def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
+        """Those of the tokens after the first in the answer, in nats; whatever it raises, the answer has not one for
+        each."""
+
+    def post(self, route: str, body: Any = None, *, query: Mapping[str, Any] | None = None) -> Info:
+        """Call a route of the engine's own; returns ``{"status": HTTP status, "body": JSON, or text}``.
+
+        Raises:
+            EngineRefusedError: any status but 2xx.
+            EngineUnreachableError, DeadlineError: as they say.
+        """
+        answer = self._http.call("POST", route, body, query=query, timeout_s=self._load_timeout_s)
+        if not answer.ok:
+            raise EngineRefusedError(
+                f"{self.url}{route} answered {answer.status}: {answer.message()}", status=answer.status
+            )
+        try:
+            return {"status": answer.status, "body": answer.json()}
+        except ValueError:
+            return {"status": answer.status, "body": answer.text}
 
     def pause(self) -> bool:
         """See `EngineClient.pause`. An engine that served, and did not pause, is told to serve again."""
@@ -350,26 +425,3 @@ def restated(
     if isinstance(error, EngineRefusedError):
         more["status"] = error.status
     return type(error)(what, **more)
-
-
-def prompt_logprobs(route: str, prompt: Sequence[int], read: Callable[[], Sequence[Any]]) -> list[float]:
-    """The log-probabilities of ``prompt``'s tokens after the first, in nats, as an answer has them.
-
-    Args:
-        route: that answered, for the message.
-        prompt: token ids.
-        read: finds them in the answer; null stands for NaN, which JSON does not have.
-
-    Raises:
-        EngineRefusedError: the answer has not one for each.
-    """
-    try:
-        found = read()
-        if len(found) != len(prompt) - 1:
-            raise ValueError(f"there are {len(found)}")
-        return [math.nan if value is None else float(value) for value in found]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise EngineRefusedError(
-            f"{route} answered without the log-probabilities of the prompt: {type(error).__name__}: {error}",
-            expected="one for each token after the first",
-        ) from error

@@ -24,16 +24,30 @@ is paused nothing new is. `torchrl_ext.rpc.engines.sleep` has the routes of slee
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.messages import Finish, Flush, Join, ListAdapters, Message, Prefetch, Reset, Start, loading, merged
+from torchrl_ext.messages import (
+    CHANNEL,
+    Finish,
+    Flush,
+    Inspect,
+    Join,
+    ListAdapters,
+    Message,
+    Prefetch,
+    Reset,
+    Start,
+    State,
+    loading,
+    merged,
+)  # fmt: skip
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
-from torchrl_ext.rpc.engines.base import HTTPEngine, prompt_logprobs, restated
-from torchrl_ext.rpc.engines.sglang_channel import PLUGIN, SGLangChannel, is_absent
+from torchrl_ext.rpc.engines.base import HTTPEngine, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, named_tags
 from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
 from torchrl_ext.types import EngineInfo, Info
@@ -45,6 +59,10 @@ log = logging.getLogger("torchrl_ext")
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 
+_PLUGIN = (
+    "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
+    'start the server; without it, use the "disk" transport, which SGLang loads by itself'
+)
 _ABSENT = (404, 405, 501)
 _OK, _NOT_READY = 200, 503
 _GRAPHS = "cuda_graph"  # sleeps and wakes with the cache
@@ -97,11 +115,9 @@ class SGLangEngine(HTTPEngine):
             raise ConfigError(f"keep_cache means nothing with pause mode {mode!r}", expected="pause_mode='in_place'")
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
-        self._channel = SGLangChannel(self._http)
         self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
         self._native = False  # whether the server loads by itself, without the plugin
         self._in_session = False
-        self._before = SleepState(paused=None)  # how it was before the update that is going on
 
     def info(self) -> EngineInfo:
         """See `EngineClient.info`. ``/server_info`` is enough; ``/model_info`` and our plugin add what they know."""
@@ -112,16 +128,20 @@ class SGLangEngine(HTTPEngine):
             served = None
             if error.status not in _ABSENT:
                 log.warning("%s does not say what it serves now: %s", self.url, error)
-        return parse_sglang_info(self.url, told, served, transports=self._transports())
-
-    def _transports(self) -> tuple[str, ...]:
-        """What can reach it: none where its control routes want a key that this client does not have."""
+        transports: tuple[str, ...] = ()  # where its control routes want a key that this client does not have
         try:
-            plugin = self._channel.answers()
+            transports = self.followed() if self._has_plugin() else ("disk",)
         except EngineRefusedError as error:
             log.warning("%s does not say whether it has our plugin: %s", self.url, error)
-            return ()
-        return self.followed() if plugin else ("disk",)
+        return parse_sglang_info(self.url, told, served, transports=transports)
+
+    def _has_plugin(self) -> bool:
+        try:
+            return any("torchrl_ext" in answer for answer in self._tell(Inspect()))
+        except EngineRefusedError as error:
+            if _is_absent(error):
+                return False
+            raise
 
     def _told(self) -> Any:
         return self._either("/server_info", "/get_server_info")
@@ -162,7 +182,7 @@ class SGLangEngine(HTTPEngine):
             EngineUnreachableError, DeadlineError: as they say.
         """
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
-            self._native = not self._channel.answers()
+            self._native = not self._has_plugin()
             if not self._native:
                 self._refuse_replicas(info)
                 self.tell(Join.of(info))
@@ -171,7 +191,7 @@ class SGLangEngine(HTTPEngine):
                 raise EngineRefusedError(
                     f"{self.url} runs SGLang without our plugin, and cannot follow by {info.get('transport')!r}",
                     expected='the plugin in group "sglang.srt.plugins"',
-                    hint=PLUGIN,
+                    hint=_PLUGIN,
                 )
             self._stores = stores_keys(self._told())
 
@@ -181,7 +201,16 @@ class SGLangEngine(HTTPEngine):
             super().rehearse(how)
 
     def tell(self, message: Message) -> list[Info]:
-        return self._channel.tell(message, self._load_timeout_s)
+        return self._tell(message, self._load_timeout_s)
+
+    def _tell(self, message: Message, timeout_s: float | None = None) -> list[Info]:
+        """See `HTTPEngine.tell`; there is one answer of each data-parallel rank."""
+        body = {"action": CHANNEL + json.dumps(message.to_json())}
+        told = self._http.post("/weights_checker", body, timeout_s=timeout_s)
+        try:
+            return [dict(json.loads(text)) for text in told["message"].split(" | ")]  # SGLang's own way to join them
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+            raise EngineRefusedError(f"{self.url}/weights_checker answered {told!r}", hint=_PLUGIN) from None
 
     def prefetch(self, version: int) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
@@ -202,55 +231,43 @@ class SGLangEngine(HTTPEngine):
                 self._open_session()
                 self.tell(Start(bracketed=self._in_session))
 
-    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
-        with self._step(what, state=self._paused("part of an update")):
-            if not self._native:
-                self.tell(loading(info))
-            elif "verify" in info:
-                raise ConfigError(
-                    f"{self.url} runs SGLang without our plugin, and cannot prove what it holds", hint=PLUGIN
-                )
-            else:
-                body = {"model_path": info["path"], "load_format": "auto", "weight_version": str(info["version"])}
-                body |= {"flush_cache": False, "abort_all_requests": False}
-                self._http.post("/update_weights_from_disk", body, timeout_s=self._load_timeout_s)
+    def _load(self, info: Info) -> None:
+        if not self._native:
+            self.tell(loading(info))
+        elif "verify" in info:
+            raise ConfigError(
+                f"{self.url} runs SGLang without our plugin, and cannot prove what it holds", hint=_PLUGIN
+            )
+        else:
+            body = {"model_path": info["path"], "load_format": "auto", "weight_version": str(info["version"])}
+            body |= {"flush_cache": False, "abort_all_requests": False}
+            self._http.post("/update_weights_from_disk", body, timeout_s=self._load_timeout_s)
 
-    def commit(self, version: int) -> None:
+    def _finish(self, version: int) -> None:
+        if not self._native:
+            self.tell(Finish(version=version))
+        if self._in_session:
+            self._http.post("/end_weight_update", {}, timeout_s=self._load_timeout_s)
+            self._in_session = False
+
+    def _label(self, version: int) -> None:
         label = str(version)
-        with self._step(f"finish version {version}", state=self._paused("part of an update")):
-            if not self._native:
-                self.tell(Finish(version=version))
-                self._close_session()
-        with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
-            self._http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-            served = self._either("/model_info", "/get_model_info")
-            told = str(self._field("/model_info", served, "weight_version"))
-            if told != label:
-                raise EngineRefusedError(f"{self.url} calls its weights {told!r}", expected=repr(label))
-            self._version = version
-            self._wake(frozenset({"kv_cache"}), self._before)
-            self._release()
-        self._resumed()
+        self._http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        served = self._either("/model_info", "/get_model_info")
+        told = str(self._field("/model_info", served, "weight_version"))
+        if told != label:
+            raise EngineRefusedError(f"{self.url} calls its weights {told!r}", expected=repr(label))
 
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`. Where the start is 0, SGLang reads no keys and values of a prefix; of several
-        data-parallel replicas one answers."""
-        with self._step("compute log-probabilities"):
-            return [self._logprobs(list(prompt)) for prompt in prompts]
+    def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
+        return "/generate", {**body, "return_logprob": True, "logprob_start_len": 0}
 
-    def _logprobs(self, prompt: list[int]) -> list[float]:
-        sampling = {"max_new_tokens": 1, "temperature": 1.0}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        told = self._http.post("/generate", body, timeout_s=self._load_timeout_s)
-
-        def read() -> list[Any]:  # [logprob, token id, text] per token, with null for the first one
-            rows = told["meta_info"]["input_token_logprobs"]
-            if [row[1] for row in rows] != prompt:
-                raise ValueError("it is about other tokens")
-            return [row[0] for row in rows[1:]]
-
-        return prompt_logprobs(f"{self.url}/generate", prompt, read)
+    def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
+        """Of ``[logprob, token id, text]`` per token, with null for the first one."""
+        rows = told["meta_info"]["input_token_logprobs"]
+        if [row[1] for row in rows] != prompt:
+            raise ValueError("it is about other tokens")
+        return [row[0] for row in rows[1:]]
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         """See `EngineClient.sleep`. A server needs our plugin, which says what sleeps, ``--enable-memory-saver`` to
@@ -273,9 +290,9 @@ class SGLangEngine(HTTPEngine):
                 self._http.post("/release_memory_occupation", released, timeout_s=self._load_timeout_s)
 
     def _refuse_impossible(self, level: int, wanted: frozenset[str]) -> None:
-        if not self._channel.answers():
+        if not self._has_plugin():
             raise EngineRefusedError(
-                f"{self.url} runs SGLang without our plugin, and does not say what of it sleeps", hint=PLUGIN
+                f"{self.url} runs SGLang without our plugin, and does not say what of it sleeps", hint=_PLUGIN
             )
         if level == 1 and "weights" in wanted and not self._told().get("enable_weights_cpu_backup"):
             raise EngineRefusedError(
@@ -285,7 +302,12 @@ class SGLangEngine(HTTPEngine):
             )
 
     def sleep_state(self) -> SleepState:
-        told = {} if self._native else self._channel.state()
+        told: Info = {}  # without our plugin
+        try:
+            told = {} if self._native else merged(self._tell(State()))
+        except EngineRefusedError as error:
+            if not _is_absent(error):
+                raise
         paused = {_OK: False, _NOT_READY: True}.get(self._ready(), told.get("paused"))
         paused = None if paused is None else bool(paused)
         return SleepState(paused=paused, asleep=named_tags(told.get("asleep")), empty=bool(told.get("empty")))
@@ -314,7 +336,7 @@ class SGLangEngine(HTTPEngine):
         except EngineRefusedError as error:
             if "LoRA is not enabled" in error.what:
                 raise restated(error, error.what, hint=_LORA) from error
-            if is_absent(error):
+            if _is_absent(error):
                 raise restated(error, error.what, expected="our plugin", hint=_ADAPTERS) from error
             raise
         expected = "what the name of every adapter stands for"
@@ -368,7 +390,7 @@ class SGLangEngine(HTTPEngine):
     def _try_flush(self) -> tuple[int, str]:
         """200, or 400 while requests use the cache; and SGLang's own words."""
         if not self._native:  # its own route collects garbage too, which takes longer than many an update
-            flushed = merged(self._channel.tell(Flush())).get("flushed")
+            flushed = merged(self._tell(Flush())).get("flushed")
             return (200, "") if flushed else (400, "the cache is in use")
         answer = self._http.call("POST", "/flush_cache")
         if answer.ok or answer.status == 400:
@@ -393,11 +415,6 @@ class SGLangEngine(HTTPEngine):
                 f"POST {self.url}/begin_weight_update answered {answer.status}: {answer.message()}",
                 status=answer.status,
             )
-
-    def _close_session(self) -> None:
-        if self._in_session:
-            self._http.post("/end_weight_update", {}, timeout_s=self._load_timeout_s)
-            self._in_session = False
 
     def _refuse_replicas(self, info: Info) -> None:
         replicas = self.info().dp_size if info.get("transport") not in ("disk", "delta") else 1
@@ -425,3 +442,8 @@ class SGLangEngine(HTTPEngine):
                 return self._http.get(older)
             except EngineRefusedError as second:
                 raise restated(second, f"{error.what}; {second.what}") from error
+
+
+def _is_absent(error: EngineRefusedError) -> bool:
+    """Whether the server has no plugin of ours."""
+    return error.status in _ABSENT or "Unsupported action" in error.what

@@ -26,9 +26,8 @@ Everything that can fail happens up to ``seal``; ``finish_weight_update`` only g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
@@ -48,7 +47,7 @@ from torchrl_ext.messages import (
 )
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
-from torchrl_ext.rpc.engines.base import HTTPEngine, prompt_logprobs, restated
+from torchrl_ext.rpc.engines.base import HTTPEngine, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, sleep_state_of_vllm
 from torchrl_ext.rpc.server_info import parse_server_info, sees
 from torchrl_ext.types import EngineInfo, Info
@@ -114,7 +113,6 @@ class VLLMRoutes(HTTPEngine):
             raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._sees = pause_mode, False
-        self._before = SleepState(paused=None)  # how it was before the update that is going on
 
     def info(self) -> EngineInfo:
         told = self._told()
@@ -182,23 +180,14 @@ class VLLMRoutes(HTTPEngine):
             return self._paused(f"the weights it had, which nobody could be made sure of: {error.what}")
         return undo()
 
-    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
-        with self._step(what, state=self._paused("part of an update")):
-            self._load(loading(info))
+    def _load(self, info: Info) -> None:
+        self._update(loading(info))
 
-    def commit(self, version: int) -> None:
-        with self._step(f"finish version {version}", state=self._paused("part of an update")):
-            self._load(Seal())
-            self._post("/finish_weight_update", {"weight_version": str(version)})
-        with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
-            self._drop_cached()
-            self._version = version
-            self._wake(frozenset({"kv_cache"}), self._before)
-            self._release()
-        self._resumed()
+    def _finish(self, version: int) -> None:
+        self._update(Seal())
+        self._post("/finish_weight_update", {"weight_version": str(version)})
 
-    def _drop_cached(self) -> None:
+    def _label(self, version: int) -> None:
         """Drop what was computed with the old weights. A connector that still copies keys and values away says no."""
         wait_until(
             lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
@@ -275,7 +264,7 @@ class VLLMRoutes(HTTPEngine):
                 raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
         return answer if isinstance(answer, dict) else {}
 
-    def _load(self, message: Message) -> None:
+    def _update(self, message: Message) -> None:
         self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self._load_timeout_s)
 
     def tell(self, message: Message) -> list[Info]:
@@ -319,21 +308,13 @@ class VLLMEngine(VLLMRoutes):
 
     kind: ClassVar[str] = "vllm"
 
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`. The server's ``--logprobs-mode`` must be one of log-probabilities, as it is
-        unless told otherwise; of several data-parallel replicas one answers."""
-        with self._step("compute log-probabilities"):
-            return [self._logprobs(list(prompt)) for prompt in prompts]
+    def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
+        return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": _PROBE}
 
-    def _logprobs(self, prompt: list[int]) -> list[float]:
-        body = {"token_ids": prompt, "sampling_params": _PROBE}
-        told = self._http.post("/inference/v1/generate", body, timeout_s=self._load_timeout_s)
-
-        def read() -> list[Any]:  # {"17": {"logprob": -3.2, ...}}: by token id, the prompt's own always among them
-            rows = zip(prompt, told["prompt_logprobs"], strict=True)
-            return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
-
-        return prompt_logprobs(f"{self.url}/inference/v1/generate", prompt, read)
+    def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
+        """Of ``{"17": {"logprob": -3.2, ...}}`` per token, by token id: the prompt's own are always among them."""
+        rows = zip(prompt, told["prompt_logprobs"], strict=True)
+        return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
     def adapter(self, name: str) -> EngineClient:
         """See `EngineClient.adapter`. The server needs ``--enable-lora``."""
@@ -354,20 +335,11 @@ class EmbeddedEngine(VLLMRoutes):
 
     kind: ClassVar[str] = "embedded"
 
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`. A paused engine answers too, unless what it holds cannot be served."""
-        if not prompts:
-            return []
-        route, body = "/prompt_logprobs", {"prompts": [list(prompt) for prompt in prompts]}
-        told = self._http.post(route, body, timeout_s=self._load_timeout_s)
-        return [
-            prompt_logprobs(f"{self.url}{route}", prompt, partial(_row, told, number))
-            for number, prompt in enumerate(prompts)
-        ]
+    def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
+        return "/prompt_logprobs", {"prompts": [prompt]}
 
-
-def _row(told: Any, number: int) -> list[Any]:
-    return told["logprobs"][number]
+    def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
+        return told["logprobs"][0]
 
 
 @contextmanager
