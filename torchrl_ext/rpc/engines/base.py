@@ -206,7 +206,7 @@ class HTTPEngine(EngineClient):
         """Whatever is left to do before requests may meet ``version``."""
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`. vLLM's ``--logprobs-mode`` must be one of log-probabilities, as it is by default.
+        """See `EngineClient.logprobs`. vLLM's ``--logprobs-mode`` must be one of log-probabilities, the default.
         SGLang reads no keys and values of a prefix. The embedded engine answers while it is paused, too, unless what it
         holds cannot be served. Of several data-parallel replicas one answers."""
         with self._step("compute log-probabilities"):

@@ -44,7 +44,7 @@ from torchrl_ext.messages import (
     State,
     loading,
     merged,
-)  # fmt: skip
+)
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
