@@ -71,15 +71,12 @@ class ParamMeta:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> list[Any]:
         """``[name, dtype name, [sizes]]``: short, since a model has thousands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -172,6 +173,7 @@ class TensorsLoader(WeightLoader):
         is_module = isinstance(target, nn.Module) and not is_tensordict_module(target)
         self._module = target if is_module else None
         self._target = ModuleSource(target) if is_module else MappingSource(target)
+        self._own = functools.partial(named_tensors, target, scratch=True) if is_module else self._target.tensors
         self._partial = partial
         self._sent: frozenset[str] | None = None
         self._copied: frozenset[str] = frozenset()
@@ -179,13 +181,13 @@ class TensorsLoader(WeightLoader):
         self._whole: dict[str, Tensor] = {}
 
     def targets(self) -> Mapping[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self._spelled().places.items()}
+        return self._spelled().places
 
     def check(self, params: Iterable[ParamMeta]) -> None:
         params = tuple(params)
         sent = frozenset(meta.name for meta in params)
         spelled = self._spelled(sent)
-        spelled.check(params, dict(self._target._tensors()), partial=self._partial)
+        spelled.check(params, dict(self._target.tensors()), partial=self._partial)
         self._sent, self._copied = sent, frozenset(spelled.copied)
 
     @torch.no_grad()
@@ -197,7 +199,7 @@ class TensorsLoader(WeightLoader):
                 continue
             if name not in spelled.places:
                 raise ManifestError(f"the model has no parameter {name!r}")
-            target = spelled.places[name].detach()
+            target = spelled.places[name]
             if ParamMeta.of(name, target) != ParamMeta.of(name, tensor):
                 raise ManifestError(
                     f"parameter {name!r} arrives as {ParamMeta.of(name, tensor)}",
@@ -205,7 +207,8 @@ class TensorsLoader(WeightLoader):
                 )
             if tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
                 target.copy_(tensor)
-        spelled.assemble(whole)
+        if whole:
+            spelled.assemble(whole)
         self._patcher = None
 
     def names(self) -> frozenset[str]:
@@ -255,9 +258,9 @@ class TensorsLoader(WeightLoader):
         """The parameters are looked up anew: training code may have put others in their place."""
         from torchrl_ext.landing.patcher import Patcher, identity
 
-        spelled, once = self._spelled(), {name for name, _ in self._target._once()}
+        spelled, once = self._spelled(), {name for name, _, _ in self._target.rows()}
         wanted = {
-            name: tensor.detach()
+            name: tensor
             for name, tensor in spelled.places.items()
             if (spelled.source_of[name] in once if self._sent is None else name in self._sent)
         }
@@ -286,7 +289,7 @@ class TensorsLoader(WeightLoader):
             if key not in taken:
                 taken[key] = tensor_digest(full(tensor))
             found[name] = taken[key]
-        for name, tensor in spelled.assembled():
+        for name, tensor in spelled.assembled() if spelled.copied else ():
             found[name] = tensor_digest(tensor)
         return found
 
@@ -299,9 +302,6 @@ class TensorsLoader(WeightLoader):
         own = dict(self._own())
         groups = () if self._module is None else groups_of(self._module, own.items())
         return Spelling(own, groups, self._sent if sent is None else sent)
-
-    def _own(self) -> Iterable[tuple[str, Tensor]]:
-        return self._target._tensors() if self._module is None else named_tensors(self._module, scratch=True)
 
 
 def as_loader(target: Any) -> WeightLoader:

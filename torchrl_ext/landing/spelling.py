@@ -26,7 +26,7 @@ class Spelling:
         sent: the names of the update; None: every name of the checkpoint.
 
     Attributes:
-        places: name -> live tensor, or a view of one that is a part of it.
+        places: name -> live tensor, detached, or a view of one that is a part of it.
         copied: name -> group, for checkpoint tensors that are no part of one live tensor.
         source_of: name in ``places`` -> name of the live tensor that it is, or is a part of.
     """
@@ -47,7 +47,7 @@ class Spelling:
         for name, tensor in own.items():
             of = self._group_of.get(name)
             if of is None or self._takes_own(name):
-                self.places[name], self.source_of[name] = tensor, name
+                self.places[name], self.source_of[name] = tensor.detach(), name
             if of is not None and not of.copied:
                 parts = {part: view for part, view in of.parts(tensor.detach()).items() if self._takes_result(part)}
                 self.places |= parts

@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
@@ -50,14 +50,8 @@ class Host(ABC):
     """
 
     transport: ClassVar[str]
-
-    @abstractmethod
-    def handle(self, message: Message) -> Info:
-        """Do what a message says, and return when it is done; returns the answer.
-
-        Raises:
-            WeightSyncError: what the step says.
-        """
+    handle: Callable[[Message], Info]
+    """Does what a message says, and returns the answer when it is done; raises what the step says."""
 
     def info(self, url: str) -> EngineInfo:
         """What it says of itself."""
@@ -104,13 +98,10 @@ class ModuleHost(Host):
     transport = "memory"
 
     def __init__(self, target: Any) -> None:
-        self._receiver = target if isinstance(target, WeightReceiver) else WeightReceiver(target)
-        self._target = self._receiver.target
+        receiver = target if isinstance(target, WeightReceiver) else WeightReceiver(target)
+        self._target, self.handle = receiver.target, receiver.handle
         self.serving = threading.Event()
         self.serving.set()
-
-    def handle(self, message: Message) -> Info:
-        return self._receiver.handle(message)
 
     def pause(self) -> None:
         self.serving.clear()
@@ -135,9 +126,7 @@ class EmbeddedHost(Host):
 
     def __init__(self, engine: Any, *, pause_mode: str, timeout_s: float) -> None:
         self._engine, self._mode, self._timeout_s = engine, pause_mode, timeout_s
-
-    def handle(self, message: Message) -> Info:
-        return self._engine.handle(message)
+        self.handle = engine.handle
 
     def info(self, url: str) -> EngineInfo:
         return EngineInfo(url=url, kind="embedded", model=self._engine.model_dir)

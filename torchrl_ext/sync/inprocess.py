@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.messages import Finish, Join, Prefetch, Rehearse, Start, loading
-from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
+from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.switching import Switch
 from torchrl_ext.types import EngineInfo, EngineRow, Info
@@ -37,6 +38,7 @@ class InProcessEngine(EngineClient):
     """
 
     kind: ClassVar[str] = "inprocess"
+    url: str = "inprocess"
 
     def __init__(
         self,
@@ -49,16 +51,12 @@ class InProcessEngine(EngineClient):
         timeout_s: float = 600.0,
     ) -> None:
         self._host: Host = host_of(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
-        self._url, self._road = url, transport or self._host.transport
-        self._watch = Stopwatch()
-        self._paused = threading.Event()
+        self.url, self._transport = url, transport or self._host.transport
+        self._paused_at: float | None = None  # seconds of `time.perf_counter`; None while it serves
+        self._pause_s = 0.0
         self._version: int | None = None
         self._proof = "sent"
         self._rehearsed: tuple[Info, ...] = ()
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def serving(self) -> threading.Event:
@@ -72,7 +70,7 @@ class InProcessEngine(EngineClient):
         return self._host.serving
 
     def info(self) -> EngineInfo:
-        described = self._host.info(self._url)
+        described = self._host.info(self.url)
         return EngineInfo(**{**vars(described), "kind": self.kind, "weight_version": str(self._version or "")})
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
@@ -90,15 +88,14 @@ class InProcessEngine(EngineClient):
         """See `EngineClient.rehearse`."""
         told = self._host.handle(Rehearse(how=how, ask=True))
         if told.get("needed"):
-            paused = self._paused.is_set()
-            self.pause()
+            served = self.pause()
             try:
                 told = self._host.handle(Rehearse(how=how))
             except WeightSyncError:
-                if not paused and self._host.handle(Rehearse(ask=True)).get("restored", True):
+                if served and self._host.handle(Rehearse(ask=True)).get("restored", True):
                     self.resume()
                 raise
-            if not paused:
+            if served:
                 self.resume()
         self._rehearsed = (told,)
         self._proof = str(told["proof"])
@@ -132,25 +129,25 @@ class InProcessEngine(EngineClient):
         return self._host.logprobs(prompts)
 
     def pause(self) -> bool:
-        served = not self._paused.is_set()
+        served = self._paused_at is None
         self._host.pause()
-        self._paused.set()
-        self._watch.start()
+        if served:
+            self._paused_at = time.perf_counter()
         return served
 
     def resume(self) -> None:
         self._host.resume()
-        self._paused.clear()
-        self._watch.stop()
+        if self._paused_at is not None:
+            self._pause_s, self._paused_at = time.perf_counter() - self._paused_at, None
 
     def rows(self) -> tuple[EngineRow, ...]:
         return (
             EngineRow(
-                engine=self._url,
+                engine=self.url,
                 kind=self.kind,
-                state="paused" if self._paused.is_set() else "serving",
+                state="serving" if self._paused_at is None else "paused",
                 version=self._version,
-                pause_s=self._watch.seconds,
+                pause_s=self._pause_s,
                 proof=self._proof,
             ),
         )
@@ -203,4 +200,4 @@ class InProcessEngine(EngineClient):
 
     @cached_property
     def _switch(self) -> Switch:
-        return Switch(self, transport=self._road)
+        return Switch(self, transport=self._transport)

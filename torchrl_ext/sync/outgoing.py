@@ -18,7 +18,7 @@ from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.conversion import converted
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
 from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked, inner_model
+from torchrl_ext.weights.source import MappingSource, WeightSource, checked
 
 __all__ = ["Outgoing", "Ranks", "bump"]
 
@@ -34,7 +34,7 @@ class Outgoing(WeightSource):
     """One update's pass over a source.
 
     Args:
-        weights: what `as_source` takes, or one of TorchRL's LLM wrappers.
+        source: what is sent.
         registered: the registered model; anything, or None. What is called as in a module goes as the module would.
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
@@ -45,6 +45,8 @@ class Outgoing(WeightSource):
         digests: digest of each tensor that passed in the last iteration, by name; empty unless `digesting`.
         count, bytes: what passed in the last iteration.
         model_bytes: what passes in a whole one.
+        store: the store of torch's process group; None where this process is the only rank, and can make another pass
+            by itself.
 
     Raises:
         ManifestError: a tensor is on the meta device: offloaded, or never loaded.
@@ -52,13 +54,12 @@ class Outgoing(WeightSource):
 
     def __init__(
         self,
-        weights: Any,
+        source: WeightSource,
         registered: Any = None,
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        source, registered = as_source(weights), inner_model(registered)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)
         self._origin = source
@@ -68,6 +69,9 @@ class Outgoing(WeightSource):
         self._gathers, self.digesting = False, False
         self.digests: dict[str, str] = {}
         self._stream: Iterator[tuple[str, Tensor]] | None = None
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        shared = grouped and torch.distributed.get_world_size() > 1
+        self.store: Any | None = torch.distributed.distributed_c10d._get_default_store() if shared else None
         self.version = self.count = self.bytes = self.model_bytes = 0
         held, empty = source.held(), []
         for meta in self._params:
@@ -105,11 +109,6 @@ class Outgoing(WeightSource):
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
             yield meta.name, tensor
 
-    @property
-    def alone(self) -> bool:
-        """Whether this process can make another pass by itself: no other ranks could be part of a gather."""
-        return _store() is None
-
     def replay(self) -> None:
         """Take part in every gather and drop what comes: the role of ranks that do not drive."""
         for _ in self._source if self._gathers else ():
@@ -120,7 +119,7 @@ class Outgoing(WeightSource):
 
         One that cannot be finished is logged: whoever drains has something else to raise.
         """
-        if self.alone or not self._gathers:
+        if self.store is None or not self._gathers:
             return
         try:
             for _ in iter(self._source) if self._stream is None else self._stream:
@@ -142,33 +141,26 @@ class Ranks:
         self._name = ""
         self._updates = 0
 
-    def tell(self, source: Outgoing, version: int, accepted: bool) -> None:
+    def tell(self, source: Outgoing, store: Any, version: int, accepted: bool) -> None:
         """Say that the update that sent ``source`` is over, and which version the engines serve now.
 
         A store that is gone is logged.
         """
-        store = _store()
-        if store is None:
-            return
         try:
             store.set(self._next(source), f"{version} {int(accepted)}")
         except RuntimeError as error:
             log.warning("the other trainer ranks were not told of weights version %d: %s", version, error)
 
-    def hear(self, source: Outgoing) -> tuple[int, bool] | None:
+    def hear(self, source: Outgoing, store: Any) -> tuple[int, bool]:
         """Wait until the update that sends ``source`` is over.
 
         Returns:
-            The version that the engines serve now, and whether this update put it in service; None where there are no
-            other ranks.
+            The version that the engines serve now, and whether this update put it in service.
 
         Raises:
             DeadlineError: the rank that drives said nothing.
             NotConnectedError: torch's store is gone.
         """
-        store = _store()
-        if store is None:
-            return None
         update = self._next(source)
         try:
             wait_until(
@@ -222,12 +214,3 @@ def bump(collectors: Iterable[Callable[[], Any]]) -> None:
             collector.increment_version()
         except Exception:
             log.error("a collector did not take note of new weights, which are in service", exc_info=True)
-
-
-def _store() -> Any | None:
-    """The store of the default process group; None where this process is the only rank."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    if torch.distributed.get_world_size() == 1:
-        return None
-    return torch.distributed.distributed_c10d._get_default_store()

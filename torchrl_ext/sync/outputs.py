@@ -10,9 +10,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.outgoing import Outgoing
-from torchrl_ext.types import PROOFS, EngineRow, ParamMeta, least
+from torchrl_ext.types import PROOFS, EngineRow, ParamMeta
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import inner_model
 
@@ -133,7 +132,6 @@ class Outputs:
     """Compares the outputs of a sender's engines with the trainer's after each update.
 
     Args:
-        verify: `WeightSender`'s; only ``"outputs"`` asks anybody.
         max_gap: largest gap that is accepted, in nats; ``"dtype"`` takes `bound_of` what travels, and None only
             reports.
         probe: what is asked; a callable stands for ``Probe(compute=callable)``.
@@ -146,23 +144,32 @@ class Outputs:
         ConfigError: settings that cannot work, or that nothing would look at.
     """
 
-    def __init__(self, verify: bool | str, max_gap: float | str | None, probe: Probe | Compute | None) -> None:
-        if verify not in (True, False, "outputs"):
-            raise ConfigError(f"there is nothing to verify called {verify!r}", expected="True, False or 'outputs'")
-        if verify != "outputs" and (probe is not None or max_gap != "dtype"):
-            raise ConfigError("max_gap and probe are about outputs, which are not compared", hint="verify='outputs'")
+    def __init__(self, max_gap: float | str | None, probe: Probe | Compute | None) -> None:
         if isinstance(max_gap, str) and max_gap != "dtype":
             raise ConfigError(f"max_gap cannot be {max_gap!r}", expected="a number of nats, None or 'dtype'")
         if isinstance(max_gap, (int, float)) and not max_gap >= 0:
             raise ConfigError(f"max_gap cannot be {max_gap}", expected="a number of nats, at least 0")
-        self._wanted, self._max_gap = verify == "outputs", max_gap
+        self._max_gap = max_gap
         self._probe = probe if isinstance(probe, Probe) else Probe(compute=probe)
         self._findings: dict[str, _Finding] = {}
         self.agreed: frozenset[str] = frozenset()
         self.spans: dict[str, float] = {}
 
-    def asked(self, weights: Any, model: Any) -> tuple[_Asked, float] | None:
-        """The trainer's side of one update, and the seconds that it took; None where nobody wants it.
+    @classmethod
+    def wanted(cls, verify: bool | str, max_gap: float | str | None, probe: Probe | Compute | None) -> Outputs | None:
+        """What `WeightSender`'s settings ask for; None where no outputs are compared.
+
+        Raises:
+            ConfigError: settings that cannot work, or that nothing would look at.
+        """
+        if verify not in (True, False, "outputs"):
+            raise ConfigError(f"there is nothing to verify called {verify!r}", expected="True, False or 'outputs'")
+        if verify != "outputs" and (probe is not None or max_gap != "dtype"):
+            raise ConfigError("max_gap and probe are about outputs, which are not compared", hint="verify='outputs'")
+        return cls(max_gap, probe) if verify == "outputs" else None
+
+    def asked(self, weights: Any, model: Any) -> _Asked:
+        """The trainer's side of one update.
 
         Every rank comes here first, before anything that could fail on one of them alone: others may be in the same
         forward pass.
@@ -174,35 +181,36 @@ class Outputs:
         Raises:
             ConfigError: the trainer's side computes no log-probabilities; no engine was touched.
         """
-        if not self._wanted:
-            return None
         began = time.perf_counter()
-        return self._probe.trainer(_module_of(weights, model)), time.perf_counter() - began
+        asked = self._probe.trainer(_module_of(weights, model))
+        self.spans = {"probe": time.perf_counter() - began}
+        return asked
 
-    @contextmanager
-    def compared(self, engine: EngineClient, source: Outgoing, said: tuple[_Asked, float] | None) -> Iterator[None]:
-        """Around one update: every engine that serves its version is asked after it, also when it failed for others.
-        One that is beyond the bound, or gives no answer, is paused.
+    def compared(
+        self, engine: EngineClient, source: Outgoing, weights: Any, model: Any
+    ) -> AbstractContextManager[None]:
+        """Ask the trainer (`asked`); and around one update: every engine that serves its version is asked after it,
+        also when it failed for others. One that is beyond the bound, or gives no answer, is paused.
 
         Args:
             engine: the sender's.
             source: what is sent; its version is looked at when the update is over.
-            said: of `asked`.
+            weights, model: as for `asked`.
 
         Raises:
             ConfigError: the engine computes no log-probabilities; no engine was touched.
             EngineError: engines are beyond the bound, or gave no answer; not where the update failed already.
         """
-        self._findings, self.agreed, self.spans = {}, frozenset(), {}
-        if said is None:
-            yield
-            return
-        asked, took_s = said
+        return self._around(engine, source, self.asked(weights, model))
+
+    @contextmanager
+    def _around(self, engine: EngineClient, source: Outgoing, asked: _Asked) -> Iterator[None]:
+        self._findings, self.agreed = {}, frozenset()
         began = time.perf_counter()
         for one in engine.each():
             one.logprobs(())  # whether it could be asked at all
         bound = bound_of(source.params()) if isinstance(self._max_gap, str) else self._max_gap
-        self.spans = {"probe": took_s + time.perf_counter() - began}
+        self.spans["probe"] += time.perf_counter() - began
         try:
             yield
         except Exception:  # the engines that serve the version are asked all the same: their rows tell
@@ -219,26 +227,18 @@ class Outputs:
                 "larger max_gap; the next good update resumes it",
             )
 
-    def rows(self, rows: Iterable[EngineRow], version: int, compared: bool) -> tuple[tuple[EngineRow, ...], str]:
-        """The engines' rows of a report, with what was found in their outputs, and the least that one of them proves.
-
-        Args:
-            rows: as the engines tell them.
-            version: what was sent; an engine that does not serve it proves nothing of it.
-            compared: whether those that serve it have compared digests.
-        """
+    def noted(self, rows: Iterable[EngineRow]) -> list[EngineRow]:
+        """The engines' rows of a report, with what was found in their outputs."""
         found = []
         for row in rows:
             finding = self._findings.get(row.engine, _Finding())
             row = replace(row, max_gap=finding.largest, mean_gap=finding.mean, error=finding.error or row.error)
             if finding.lost:
-                row = replace(row, state="unreachable")
+                row = replace(row, state="unreachable", proof=PROOFS[0])
             if row.engine in self.agreed:
                 row = replace(row, proof="outputs")
-            elif not compared or (row.state, row.version) != ("serving", version):
-                row = replace(row, proof=PROOFS[0])
             found.append(row)
-        return tuple(found), least(map(attrgetter("proof"), found))
+        return found
 
     def _ask_all(self, engine: EngineClient, version: int, asked: _Asked, bound: float | None) -> None:
         began = time.perf_counter()

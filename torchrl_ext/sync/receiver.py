@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any, cast
 
 import torch
@@ -143,9 +143,11 @@ class WeightReceiver:
         if self._transport is not None:
             self._transport.shutdown()
         info = message.info()
-        with _complete(f"the offer of transport {message.transport!r}"):
+        try:
             self._transport = transports.load(message.transport).from_info(info)
             self._transport.join({**info, "rank": message.rank_offset + self._rank})
+        except KeyError as error:
+            raise _incomplete(f"the offer of transport {message.transport!r}", error) from error
         self._transport.incremental.retain(lambda name: not loader.patchable(name))
         self._staged = None
 
@@ -312,20 +314,12 @@ class WeightReceiver:
 
 def _passed_on(pairs: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
     """The same pairs. Closed, it closes those of a transport at once; an error's traceback would keep them half-way."""
-    with _complete("the handoff"):
-        yield from pairs
-
-
-@contextmanager
-def _complete(what: str) -> Iterator[None]:
-    """A transport looks for what its other end always says.
-
-    Raises:
-        ConfigError: names what is not there.
-    """
     try:
-        yield
+        yield from pairs
     except KeyError as error:
-        raise ConfigError(
-            f"{what} has no {error}", state="unchanged", hint="use one release of torchrl_ext on both ends"
-        ) from error
+        raise _incomplete("the handoff", error) from error
+
+
+def _incomplete(what: str, error: KeyError) -> ConfigError:
+    """A transport looked for what its other end always says."""
+    return ConfigError(f"{what} has no {error}", state="unchanged", hint="use one release of torchrl_ext on both ends")

@@ -6,9 +6,13 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
@@ -17,9 +21,9 @@ from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import PROOFS, ParamMeta, SyncReport
+from torchrl_ext.types import PROOFS, ParamMeta, SyncReport, least
 from torchrl_ext.waiting import in_background
-from torchrl_ext.weights.source import inner_model
+from torchrl_ext.weights.source import WeightSource, as_source, inner_model, is_tensordict_module, source_of_module
 
 __all__ = ["WeightSender"]
 
@@ -94,9 +98,10 @@ class WeightSender:
             engine = NullEngine(on_load=transport.announce)
         self._transport = transport
         self._mapper, self._dtype, self._rank = mapper, dtype, rank
-        self._outputs = Outputs(verify, max_gap, probe)
+        self._outputs = Outputs.wanted(verify, max_gap, probe)
         self._ranks = Ranks()
         self._model: Callable[[], Any] = lambda: None
+        self._read: Callable[[Any], WeightSource] = as_source
         self._collectors: list[weakref.ref[Any]] = []
         self._connect_to(engine)
         self._spans = Spans()
@@ -111,6 +116,8 @@ class WeightSender:
         TorchRL's LLM wrappers stand for the model inside, whose names engines know.
         """
         model = inner_model(model)
+        is_module = isinstance(model, nn.Module) and not is_tensordict_module(model)
+        self._read = source_of_module if is_module else as_source
         try:
             self._model = weakref.ref(model)
         except TypeError:  # plain dicts and strings take no weak reference
@@ -163,7 +170,8 @@ class WeightSender:
             report = self._drive(source, weights, started)
             accepted = True
         finally:
-            self._ranks.tell(source, self.version, accepted)
+            if source.store is not None:
+                self._ranks.tell(source, source.store, self.version, accepted)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         bump(self._collectors)
         return report
@@ -181,13 +189,15 @@ class WeightSender:
             self._transport.shutdown()
 
     def _drive(self, source: Outgoing, weights: Any, started: float) -> SyncReport:
+        compared: AbstractContextManager[None] = nullcontext()
         try:
-            asked = self._outputs.asked(weights, self._model())
+            if self._outputs is not None:
+                compared = self._outputs.compared(self.engine, source, weights, self._model())
             with self._transport.exclusive("update_weights"):
                 self._spans, self._transport.stats = Spans(), TransferStats()
                 try:
                     source.version = self._next_version()
-                    with self._outputs.compared(self.engine, source, asked):
+                    with compared:
                         self._deliver(source)
                 except BaseException:
                     self._connection.drop()  # what is left of a group or a half-made update is not built upon
@@ -207,9 +217,11 @@ class WeightSender:
 
     def _follow(self, source: Outgoing, weights: Any) -> SyncReport:
         """The role of ranks that do not drive: the gathers, and then what became of them."""
-        self._outputs.asked(weights, self._model())
+        if self._outputs is not None:
+            self._outputs.asked(weights, self._model())
         source.replay()
-        self.version, accepted = self._ranks.hear(source) or (self.version + 1, True)
+        told = None if source.store is None else self._ranks.hear(source, source.store)
+        self.version, accepted = told or (self.version + 1, True)
         if accepted:
             bump(self._collectors)
         else:
@@ -230,7 +242,7 @@ class WeightSender:
             try:
                 self._update(source, version)
             except WeightSyncError as error:
-                if not source.alone or not self._nobody_got(version) or not self._connection.shrank():
+                if source.store is not None or not self._nobody_got(version) or not self._connection.shrank():
                     raise
                 log.warning("weights version %d is sent again, to the engines that are left: %s", version, error)
                 lost = lost or error
@@ -262,12 +274,13 @@ class WeightSender:
         self.engine.prefetch(version)
 
     def _outgoing(self, weights: Any) -> Outgoing:
-        model = self._model() if weights is None else weights
-        if model is None:
+        registered = self._model()
+        if weights is None and registered is None:
             raise NotConnectedError(
                 "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
             )
-        return Outgoing(model, self._model(), mapper=self._mapper, dtype=self._dtype)
+        source = self._read(registered) if weights is None else as_source(weights)
+        return Outgoing(source, registered, mapper=self._mapper, dtype=self._dtype)
 
     def _next_version(self) -> int:
         """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""
@@ -284,8 +297,16 @@ class WeightSender:
     def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
         stats = self._transport.stats
         moved = source.bytes if stats.bytes is None else stats.bytes
-        rows, proof = self._outputs.rows(self.engine.rows(), version, self._verify and self.engine.verifies)
-        proof = PROOFS[0] if failed else proof
+        asked = self._verify and self.engine.verifies
+        rows = []
+        for row in self.engine.rows():
+            proves = asked and (row.state, row.version) == ("serving", version)
+            rows.append(row if proves else replace(row, proof=PROOFS[0]))
+        spans = {**self._spans, **stats.spans, "total": time.perf_counter() - started}
+        if self._outputs is not None:
+            rows = self._outputs.noted(rows)
+            spans |= self._outputs.spans
+        proof = PROOFS[0] if failed else least(map(attrgetter("proof"), rows))
         return SyncReport(
             version=version,
             transport=self._transport.name,
@@ -293,8 +314,8 @@ class WeightSender:
             bytes=moved,
             model_bytes=source.model_bytes,
             density=0.0 if failed and not moved else stats.density,
-            spans={**self._spans, **self._outputs.spans, **stats.spans, "total": time.perf_counter() - started},
-            engines=rows,
+            spans=spans,
+            engines=tuple(rows),
             verified=proof != PROOFS[0],
             proof=proof,
         )

@@ -15,7 +15,7 @@ from torchrl_ext.sync.outgoing import Outgoing
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.weights.source import WeightSource, as_source
 
 if TYPE_CHECKING:
     from torchrl_ext.sync.inprocess import InProcessEngine
@@ -51,7 +51,7 @@ class Switch:
         Raises:
             ManifestError: nothing held has a tensor's name, or its shape; or a tensor has no data.
         """
-        given = Outgoing(tensors, mapper=mapper)
+        given = Outgoing(as_source(tensors), mapper=mapper)
         with self._turn:
             good = self._last_good()
             dtypes = {meta.name: meta.dtype for meta in good.params()}

@@ -7,10 +7,11 @@ each iteration is a fresh pass over the current values and yields full (gathered
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -129,7 +130,10 @@ class RowSource(WeightSource):
         """What is sent, in order; tied tensors once."""
 
     def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(ParamMeta.of(name, tensor) for name, tensor, _ in self.rows())
+        metas = []
+        for name, tensor, _ in self.rows():
+            metas.append(ParamMeta.of(name, tensor))
+        return tuple(metas)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, _, take in self.rows():
@@ -139,32 +143,29 @@ class RowSource(WeightSource):
 class _TensorsSource(RowSource):
     """Shared half of the sources that can list live tensors: tied ones travel once, under their first name."""
 
-    @abstractmethod
-    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Every name with its live tensor, tied ones under each of their names."""
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+    """Lists every name with its live tensor, tied ones under each of their names."""
 
     def rows(self) -> Iterable[Row]:
-        for name, tensor in self._once():
-            yield name, tensor, partial(full, tensor)
+        names: set[str] = set()
+        firsts: dict[Any, Row] = {}
+        for name, tensor in self.tensors():
+            if name in names:
+                raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
+            names.add(name)
+            key = same_memory(tensor)
+            if key not in firsts:
+                firsts[key] = name, tensor, partial(full, tensor)
+        return firsts.values()
 
     def tied(self) -> Mapping[str, str]:
-        sent = {same_memory(tensor): name for name, tensor in self._once()}
-        through = {name: sent[same_memory(tensor)] for name, tensor in self._tensors()}
+        sent = {same_memory(tensor): name for name, tensor, _ in self.rows()}
+        through = {name: sent[same_memory(tensor)] for name, tensor in self.tensors()}
         return {name: via for name, via in through.items() if name != via}
-
-    def _once(self) -> Iterable[tuple[str, Tensor]]:
-        tensors: dict[str, Tensor] = {}
-        firsts: dict[Any, str] = {}
-        for name, tensor in self._tensors():
-            if name in tensors:
-                raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
-            tensors[name] = tensor
-            firsts.setdefault(same_memory(tensor), name)
-        return zip(firsts.values(), map(tensors.__getitem__, firsts.values()), strict=True)
 
     def held(self) -> Mapping[str, Tensor]:
         held = {}
-        for name, tensor in self._once():
+        for name, tensor, _ in self.rows():
             if not is_distributed(tensor):
                 held[name] = tensor.detach()
         return held
@@ -181,17 +182,19 @@ class MappingSource(_TensorsSource):
     """
 
     def __init__(self, weights: Mapping[Any, Any]) -> None:
-        self._weights = weights
+        self.tensors = partial(flatten, weights)
 
-    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return _flatten(self._weights)
-
-    def _once(self) -> Iterable[tuple[str, Tensor]]:
+    def rows(self) -> Iterable[Row]:
         """Sorted last: a TensorDict made from a module keeps the name under which the module's tied tensors travel."""
-        return sorted(super()._once(), key=lambda pair: pair[0])
+        return sorted(super().rows(), key=itemgetter(0))
 
 
-def _flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested mappings; keys join with ``.``.
+
+    Raises:
+        ManifestError: a leaf is no tensor, or a flat piece of FSDP1's.
+    """
     for key, value in weights.items():
         name = prefix + (".".join(key) if isinstance(key, tuple) else str(key))
         if isinstance(value, Tensor):
@@ -203,7 +206,7 @@ def _flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
                 )
             yield name, value
         elif is_mapping(value):
-            yield from _flatten(value, name + ".")
+            yield from flatten(value, name + ".")
         else:
             raise ManifestError(f"{name!r} is a {type(value).__name__}", expected="a tensor")
 
@@ -228,10 +231,7 @@ class ModuleSource(_TensorsSource):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return named_tensors(self._module)
+        self._module, self.tensors = module, partial(named_tensors, module)
 
     def files(self) -> Mapping[str, bytes]:
         from torchrl_ext.weights.checkpoint import model_files
@@ -292,17 +292,11 @@ def as_source(weights: Any) -> WeightSource:
     Raises:
         ConfigError: nothing knows how to read it, or FSDP1 holds it in pieces.
     """
-    import os
-
     if isinstance(weights, WeightSource):
         return weights
     weights = inner_model(weights)
     if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
-        from torchrl_ext.weights.conversion import converted
-        from torchrl_ext.weights.peft import PeftSource, is_peft
-
-        require_whole(weights)
-        return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
+        return source_of_module(weights)
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
     if isinstance(weights, (str, os.PathLike)):
@@ -313,6 +307,19 @@ def as_source(weights: Any) -> WeightSource:
         f"a {type(weights).__name__} holds no weights that can be sent",
         expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
     )
+
+
+def source_of_module(module: nn.Module) -> WeightSource:
+    """The source for an `inner_model` that is a module.
+
+    Raises:
+        ConfigError: FSDP1 holds it in pieces.
+    """
+    from torchrl_ext.weights.conversion import converted
+    from torchrl_ext.weights.peft import PeftSource, is_peft
+
+    require_whole(module)
+    return converted(PeftSource(module) if is_peft(module) else ModuleSource(module), module)
 
 
 def inner_model(model: Any) -> Any:
