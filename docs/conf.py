@@ -1,5 +1,6 @@
 """Sphinx settings."""
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -29,20 +30,25 @@ def settings(what, transport=None):
     """The parameters of one table, and the classes that explain them."""
     from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
     from torchrl_ext.configs import hydra
+    from torchrl_ext.planning.facts import Facts
     from torchrl_ext.planning.options import WeightUpdateConfig
     from torchrl_ext.registry import transports
 
-    if what == "update":
-        return hydra.parameters(WeightUpdateConfig), [WeightUpdateConfig]
+    if what in ("update", "facts"):
+        owner = {"update": WeightUpdateConfig, "facts": Facts}[what]
+        return hydra.parameters(owner), [owner]
     if what == "scheme":
         return hydra.scheme_parameters(transport), [TransportWeightSyncScheme, transports.load(transport)]
     return hydra.updater_parameters(), [hydra.transport_weight_updater, *map(transports.load, transports.names())]
 
 
 def explained(owners):
-    """Parameter -> what the first class whose docstring has it says of it, as one line."""
+    """Parameter -> what the first class that explains it says of it, in its fields or its docstring, as one line."""
     texts = {}
     for owner in owners:
+        if dataclasses.is_dataclass(owner):
+            texts |= {field.name: field.metadata.get("help", "") for field in dataclasses.fields(owner)}
+            continue
         block = re.search(r"^(?:Args|Attributes):\n((?: +.*\n?)+)", inspect.getdoc(owner), re.MULTILINE)
         for entry in re.split(r"\n(?= {4}\S)", block[1]):
             names, _, text = entry.partition(":")

@@ -13,10 +13,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_ext.planning.break_even import BreakEven
 from torchrl_ext.planning.costs import UNCERTAINTY
 from torchrl_ext.planning.facts import Facts
-from torchrl_ext.planning.recommend import Recommendation, recommend
+from torchrl_ext.planning.recommend import BreakEven, Recommendation, recommend
 
 __all__ = ["add_parser", "run"]
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from torchrl_ext.planning.facts import Facts
 
@@ -25,13 +26,7 @@ UNCERTAINTY = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One number that a benchmark gave.
-
-    Attributes:
-        value: in ``unit``.
-        unit: of the value, for example ``"bytes/s"``.
-        command: the command that measures it.
-    """
+    """One number that a benchmark gave: a value, its unit (such as ``"bytes/s"``) and the command that measures it."""
 
     value: float
     unit: str
@@ -144,6 +139,12 @@ class Route:
         """`seconds` when every phase is as long as it may be."""
         return sum(span.seconds * span.spread for span in self.spans)
 
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe dictionary."""
+        names = ("label", "transport", "encoding", "carrier", "bytes", "seconds", "pause_s")
+        told = {name: getattr(self, name) for name in names}
+        return {**told, "seconds_low": self.low_s, "seconds_high": self.high_s, "spans": list(map(vars, self.spans))}
+
 
 def routes(facts: Facts) -> list[Route]:
     """Return every route, those that the facts rule out included, in the order of their simplicity."""
@@ -160,16 +161,10 @@ def place_bits(density: float) -> float:
     return -(math.log2(density) + (1 - density) / density * math.log2(1 - density))
 
 
-def touched_bytes(facts: Facts) -> float:
-    """Bytes of all memory lines in which something changes, when changes are scattered."""
-    per_line = LINE_BYTES / facts.bytes_per_parameter
-    return _size(facts) * (1 - (1 - facts.density) ** per_line)
-
-
 def ipc(facts: Facts) -> Route:
     """Copied into a staging buffer, and from there into the parameters; both on the device that is shared."""
-    size = _size(facts)
-    copied_s = size / (_speed("copy") if _on_host(facts) else facts.device_bytes_s)
+    size = facts.model_bytes
+    copied_s = size / (_speed("copy") if facts.on_host else facts.device_bytes_s)
     return Route(
         transport="ipc",
         bytes=round(size),
@@ -180,7 +175,7 @@ def ipc(facts: Facts) -> Route:
 
 def collective(facts: Facts) -> Route:
     """Broadcast while engines are paused."""
-    size = _size(facts)
+    size = facts.model_bytes
     beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
     pause = _measured("pause", _broadcast(facts, size) + beside_s)
     return Route(transport="collective", bytes=round(size), spans=(pause,), obstacle=_no_group(facts))
@@ -188,7 +183,7 @@ def collective(facts: Facts) -> Route:
 
 def disk(facts: Facts) -> Route:
     """Written, read by every engine while it generates, and loaded from its page cache."""
-    size = _size(facts)
+    size = facts.model_bytes
     reload_s = size / facts.workers_per_engine / _speed("reload")
     spans = [Span(name="publish", seconds=_to_host(facts) + _published(facts, size)), *_fetched(facts, size)]
     spans.append(_measured("pause", reload_s + _speed("control")))
@@ -200,7 +195,7 @@ def delta(facts: Facts, encoding: str, carrier: str) -> Route:
     if encoding == "auto":  # what it does, per tensor: take the one that lands soonest
         best = min((delta(facts, one, carrier) for one in ("ulp", "context")), key=lambda route: route.seconds)
         return replace(best, encoding="auto")
-    coded, full = ENCODINGS[encoding], _size(facts)
+    coded, full = ENCODINGS[encoding], facts.model_bytes
     changed = max(1.0, facts.density * facts.parameters)
     bits = coded.place * place_bits(facts.density) + coded.step
     size = min(full, bits * changed / 8)  # beyond it the weights are sent as they are
@@ -215,8 +210,9 @@ def delta(facts: Facts, encoding: str, carrier: str) -> Route:
         obstacle = _no_group(facts)
     if facts.colocated:
         obstacle = "colocated engines take weights by memory handles, and a delta would not make those smaller"
-    share = touched_bytes(facts) / facts.workers_per_engine
-    commit_s = share / (_speed("commit") if _on_host(facts) else facts.device_bytes_s)
+    line = LINE_BYTES / facts.bytes_per_parameter  # elements in one; changes are scattered
+    share = full * (1 - (1 - facts.density) ** line) / facts.workers_per_engine  # of the lines in which one changes
+    commit_s = share / (_speed("commit") if facts.on_host else facts.device_bytes_s)
     spans += [_measured("stage", share / _speed("stage")), _measured("pause", commit_s + _speed("control"))]
     return Route(
         transport="delta", encoding=encoding, carrier=carrier, bytes=round(size), spans=tuple(spans), obstacle=obstacle
@@ -228,7 +224,7 @@ def delta(facts: Facts, encoding: str, carrier: str) -> Route:
 
 def _published(facts: Facts, size: float) -> float:
     """Written by one host, and on a CPU's host as fast as that was measured at most."""
-    return size / min(facts.disk_bytes_s, _speed("publish") if _on_host(facts) else math.inf)
+    return size / min(facts.disk_bytes_s, _speed("publish") if facts.on_host else math.inf)
 
 
 def _fetched(facts: Facts, size: float) -> list[Span]:
@@ -241,7 +237,7 @@ def _fetched(facts: Facts, size: float) -> list[Span]:
 
 def _broadcast(facts: Facts, size: float) -> float:
     """NCCL forwards piece by piece, so that the number of receivers hardly counts; gloo sends down a tree."""
-    if not _on_host(facts):
+    if not facts.on_host:
         return size / facts.network_bytes_s
     levels = max(1, math.ceil(math.log2(1 + facts.engines * facts.workers_per_engine)))
     return size * levels / min(facts.network_bytes_s, _speed("broadcast"))
@@ -249,13 +245,13 @@ def _broadcast(facts: Facts, size: float) -> float:
 
 def _to_host(facts: Facts) -> float:
     """The trainer's weights copied to where they can be compared or written."""
-    return 0.0 if _on_host(facts) else _size(facts) / facts.host_link_bytes_s
+    return 0.0 if facts.on_host else facts.model_bytes / facts.host_link_bytes_s
 
 
 def _loaded(facts: Facts) -> float:
     """Copied into the parameters, of which each worker of a CPU engine holds its share."""
-    size = _size(facts)
-    return size / facts.workers_per_engine / _speed("load") if _on_host(facts) else size / facts.device_bytes_s
+    size = facts.model_bytes
+    return size / facts.workers_per_engine / _speed("load") if facts.on_host else size / facts.device_bytes_s
 
 
 def _measured(name: str, seconds: float) -> Span:
@@ -264,14 +260,6 @@ def _measured(name: str, seconds: float) -> Span:
 
 def _speed(name: str) -> float:
     return MEASURED[name].value
-
-
-def _size(facts: Facts) -> float:
-    return facts.parameters * facts.bytes_per_parameter
-
-
-def _on_host(facts: Facts) -> bool:
-    return facts.device == "cpu"
 
 
 # obstacles

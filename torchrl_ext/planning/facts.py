@@ -20,33 +20,10 @@ def _fact(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A deployment, as far as weight updates are concerned.
+    """A deployment, as far as weight updates are concerned; what each field means stands in its ``metadata["help"]``.
 
-    Attributes:
-        parameters: elements of the model.
-        bytes_per_parameter: 2 for bfloat16.
-        tensors: number of tensors; None for an estimate from ``parameters``.
-        density: share of elements that change between two updates.
-        engines: how many follow.
-        workers_per_engine: that share the model, tp * pp * dp.
-        regions: in which there are engines, the trainer's included.
-        owned: the training job starts the engines; False where somebody else does; None to let ``topology`` decide.
-        topology: the job's engines need prefill/decode pools, several models, different groups or overrides.
-        frozen_models: reference, reward or tool models are served beside the policy.
-        colocated: trainer and engines share their devices.
-        same_stack: engines run in a compatible environment on compatible devices.
-        group: a process group between trainer and engines can be formed.
-        shared_path: directory or bucket that both sides see; None where there is none.
-        validate_delta: the aim is to try the delta's coding and landing within one datacenter.
-        network_bytes_s: of one host, in bytes a second.
-        disk_bytes_s: of the shared path, all readers of a region together, in bytes a second.
-        wan_bytes_s: between the trainer and one other region, in bytes a second.
-        device_bytes_s: of an accelerator's own memory, in bytes a second; with device ``"cuda"``.
-        host_link_bytes_s: between an accelerator and its host, in bytes a second; with device ``"cuda"``.
-        code_bytes_s: in which one core compares and codes a model, in bytes a second (``torchrl-ext bench delta``).
-        cores: of the host that finds and codes changes.
-        interval_s: seconds from one update to the next.
-        device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
+    Speeds end in ``_bytes_s`` and are bytes a second. Those of a device's own memory and of its link to the host count
+    with device ``"cuda"`` alone.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -54,25 +31,27 @@ class Facts:
 
     parameters: int = _fact(8_000_000_000, "elements of the model")
     bytes_per_parameter: float = _fact(2.0, "2 for bfloat16")
-    tensors: int | None = _fact(None, "number of tensors; estimated where it is not given")
+    tensors: int | None = _fact(None, "number of tensors; estimated from the parameters where it is not given")
     density: float = _fact(0.01, "share of elements that change between two updates")
     engines: int = _fact(1, "how many engines follow")
-    workers_per_engine: int = _fact(1, "workers that share the model in one engine")
+    workers_per_engine: int = _fact(1, "workers that share the model in one engine, tp * pp * dp")
     regions: int = _fact(1, "regions with engines, the trainer's included")
-    owned: bool | None = _fact(None, "the training job starts the engines")
+    owned: bool | None = _fact(None, "the training job starts the engines; not given, topology decides")
     topology: bool = _fact(False, "prefill/decode pools, several models, different groups or overrides are needed")
     frozen_models: bool = _fact(False, "reference, reward or tool models are served beside the policy")
     colocated: bool = _fact(False, "trainer and engines share their devices")
     same_stack: bool = _fact(True, "engines run in a compatible environment on compatible devices")
     group: bool = _fact(True, "a process group between trainer and engines can be formed")
     shared_path: str | None = _fact(None, "directory or bucket that both sides see")
-    validate_delta: bool = _fact(False, "try the delta within one datacenter")
+    validate_delta: bool = _fact(False, "the aim is to try the delta's coding and landing within one datacenter")
     network_bytes_s: float = _fact(12.5e9, "bytes a second of one host's network")
     disk_bytes_s: float = _fact(2e9, "bytes a second of the shared path, all readers of a region together")
     wan_bytes_s: float = _fact(125e6, "bytes a second between the trainer and another region")
     device_bytes_s: float = _fact(2e12, "bytes a second of an accelerator's own memory")
     host_link_bytes_s: float = _fact(25e9, "bytes a second between an accelerator and its host")
-    code_bytes_s: float = _fact(1.4e9, "bytes a second of the model that one core compares and codes")
+    code_bytes_s: float = _fact(
+        1.4e9, "bytes a second of the model that one core compares and codes (torchrl-ext bench delta)"
+    )
     cores: int = _fact(16, "cores of the host that finds and codes changes")
     interval_s: float = _fact(60.0, "seconds from one update to the next")
     device: str = _fact("cuda", "cuda (NCCL) or cpu (gloo)")
@@ -108,6 +87,16 @@ class Facts:
     def tensor_count(self) -> int:
         """`tensors`, or the estimate."""
         return self.tensors or max(1, min(self.parameters, max(100, self.parameters // _PER_TENSOR)))
+
+    @property
+    def model_bytes(self) -> float:
+        """Bytes of one full version."""
+        return self.parameters * self.bytes_per_parameter
+
+    @property
+    def on_host(self) -> bool:
+        """Whether weights live in the hosts' own memory."""
+        return self.device == "cpu"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-safe dictionary of every field."""

@@ -30,41 +30,14 @@ class TransportConfig:
     name: str
     settings: Mapping[str, Any]
 
-    def make(self, **settings: Any) -> Any:
-        """Build the transport.
-
-        Args:
-            settings: further ones, or others than the options say.
-
-        Raises:
-            ConfigError: settings that cannot work.
-        """
-        return transports.make(self.name, **{**self.settings, **settings})
-
 
 def _option(default: Any, text: str, **more: Any) -> Any:
-    metadata = {"help": text, **more}
-    if default is list:
-        return field(default=(), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": text, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateConfig:
-    """How weights get to the rollout engines.
-
-    Attributes:
-        update_weight_mode: ``"full"`` or ``"delta"``.
-        update_weight_transport: ``"nccl"`` (a process group; gloo where there is no GPU) or ``"disk"``.
-        update_weight_encoding: encoding of deltas, one of `DeltaTransport.encodings`.
-        update_weight_disk_dir: directory that trainer and engines see under the same path.
-        update_weight_disk_keep_files: keep versions that every engine has loaded.
-        update_weight_local_checkpoint_dir: directory on each engine's host for the copies that it keeps of parameters
-            which a delta cannot patch in place; None keeps them in memory.
-        rollout_external_engine_addrs: ``host:port`` of engines that somebody else started.
-        vllm_config, sglang_config: YAML of engines that the training job owns.
-        vllm_router_ip, vllm_router_port: a router that runs already.
-        colocate: trainer and engines share their devices.
+    """How weights get to the rollout engines; what each option means stands in its ``metadata["help"]``.
 
     Raises:
         ConfigError: a value or a combination that cannot work, with the reason and the remedy.
@@ -76,14 +49,18 @@ class WeightUpdateConfig:
     """
 
     update_weight_mode: str = _option("full", "full or delta", choices=("full", "delta"))
-    update_weight_transport: str = _option("nccl", "nccl (gloo without a GPU) or disk", choices=("nccl", "disk"))
-    update_weight_encoding: str = _option("auto", "encoding of deltas")
+    update_weight_transport: str = _option(
+        "nccl", "nccl (a process group; gloo where there is no GPU) or disk", choices=("nccl", "disk")
+    )
+    update_weight_encoding: str = _option("auto", "encoding of deltas, one of DeltaTransport.encodings()")
     update_weight_disk_dir: str | None = _option(None, "directory that trainer and engines see under the same path")
     update_weight_disk_keep_files: bool = _option(False, "keep versions that every engine has loaded")
     update_weight_local_checkpoint_dir: str | None = _option(
         None, "directory on each engine's host for copies of what a delta cannot patch in place; else in memory"
     )
-    rollout_external_engine_addrs: tuple[str, ...] = _option(list, "host:port of engines that run already", nargs="+")
+    rollout_external_engine_addrs: tuple[str, ...] = _option(
+        (), "host:port of engines that somebody else started", nargs="+"
+    )
     vllm_config: str | None = _option(None, "YAML of vLLM engines that the job owns")
     sglang_config: str | None = _option(None, "YAML of SGLang engines that the job owns")
     vllm_router_ip: str | None = _option(None, "address of a router that runs already")
@@ -95,52 +72,62 @@ class WeightUpdateConfig:
             choices = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", expected=" or ".join(map(repr, choices)))
+        self._check_names()
         delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
-        self._check_addresses()
-        self._check_encoding()
-        if delta and self.colocate:
-            raise ConfigError(
+        place, owned = self.update_weight_disk_dir, self.vllm_config is not None or self.sglang_config is not None
+        router = (self.vllm_router_ip is None, self.vllm_router_port is None)
+        for refused, what, hint in (
+            (
+                delta and self.colocate,
                 "delta mode does not go with colocated engines: they take weights by memory handles, and a delta would "
                 "not make those smaller",
-                hint="use update_weight_mode='full' with colocate",
-            )
-        if disk and self.update_weight_disk_dir is None:
-            raise ConfigError(
-                "transport 'disk' has no directory", hint="set update_weight_disk_dir to one that both sides see"
-            )
-        if not disk and self.update_weight_disk_dir is not None:
-            raise ConfigError(
+                "use update_weight_mode='full' with colocate",
+            ),
+            (
+                disk and place is None,
+                "transport 'disk' has no directory",
+                "set update_weight_disk_dir to one that both sides see",
+            ),
+            (
+                not disk and place is not None,
                 "update_weight_disk_dir is set, and transport 'nccl' writes no files",
-                hint="set update_weight_transport='disk', or leave the directory out",
-            )
-        if not disk and self.update_weight_disk_keep_files:
-            raise ConfigError(
+                "set update_weight_transport='disk', or leave the directory out",
+            ),
+            (
+                not disk and self.update_weight_disk_keep_files,
                 "update_weight_disk_keep_files is set, and transport 'nccl' writes no files",
-                hint="set update_weight_transport='disk' and update_weight_disk_dir, or leave the option out",
-            )
-        if disk and not delta and "://" in str(self.update_weight_disk_dir).removeprefix("file://"):
-            raise ConfigError(
-                f"full versions are checkpoint directories, and {self.update_weight_disk_dir!r} is an object store",
-                hint="use update_weight_mode='delta' (its first version is a full one), or a directory",
-            )
-        if self.update_weight_local_checkpoint_dir is not None and not delta:
-            raise ConfigError(
+                "set update_weight_transport='disk' and update_weight_disk_dir, or leave the option out",
+            ),
+            (
+                disk and not delta and "://" in str(place).removeprefix("file://"),
+                f"full versions are checkpoint directories, and {place!r} is an object store",
+                "use update_weight_mode='delta' (its first version is a full one), or a directory",
+            ),
+            (
+                self.update_weight_local_checkpoint_dir is not None and not delta,
                 "update_weight_local_checkpoint_dir has no use in full mode: engines keep no copies then",
-                hint="set update_weight_mode='delta', or leave the option out",
-            )
-        owned = [name for name in ("vllm_config", "sglang_config") if getattr(self, name) is not None]
-        if self.rollout_external_engine_addrs and owned:
-            raise ConfigError(
-                f"rollout_external_engine_addrs and {owned[0]} exclude each other: engines belong to somebody else, or "
-                "to this job",
-                hint="keep one of the two",
-            )
-        if (self.vllm_router_ip is None) != (self.vllm_router_port is None):
-            raise ConfigError("a router needs vllm_router_ip and vllm_router_port", hint="set both or none")
+                "set update_weight_mode='delta', or leave the option out",
+            ),
+            (
+                self.rollout_external_engine_addrs and owned,
+                "rollout_external_engine_addrs and vllm_config or sglang_config exclude each other: engines belong to "
+                "somebody else, or to this job",
+                "keep one of the two",
+            ),
+            (router[0] != router[1], "a router needs vllm_router_ip and vllm_router_port", "set both or none"),
+        ):
+            if refused:
+                raise ConfigError(what, hint=hint)
 
-    def _check_addresses(self) -> None:
+    def _check_names(self) -> None:
+        from torchrl_ext.codecs.base import encodings
         from torchrl_ext.rpc.http import normalise_url
 
+        if self.update_weight_encoding not in encodings.names():
+            raise ConfigError(
+                f"there is no encoding {self.update_weight_encoding!r}",
+                expected=f"one of {', '.join(sorted(encodings.names()))}",
+            )
         if isinstance(self.rollout_external_engine_addrs, str):
             raise ConfigError(
                 f"rollout_external_engine_addrs is the string {self.rollout_external_engine_addrs!r}",
@@ -150,15 +137,6 @@ class WeightUpdateConfig:
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if twice:
             raise ConfigError(f"rollout_external_engine_addrs has {twice[0]} twice", hint="list each engine once")
-
-    def _check_encoding(self) -> None:
-        from torchrl_ext.codecs.base import encodings
-
-        if self.update_weight_encoding not in encodings.names():
-            raise ConfigError(
-                f"there is no encoding {self.update_weight_encoding!r}",
-                expected=f"one of {', '.join(sorted(encodings.names()))}",
-            )
 
     def transport_config(self) -> TransportConfig:
         """The settings of the transport that these options name, under the transport's own names.
@@ -181,9 +159,13 @@ class WeightUpdateConfig:
         """The transport that these options name.
 
         Args:
-            settings: further settings of the transport, under its own names.
+            settings: further settings of the transport, or others than the options say, under its own names.
+
+        Raises:
+            ConfigError: settings that cannot work.
         """
-        return self.transport_config().make(**settings)
+        chosen = self.transport_config()
+        return transports.make(chosen.name, **{**chosen.settings, **settings})
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

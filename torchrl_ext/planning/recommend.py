@@ -5,17 +5,18 @@ The table of goals is the one of the external-engine guides of slime and vime; `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.planning.break_even import BreakEven, break_evens
-from torchrl_ext.planning.costs import ENCODINGS, MEASURED, Route, routes
+from torchrl_ext.planning.costs import ENCODINGS, MEASURED, Route, collective, delta, disk, routes
 from torchrl_ext.planning.facts import Facts
 
-__all__ = ["DECISIONS", "Answer", "Recommendation", "recommend"]
+__all__ = ["DECISIONS", "Answer", "BreakEven", "Recommendation", "recommend"]
 
 HEAVY = 0.1
 """A full update is too heavy when it takes more than this share of the time from one update to the next."""
@@ -81,6 +82,25 @@ _ROWS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class BreakEven:
+    """Where two routes take equally long.
+
+    Attributes:
+        below: label of the route that is faster below ``value``.
+        above: label of the one that is faster above it.
+        quantity: the fact that is varied.
+        value: in the fact's own unit; None where ``always`` is faster whatever its value.
+        always: label of that route; None where there is a ``value``.
+    """
+
+    below: str
+    above: str
+    quantity: str
+    value: float | None
+    always: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recommendation:
     """What to start from, and why.
 
@@ -126,29 +146,14 @@ class Recommendation:
             "carrier": self.chosen.carrier,
             "reason": self.reason,
             "options": dict(self.options),
-            "predicted": _route_json(self.chosen),
+            "predicted": self.chosen.to_json(),
             "rejected": dict(self.rejected),
-            "routes": [_route_json(route) | {"rejected": self.rejected.get(route.label)} for route in self.routes],
+            "routes": [route.to_json() | {"rejected": self.rejected.get(route.label)} for route in self.routes],
             "break_evens": [vars(one) for one in self.break_evens],
             "notes": list(self.notes),
             "measured": {name: vars(one) for name, one in MEASURED.items()},
             "encodings": {name: vars(one) for name, one in ENCODINGS.items()},
         }
-
-
-def _route_json(route: Route) -> dict[str, Any]:
-    return {
-        "label": route.label,
-        "transport": route.transport,
-        "encoding": route.encoding,
-        "carrier": route.carrier,
-        "bytes": route.bytes,
-        "seconds": route.seconds,
-        "seconds_low": route.low_s,
-        "seconds_high": route.high_s,
-        "pause_s": route.pause_s,
-        "spans": [vars(span) for span in route.spans],
-    }
 
 
 def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
@@ -178,7 +183,7 @@ def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
         options=_options(facts, chosen),
         rejected={route.label: _why_not(route, chosen) for route in every if route is not chosen},
         routes=tuple(every),
-        break_evens=tuple(break_evens(facts)),
+        break_evens=tuple(_break_evens(facts)),
         notes=_notes(facts, chosen),
     )
 
@@ -273,3 +278,37 @@ def _notes(facts: Facts, chosen: Route) -> tuple[str, ...]:
     if _owned(facts) is False:
         notes.append("nobody here restarts external engines: their owner does")
     return tuple(notes)
+
+
+def _break_evens(facts: Facts) -> list[BreakEven]:
+    """Compare deltas with full updates over the same carrier, by bandwidth and by density; and two encodings.
+
+    A delta is found in time proportional to the model, so on a link that is fast enough a full update is sooner there.
+    """
+    found = []
+    for full, carrier, speed in ((disk, "disk", "disk_bytes_s"), (collective, "collective", "network_bytes_s")):
+        encodings = ("auto", "xor", "indices", "ulp", "context")
+        by = {name: partial(delta, encoding=name, carrier=carrier) for name in encodings}
+        found += [_even(facts, speed, by[name], full) for name in encodings[:3]]
+        found += [_even(facts, speed, by["context"], by["ulp"]), _even(facts, "density", by["auto"], full)]
+    return found
+
+
+def _even(facts: Facts, quantity: str, low: Callable[[Facts], Route], high: Callable[[Facts], Route]) -> BreakEven:
+    """Bisection on a logarithmic scale; one route is faster at the lower end, or everywhere."""
+
+    def behind(value: float) -> float:
+        changed: dict[str, Any] = {quantity: value}
+        at = replace(facts, **changed)
+        return low(at).seconds - high(at).seconds
+
+    names = {"below": low(facts).label, "above": high(facts).label, "quantity": quantity}
+    first, last = (1e-6, 1.0) if quantity == "density" else (1e5, 1e13)
+    if behind(first) >= 0:
+        return BreakEven(**names, value=None, always=names["above"])
+    if behind(last) <= 0:
+        return BreakEven(**names, value=None, always=names["below"])
+    for _ in range(60):
+        middle = math.sqrt(first * last)
+        first, last = (middle, last) if behind(middle) < 0 else (first, middle)
+    return BreakEven(**names, value=math.sqrt(first * last))
