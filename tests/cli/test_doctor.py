@@ -15,7 +15,7 @@ from tests.models import tiny_checkpoint
 from tests.processes import ROOT
 from tests.rpc.servers import CONFIG, rehearsing, running
 from tests.rpc.test_discovery import scripted, told
-from torchrl_ext.cli.doctor.findings import Examination
+from torchrl_ext.cli.doctor.findings import Examination, Notes
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.http import HTTPSession
@@ -255,10 +255,11 @@ def test_a_full_disk_is_found_before_it_is_full(checkpoint, engine, tmp_path, ca
     """The root's filesystem is a small one where this machine lets us have it; else the model is said to be large."""
     from torchrl_ext.cli.doctor.shared import SharedChecks
 
-    shared = SharedChecks(str(tmp_path), "disk", model_bytes=10**15)
+    notes = Notes("trainer")
+    shared = SharedChecks(str(tmp_path), "disk", 10**15, notes)
     with shared.asking([]):
         pass
-    (row,) = [row for row in shared.findings if row.check == "disk space"]
+    (row,) = [row for row in notes.rows if row.check == "disk space"]
     assert row.level == "failure" and "three full versions" in row.expected
 
 
@@ -311,9 +312,7 @@ def test_the_page_about_external_engines_names_the_checks_that_there_are():
     table = [line.split("|")[1] for line in checks.splitlines() if line.startswith("| `")]
     named = {name for cell in table for name in re.findall("`([^`]+)`", cell)}
     source = "".join(path.read_text() for path in DOCTOR.glob("*.py"))
-    made = set(re.findall(r'(?:notes\.\w+|self\._note)\(\s*"([a-z ]+)"', source)) | set(
-        re.findall(r'check="([a-z ]+)"', source)
-    )
+    made = set(re.findall(r'note(?:s\.\w+)?\(\s*"([a-z ]+)"', source))
     assert named == made | {"model", "dtype", "clock"}
     rows = [line.split("|")[2] for line in lines.splitlines() if line.startswith("| ") and "`" in line.split("|")[2]]
     assert len(rows) == 7  # the lines of the guides' checklist

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-from torchrl_ext.cli.keys import add_api_key
+from torchrl_ext.cli.main import add_api_key
 
 __all__ = ["add_parser", "run"]
 

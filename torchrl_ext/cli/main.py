@@ -10,13 +10,15 @@ import contextlib
 import importlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 import torchrl_ext
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.types import API_KEY_VARIABLE
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "add_api_key", "main"]
 
 COMMANDS = {
     "demo": (
@@ -55,6 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(args, str(error), type(error).__name__, 1)
     except KeyboardInterrupt:
         return _fail(args, "interrupted", "KeyboardInterrupt", INTERRUPTED)
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--api-key``; without it the environment's `API_KEY_VARIABLE` is taken."""
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get(API_KEY_VARIABLE) or None,
+        help=f"sent to engines as a bearer token; better in {API_KEY_VARIABLE}, since everybody on this machine can "
+        "read command lines",
+    )
 
 
 def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, str]:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from torch import Tensor
 
-from torchrl_ext.cli.keys import add_api_key
+from torchrl_ext.cli.main import add_api_key
 from torchrl_ext.errors import ConfigError, UpdateError
 from torchrl_ext.types import EngineInfo, ParamMeta, SyncReport, dtype_from_name, is_loopback
 from torchrl_ext.weights.source import WeightSource

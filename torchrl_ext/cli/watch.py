@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from torchrl_ext.cli.chain import Reader
-from torchrl_ext.cli.keys import add_api_key
+from torchrl_ext.cli.main import add_api_key
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.discovery import discover

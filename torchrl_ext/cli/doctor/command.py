@@ -15,9 +15,9 @@ from rich.table import Table
 
 from torchrl_ext import registry
 from torchrl_ext.cli.doctor.engines import compare, examine
-from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding
-from torchrl_ext.cli.doctor.shared import SharedChecks, check_checkpoint
-from torchrl_ext.cli.keys import add_api_key
+from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding, Notes
+from torchrl_ext.cli.doctor.shared import SharedChecks, compare_checkpoint, read_checkpoint
+from torchrl_ext.cli.main import add_api_key
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.types import PROOFS, Info
 
@@ -62,15 +62,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: there is nothing to look at.
     """
-    findings, addresses, transport, root = _options(args)
-    if not addresses and not findings:
+    trainer = Notes("trainer")
+    addresses, transport, root = _options(args, trainer)
+    if not addresses and not trainer.rows:
         raise ConfigError("there is nothing to look at", expected="addresses of engines", hint="torchrl-ext doctor URL")
-    every: list[Examined] = []
-    if addresses:
-        more, every = _look(args, addresses, transport, root)
-        findings += more
-        for one in every if args.rehearse else ():
-            findings += _rehearsed(one, args.api_key)
+    every = _look(args, addresses, transport, root, trainer) if addresses else []
+    findings = [*trainer.rows, *(row for one in every for row in one.notes.rows), *(compare(every) if every else ())]
+    for one in every if args.rehearse else ():
+        findings += _rehearsed(one, args.api_key)
     sick = [one for one in findings if one.level == "failure"]
     if args.json:
         rows = [asdict(one.info) for one in every if one.info is not None]
@@ -80,41 +79,39 @@ def run(args: argparse.Namespace) -> int:
     return 1 if sick else 0
 
 
-def _options(args: argparse.Namespace) -> tuple[list[Finding], list[str], str | None, str | None]:
-    """Findings about the job's options, then addresses, transport and root, whichever way they were given."""
+def _options(args: argparse.Namespace, notes: Notes) -> tuple[list[str], str | None, str | None]:
+    """Addresses, transport and root, whichever way they were given; notes what the job's options come to."""
     from torchrl_ext import WeightUpdateConfig
 
     names = list(WeightUpdateConfig.__dataclass_fields__)
     addresses = [*args.addresses, *(args.rollout_external_engine_addrs or ())]
     transport, root = args.transport, args.root or args.update_weight_disk_dir
-    if all(getattr(args, name) in (None, False) for name in names):
-        return [], addresses, transport, root
-    try:
-        config = WeightUpdateConfig.from_arguments(args)
-    except ConfigError as error:
-        words = {"found": error.what, "expected": error.expected or "", "remedy": error.hint or ""}
-        return [Finding(where="trainer", check="options", level="failure", **words)], addresses, transport, root
-    chosen = transport or config.transport_config().name
-    told = f"{config.update_weight_mode} over {config.update_weight_transport}: transport {chosen!r}"
-    return [Finding(where="trainer", check="options", level="ok", found=told)], addresses, chosen, root
+    if any(getattr(args, name) not in (None, False) for name in names):
+        try:
+            config = WeightUpdateConfig.from_arguments(args)
+        except ConfigError as error:
+            notes.error("options", error)
+        else:
+            transport = transport or config.transport_config().name
+            how = f"{config.update_weight_mode} over {config.update_weight_transport}"
+            notes.ok("options", f"{how}: transport {transport!r}")
+    return addresses, transport, root
 
 
 def _look(
-    args: argparse.Namespace, addresses: list[str], transport: str | None, root: str | None
-) -> tuple[list[Finding], list[Examined]]:
-    model, size = check_checkpoint(args.model, []) if args.model else ([], 0)
-    shared = SharedChecks(root, transport, size)
+    args: argparse.Namespace, addresses: list[str], transport: str | None, root: str | None, trainer: Notes
+) -> list[Examined]:
+    size, dtype = read_checkpoint(args.model, trainer) if args.model else (0, "")
+    shared = SharedChecks(root, transport, size, trainer)
     with shared.asking(addresses) as question, ThreadPoolExecutor(min(64, len(addresses))) as pool:
         asked = Examination(api_key=args.api_key, timeout_s=args.timeout_s, transport=transport, question=question)
         every = list(pool.map(lambda address: examine(address, asked), addresses))
-        judged = shared.judge(every)
-        _tidy(shared, every, args.api_key)
-    if args.model:
-        model, _ = check_checkpoint(args.model, every)
-    findings = [*shared.findings, *model]
-    for one in every:
-        findings += [*one.findings, *(found for found in judged if found.where == one.address)]
-    return [*findings, *compare(every)], every
+        for one in every:
+            shared.judge(one)
+            _tidy(shared, one, args.api_key)
+            if dtype:
+                compare_checkpoint(args.model, dtype, one)
+    return every
 
 
 def _rehearsed(one: Examined, api_key: str | None) -> Iterator[Finding]:
@@ -132,23 +129,20 @@ def _rehearsed(one: Examined, api_key: str | None) -> Iterator[Finding]:
         client.info()
         client.rehearse("once")
     except WeightSyncError as error:
-        yield Finding(
-            where=one.address,
-            check="rehearsal",
-            level="failure",
-            found=f"{error.what}. State: {error.state or 'unknown'}",
-            expected=_BACK,
-            remedy=error.hint or "",
-        )
+        notes = Notes(one.address)
+        notes.failure("rehearsal", f"{error.what}. State: {error.state or 'unknown'}", _BACK, error.hint or "")
+        yield from notes.rows
         return
     finally:
         client.close()
-    level = "warning" if client.proof == PROOFS[0] else "ok"
     every: tuple[Info, ...] = client.rehearsed or ({},)
     for told in every:
-        where = f"{one.address} worker {told['worker']}" if told.get("worker") else one.address
-        words = {} if level == "ok" else {"expected": _BACK, "remedy": str(told.get("why", ""))}
-        yield Finding(where=where, check="rehearsal", level=level, found=_verdicts(told), **words)
+        notes = Notes(f"{one.address} worker {told['worker']}" if told.get("worker") else one.address)
+        if client.proof == PROOFS[0]:
+            notes.warning("rehearsal", _verdicts(told), _BACK, str(told.get("why", "")))
+        else:
+            notes.ok("rehearsal", _verdicts(told))
+        yield from notes.rows
 
 
 def _verdicts(told: Info) -> str:
@@ -159,12 +153,10 @@ def _verdicts(told: Info) -> str:
     return f"proof {told.get('proof', PROOFS[0])!r}; " + ("; ".join(rows) if rows else "nothing was rehearsed")
 
 
-def _tidy(shared: SharedChecks, every: list[Examined], api_key: str | None) -> None:
+def _tidy(shared: SharedChecks, one: Examined, api_key: str | None) -> None:
     """Have every probe removed by whoever wrote it."""
-    for one in every:
-        if one.info is None:
-            continue
-        for asked in filter(None, map(shared.forget, one.answers)):
+    for asked in filter(None, map(shared.forget, one.answers)):
+        if one.info is not None:
             with contextlib.suppress(WeightSyncError):  # a hidden file of a few bytes stays; the next trainer sweeps it
                 registry.engines.make(one.info.kind, url=one.info.url, api_key=api_key).inspect(asked)
 

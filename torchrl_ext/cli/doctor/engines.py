@@ -50,14 +50,14 @@ def examine(address: str, asked: Examination) -> Examined:
         url = normalise_url(address)
     except ConfigError as error:
         notes.failure("address", error.what, error.expected or "", "write IPv6 addresses in brackets: [::1]:8000")
-        return Examined(address=address, findings=notes.found())
+        return Examined(address=address, notes=notes)
     notes.ok("address", url if "://" in address else f"{url} (http, as no scheme is given)")
     session = HTTPSession(url, api_key=asked.api_key, timeout_s=asked.timeout_s, max_body_bytes=16 << 20)
     try:
         return _examine(address, url, session, asked, notes)
     except WeightSyncError as error:  # it went away between two questions
         notes.error("reachable", error)
-        return Examined(address=address, findings=notes.found())
+        return Examined(address=address, notes=notes)
 
 
 def _examine(address: str, url: str, session: HTTPSession, asked: Examination, notes: Notes) -> Examined:
@@ -72,13 +72,13 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
             "the address of an engine",
             f"give the engines' own addresses: {' '.join(workers) or 'it has none yet'}",
         )
-        return Examined(address=address, findings=notes.found())
+        return Examined(address=address, notes=notes)
     notes.ok("router", "the engine itself, no router")
     try:
         (info,) = discover(url, timeout_s=asked.timeout_s, api_key=asked.api_key)
     except WeightSyncError as error:
         notes.error("routes", error)
-        return Examined(address=address, findings=notes.found())
+        return Examined(address=address, notes=notes)
     notes.ok("reachable", f"{info.kind} {info.version}, {info.worker_type}, serves {info.model or 'a model'}")
     _clock(notes, answer, began, ended)
     _routes(notes, session, info)
@@ -96,7 +96,7 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
             notes.warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
     _versions(notes, answers)
     dtype = _dtype(answer)
-    return Examined(address=address, findings=notes.found(), info=info, answers=tuple(answers), dtype=dtype)
+    return Examined(address=address, notes=notes, info=info, answers=tuple(answers), dtype=dtype)
 
 
 def _behind_router(session: HTTPSession) -> list[str] | None:
@@ -286,4 +286,4 @@ def compare(every: list[Examined]) -> list[Finding]:
     workers = sum(one.info.world_size for one in known if one.info)
     if len(known) == len(every):
         notes.ok("world size", f"{len(known)} engine(s) with {workers} worker(s): a group has {1 + workers} ranks")
-    return list(notes.found())
+    return notes.rows

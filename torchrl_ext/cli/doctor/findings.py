@@ -32,6 +32,29 @@ class Finding:
     remedy: str = ""
 
 
+class Notes:
+    """Findings about one place, as they are made."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.rows: list[Finding] = []
+
+    def ok(self, check: str, found: str) -> None:
+        self.rows.append(Finding(where=self._where, check=check, level="ok", found=found))
+
+    def warning(self, check: str, found: str, expected: str, remedy: str) -> None:
+        words = {"found": found, "expected": expected, "remedy": remedy}
+        self.rows.append(Finding(where=self._where, check=check, level="warning", **words))
+
+    def failure(self, check: str, found: str, expected: str, remedy: str) -> None:
+        words = {"found": found, "expected": expected, "remedy": remedy}
+        self.rows.append(Finding(where=self._where, check=check, level="failure", **words))
+
+    def error(self, check: str, error: WeightSyncError) -> None:
+        """A failure in the error's own words."""
+        self.failure(check, error.what, error.expected or "", error.hint or "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Examination:
     """What is asked of every engine.
@@ -55,42 +78,14 @@ class Examined:
 
     Attributes:
         address: as it was given.
-        findings: in the order in which they were made.
+        notes: findings, in the order in which they were made.
         info: None where discovery failed.
         answers: of its workers; empty where they gave none.
         dtype: of its weights, as far as it says.
     """
 
     address: str
-    findings: tuple[Finding, ...]
+    notes: Notes
     info: EngineInfo | None = None
     answers: tuple[Info, ...] = ()
     dtype: str = ""
-
-
-class Notes:
-    """Findings about one place, as they are made."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._found: list[Finding] = []
-
-    def found(self) -> tuple[Finding, ...]:
-        return tuple(self._found)
-
-    def ok(self, check: str, found: str) -> None:
-        self._add(check, "ok", found)
-
-    def warning(self, check: str, found: str, expected: str, remedy: str) -> None:
-        self._add(check, "warning", found, expected, remedy)
-
-    def failure(self, check: str, found: str, expected: str, remedy: str) -> None:
-        self._add(check, "failure", found, expected, remedy)
-
-    def error(self, check: str, error: WeightSyncError) -> None:
-        self._add(check, "failure", error.what, error.expected or "", error.hint or "")
-
-    def _add(self, check: str, level: str, found: str, expected: str = "", remedy: str = "") -> None:
-        self._found.append(
-            Finding(where=self._where, check=check, level=level, found=found, expected=expected, remedy=remedy)
-        )

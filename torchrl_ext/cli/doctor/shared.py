@@ -1,4 +1,4 @@
-"""What `torchrl-ext doctor` looks at on the trainer's side and between both: options, the shared root, the group."""
+"""What `torchrl-ext doctor` looks at on the trainer's side and between both: checkpoint, shared root, group."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchrl_ext.cli.doctor.findings import Examined, Finding
+from torchrl_ext.cli.doctor.findings import Examined, Notes
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Inspect
 from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.stores import Store, open_store
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, dtype_name
 
-__all__ = ["SharedChecks", "check_checkpoint", "own_address"]
+__all__ = ["SharedChecks", "compare_checkpoint", "own_address", "read_checkpoint"]
 
-_COPIES = {"disk": 3, "delta": 3}
+_COPIES = 3
 """Full versions that lie in a root at the same time: the one in service, the one being written, and one to spare."""
 _FEW_BYTES = 1 << 30
 _SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
@@ -36,15 +36,13 @@ class SharedChecks:
         root: directory or URL that both sides are to see; None where the transport writes no files.
         transport: name of the transport; None where none is decided on.
         model_bytes: of one full version; 0 where it is not known.
+        notes: takes what is found on the trainer's side.
     """
 
-    def __init__(self, root: str | None, transport: str | None, model_bytes: int = 0) -> None:
-        self._root, self._transport, self._model_bytes = root, transport, model_bytes
+    def __init__(self, root: str | None, transport: str | None, model_bytes: int, notes: Notes) -> None:
+        self._root, self._transport, self._model_bytes, self._notes = root, transport, model_bytes, notes
         self._store: Store | None = None
         self._token = uuid.uuid4().hex
-        self._invitation: Info | None = None
-        self._listener: socket.socket | None = None
-        self.findings: list[Finding] = []
 
     @contextmanager
     def asking(self, addresses: list[str]) -> Iterator[Inspect]:
@@ -52,13 +50,16 @@ class SharedChecks:
         question: Info = {}
         shared: SharedRoot | None = None
         made: Path | None = None
+        listener: socket.socket | None = None
         try:
             if self._root is not None:
-                shared, made = self._open_root()
-                if self._invitation is not None:
-                    question["root"] = self._invitation
+                shared, made = self._open_root(question)
             if self._transport == "collective":
-                question |= {"dial": self._listen(addresses), "token": self._token}
+                host = own_address(addresses)
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                listener = socket.create_server((host, 0), family=family, backlog=1024)
+                threading.Thread(target=self._tell_who_dials, args=(listener,), name="listen", daemon=True).start()
+                question |= {"dial": [host, listener.getsockname()[1]], "token": self._token}
             yield Inspect(**question)
         finally:
             if shared is not None:
@@ -66,33 +67,35 @@ class SharedChecks:
             if made is not None:
                 with suppress(OSError):  # somebody has put something there
                     made.rmdir()
-            if self._listener is not None:
+            if listener is not None:
                 with suppress(OSError):
-                    self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-                self._listener.close()
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+                listener.close()
 
-    def judge(self, every: list[Examined]) -> list[Finding]:
-        """What the answers say; call it inside the block of `asking`."""
-        found = []
-        for one in every:
-            for answer in one.answers:
-                worker = f" (worker {answer['worker']})" if len(one.answers) > 1 and "worker" in answer else ""
-                if isinstance(answer.get("root"), dict):
-                    found.append(self._judge_root(one.address, answer, answer["root"], worker))
-                if isinstance(answer.get("dial"), dict):
-                    found.append(self._judge_dial(one.address, answer["dial"], worker))
-            if self._root is not None and one.info is not None and not one.answers:
-                found.append(
-                    Finding(
-                        where=one.address,
-                        check="shared root",
-                        level="warning",
-                        found="the engine has no plugin that could look for the probe",
-                        expected=f"{self._root} under the same path in the engine",
-                        remedy="look there by hand, or install torchrl_ext in the engine's environment",
-                    )
+    def judge(self, one: Examined) -> None:
+        """Note what an engine's answers say; call it inside the block of `asking`."""
+        notes = one.notes
+        for answer in one.answers:
+            worker = f" (worker {answer['worker']})" if len(one.answers) > 1 and "worker" in answer else ""
+            if isinstance(answer.get("root"), dict):
+                self._judge_root(notes, answer, answer["root"], worker)
+            dialled = answer.get("dial")
+            if isinstance(dialled, dict) and dialled.get("reached"):
+                notes.ok("group", f"the engine can reach the trainer{worker}")
+            elif isinstance(dialled, dict):
+                notes.failure(
+                    "group",
+                    f"the engine cannot reach the trainer{worker}: {dialled.get('why')}",
+                    "a connection from every worker to the trainer, where a process group meets",
+                    "open the way, name another interface in master_address, or use a shared root",
                 )
-        return found
+        if self._root is not None and one.info is not None and not one.answers:
+            notes.warning(
+                "shared root",
+                "the engine has no plugin that could look for the probe",
+                f"{self._root} under the same path in the engine",
+                "look there by hand, or install torchrl_ext in the engine's environment",
+            )
 
     def forget(self, answer: Info) -> Inspect | None:
         """What to ask so that the probe which ``answer`` names is removed."""
@@ -101,7 +104,8 @@ class SharedChecks:
 
     # trainer's side
 
-    def _open_root(self) -> tuple[SharedRoot | None, Path | None]:
+    def _open_root(self, question: Info) -> tuple[SharedRoot | None, Path | None]:
+        """The trainer's end of the probe, and a directory that was made for it."""
         root, made = str(self._root), None
         try:
             self._store = open_store(root)
@@ -110,37 +114,29 @@ class SharedChecks:
                 folder.mkdir(parents=True)
                 made = folder
             shared = SharedRoot(self._store, self._token)
-            self._invitation = shared.invite()
+            question["root"] = shared.invite()
         except (WeightSyncError, OSError) as error:
-            self._note(
+            self._notes.failure(
                 "shared root",
-                "failure",
                 error.what if isinstance(error, WeightSyncError) else f"{root}: {error}",
                 "a place that the trainer can write to",
                 "pick another root, or mend its permissions",
             )
             return None, made
-        self._note("shared root", "ok", f"the trainer can write to {self._store.url}")
+        self._notes.ok("shared root", f"the trainer can write to {self._store.url}")
         if folder is not None:
             self._space(folder)
         return shared, made
 
     def _space(self, folder: Path) -> None:
         free = shutil.disk_usage(folder).free
-        needed = _COPIES.get(self._transport or "disk", 3) * self._model_bytes or _FEW_BYTES
+        needed = _COPIES * self._model_bytes or _FEW_BYTES
         if free < needed:
             what = f"{_gb(needed)} for three full versions" if self._model_bytes else f"{_gb(needed)}"
-            self._note("disk space", "failure" if self._model_bytes else "warning", f"{_gb(free)} free", what,
-                       "free some space, or use another root")  # fmt: skip
+            note = self._notes.failure if self._model_bytes else self._notes.warning
+            note("disk space", f"{_gb(free)} free", what, "free some space, or use another root")
         else:
-            self._note("disk space", "ok", f"{_gb(free)} free under {folder}")
-
-    def _listen(self, addresses: list[str]) -> list[Any]:
-        host = own_address(addresses)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        threading.Thread(target=self._tell_who_dials, args=(self._listener,), name="listen", daemon=True).start()
-        return [host, self._listener.getsockname()[1]]
+            self._notes.ok("disk space", f"{_gb(free)} free under {folder}")
 
     def _tell_who_dials(self, listener: socket.socket) -> None:
         """Engines say that they reached this process, and no other, once they have read the token."""
@@ -157,30 +153,27 @@ class SharedChecks:
 
     # both sides
 
-    def _judge_root(self, address: str, answer: Info, told: Info, worker: str) -> Finding:
+    def _judge_root(self, notes: Notes, answer: Info, told: Info, worker: str) -> None:
         here, there = f"{socket.gethostname()}:{self._root}", f"{answer.get('host')}:{self._root}"
         if not told.get("seen"):
-            return Finding(
-                where=address,
-                check="shared root",
-                level="failure",
-                found=f"{there}{worker} does not hold what the trainer wrote: {told.get('why')}",
-                expected=f"the same directory as {here}",
-                remedy="mount it on both hosts under the same path; a path that only the trainer sees is not enough",
+            notes.failure(
+                "shared root",
+                f"{there}{worker} does not hold what the trainer wrote: {told.get('why')}",
+                f"the same directory as {here}",
+                "mount it on both hosts under the same path; a path that only the trainer sees is not enough",
             )
-        if told.get("probe") is None:
+        elif told.get("probe") is None:
             why = f"the engine reads the root{worker}, and cannot write there ({told.get('why')}), which it need not"
-            return Finding(where=address, check="shared root", level="ok", found=why)
-        if not self._comes_back(str(told["probe"])):
-            return Finding(
-                where=address,
-                check="shared root",
-                level="warning",
-                found=f"what the engine wrote into {there}{worker} does not show up in {here}",
-                expected="one directory, seen from both sides",
-                remedy="look for an overlay, a read-only snapshot or a caching mount on the engine's side",
+            notes.ok("shared root", why)
+        elif self._comes_back(str(told["probe"])):
+            notes.ok("shared root", f"seen from both sides{worker}")
+        else:
+            notes.warning(
+                "shared root",
+                f"what the engine wrote into {there}{worker} does not show up in {here}",
+                "one directory, seen from both sides",
+                "look for an overlay, a read-only snapshot or a caching mount on the engine's side",
             )
-        return Finding(where=address, check="shared root", level="ok", found=f"seen from both sides{worker}")
 
     def _comes_back(self, probe: str) -> bool:
         if self._store is None or not probe.startswith(".probe") or "/" in probe:
@@ -195,60 +188,34 @@ class SharedChecks:
             self._store.delete(probe)
         return True
 
-    def _judge_dial(self, address: str, told: Info, worker: str) -> Finding:
-        if told.get("reached"):
-            return Finding(where=address, check="group", level="ok", found=f"the engine can reach the trainer{worker}")
-        return Finding(
-            where=address,
-            check="group",
-            level="failure",
-            found=f"the engine cannot reach the trainer{worker}: {told.get('why')}",
-            expected="a connection from every worker to the trainer, where a process group meets",
-            remedy="open the way, name another interface in master_address, or use a shared root",
-        )
 
-    def _note(self, check: str, level: str, found: str, expected: str = "", remedy: str = "") -> None:
-        self.findings.append(
-            Finding(where="trainer", check=check, level=level, found=found, expected=expected, remedy=remedy)
-        )
-
-
-def check_checkpoint(directory: str, every: list[Examined]) -> tuple[list[Finding], int]:
-    """The trainer's checkpoint beside what engines serve; findings, and the bytes of a full version."""
-    from torchrl_ext.types import dtype_name
+def read_checkpoint(directory: str, notes: Notes) -> tuple[int, str]:
+    """Bytes of a full version of the trainer's checkpoint, and the dtype of most of it; 0 and "" where it has none."""
     from torchrl_ext.weights.checkpoint import CheckpointSource
 
     try:
         params = CheckpointSource(directory).params()
     except WeightSyncError as error:
-        remedy = error.hint or "name the checkpoint that training starts from"
-        return [Finding(where="trainer", check="model", level="failure", found=error.what, remedy=remedy)], 0
-    size = sum(meta.nbytes for meta in params)
-    weight = {dtype_name(meta.dtype): 0 for meta in params}
+        notes.failure("model", error.what, "", error.hint or "name the checkpoint that training starts from")
+        return 0, ""
+    weight: dict[str, int] = {}
     for meta in params:
-        weight[dtype_name(meta.dtype)] += meta.nbytes
-    dtype = max(weight, key=lambda name: weight[name])
-    found = [Finding(where="trainer", check="model", level="ok", found=f"{len(params)} tensors, {_gb(size)}, {dtype}")]
-    own = _config(directory)
-    for one in every:
-        if one.info is None:
-            continue
-        theirs = _config(one.info.model)
-        other = [key for key in _SHAPE if key in own and key in theirs and own[key] != theirs[key]]
-        if other:
-            told = ", ".join(f"{key} {theirs[key]}" for key in other)
-            wanted = ", ".join(f"{key} {own[key]}" for key in other)
-            remedy = "start the engine with the trainer's checkpoint, or name another one"
-            found.append(
-                Finding(where=one.address, check="model", level="failure", found=told, expected=wanted, remedy=remedy)
-            )
-        if one.dtype not in ("", "auto", dtype):
-            remedy = f"start the engine with --dtype {dtype}, or send with WeightSender(dtype=torch.{one.dtype})"
-            told, wanted = f"the engine computes in {one.dtype}", f"{dtype}, as the checkpoint"
-            found.append(
-                Finding(where=one.address, check="dtype", level="warning", found=told, expected=wanted, remedy=remedy)
-            )
-    return found, size
+        weight[dtype_name(meta.dtype)] = weight.get(dtype_name(meta.dtype), 0) + meta.nbytes
+    size, dtype = sum(weight.values()), max(weight, key=lambda name: weight[name])
+    notes.ok("model", f"{len(params)} tensors, {_gb(size)}, {dtype}")
+    return size, dtype
+
+
+def compare_checkpoint(directory: str, dtype: str, one: Examined) -> None:
+    """Note where an engine serves another model than the trainer's checkpoint, or computes in another dtype."""
+    own, theirs = _config(directory), _config(one.info.model) if one.info is not None else {}
+    other = [key for key in _SHAPE if key in own and key in theirs and own[key] != theirs[key]]
+    if other:
+        told, wanted = (", ".join(f"{key} {config[key]}" for key in other) for config in (theirs, own))
+        one.notes.failure("model", told, wanted, "start the engine with the trainer's checkpoint, or name another one")
+    if one.dtype not in ("", "auto", dtype):
+        remedy = f"start the engine with --dtype {dtype}, or send with WeightSender(dtype=torch.{one.dtype})"
+        one.notes.warning("dtype", f"the engine computes in {one.dtype}", f"{dtype}, as the checkpoint", remedy)
 
 
 def _config(directory: str) -> dict[str, Any]:
