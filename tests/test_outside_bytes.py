@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,13 +22,15 @@ from torchrl_ext.codecs.slime.container import decompress, parse_safetensors
 from torchrl_ext.codecs.slime.current import DeltaIndex, build_shard, checksum, full_index, parse_shard
 from torchrl_ext.codecs.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.stores import version_name
+from torchrl_ext.stores.chain import Route, Version
 from torchrl_ext.stores.delta_manifest import DeltaManifest, read_manifest
 from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.types import ParamMeta, adapter_version, dtype_from_name
-from torchrl_ext.versions.containers import CONTAINERS, container_of
-from torchrl_ext.versions.delta_files import DeltaFiles
-from torchrl_ext.versions.open_route import read_files
+from torchrl_ext.versions.containers import NewDelta
+from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.weights.checkpoint import CheckpointSource, with_dtype
+from torchrl_ext.weights.digests import PositionDigest
 from torchrl_ext.weights.tensorfile import TensorFile
 
 BYTES = 512 << 20
@@ -262,31 +263,42 @@ def worse_file_of(data, chance):
 
 
 def written(name, codec):
-    store, container = MemoryStore(), CONTAINERS[name]
+    store = MemoryStore()
+    digests = {key: PositionDigest() for key in OLD}
+    delta = NewDelta(
+        version=2, base=("r", 1), run_id="r", codec=codec, params=tuple(METAS.values()), tensors=NEW, digests=digests
+    )
     encoded = [encode_tensor(codec, METAS[key], OLD[key], NEW[key]) for key in OLD]
     with store.draft("w") as draft:
-        done = DeltaFiles(2, 1, codec, NEW, draft)
-        container.write(done, encoded)
-    rows = tuple(
-        SimpleNamespace(**{**vars(done.params[key]), "digest": "0" * 32}) if key in done.params else None for key in OLD
-    )
-    manifest = DeltaManifest(
-        version=2, base_version=1, run_id="r", base_run_id="r", container=name, codecs=tuple(done.codecs),
-        params=rows, files=done.sizes,
-    )  # fmt: skip
-    return store.files("w"), read_manifest(manifest.to_bytes(), "m")
+        manifest = delta.write(encoded, draft)
+    files = store.files("w")
+    assert files.pop("manifest.json") == manifest.to_bytes() and manifest.container == name
+    return files, read_manifest(manifest.to_bytes(), "m")
 
 
 def read_delta(manifest, files):
     store = MemoryStore()
-    for name, data in {**files, "manifest.json": b""}.items():
-        store.put(f"w/{name}", data)
-    steps = container_of(manifest.container, "w").read(manifest, read_files(store, "w", manifest), "w")
+    for name, data in files.items():
+        store.put(f"{version_name(2)}/{name}", data)
+    chain = FilesOf(manifest, store)
+    route = Route(start=("r", 1), keyframe=None, deltas=((version_name(2), manifest),), nbytes=0)
+    steps = OpenRoute(chain, route, 2, None, ("r", 1), None)
     held = {key: tensor.clone() for key, tensor in OLD.items()}
     for row in manifest.params:
-        if METAS.get(row.meta.name) == row.meta and row.meta.name in steps:  # else `check_params` refuses before
-            apply_patch(steps[row.meta.name](held[row.meta.name]), held[row.meta.name])
+        if METAS.get(row.meta.name) == row.meta:  # else the reader refuses before
+            held[row.meta.name], _ = steps.applied(row.meta, held[row.meta.name])
     return held
+
+
+class FilesOf:
+    """A chain of one delta."""
+
+    def __init__(self, manifest, store):
+        self.manifest, self.store = manifest, store
+        store.put(f"{version_name(2)}/manifest.json", b"")
+
+    def version(self, number):
+        return Version(delta=self.manifest, folder=version_name(number))
 
 
 def right_delta(held):

@@ -12,7 +12,7 @@ from tests.versions.test_slime_chains import renumber, settle, write_slime
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import open_store
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.versions.slime import chains as foreign
+from torchrl_ext.versions import foreign
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,10 +33,9 @@ from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.slime.current import DeltaIndex, build_shard, checksum, shard_name
 from torchrl_ext.codecs.units import Unit, units
 from torchrl_ext.stores import version_name
-from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.delta_files import DeltaFiles, Packed
+from torchrl_ext.versions.containers import NewDelta
 from torchrl_ext.weights.digests import position_digest
 
 __all__ = ["add_arguments", "measure", "measure_encode", "measure_sizes", "tables"]
@@ -127,26 +126,17 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
 
 def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
     """Files and manifest of a version in our own container."""
-    with MemoryStore().draft(version_name(2)) as draft:
-        written = DeltaFiles(2, 1, codec, {name: new for name, _, new in pair}, draft)
-        Packed().write(written, encode_tensors(pair, codec, threads=threads))
-    rows = [
-        replace(
-            written.params.get(name) or DeltaParam(meta=ParamMeta.of(name, new), digest=""),
-            digest=position_digest(new, threads=threads).hex(),  # a manifest is compressed, so that digits count
-        )
-        for name, _, new in pair
-    ]
-    manifest = DeltaManifest(
+    delta = NewDelta(
         version=2,
-        base_version=1,
+        base=("0" * 32, 1),
         run_id="0" * 32,
-        base_run_id="0" * 32,
-        container=Packed.name,
-        codecs=tuple(written.codecs),
-        params=tuple(rows),
-        files=written.sizes,
+        codec=codec,
+        params=tuple(ParamMeta.of(name, new) for name, _, new in pair),
+        tensors={name: new for name, _, new in pair},
+        digests={name: position_digest(old, threads=threads) for name, old, _ in pair},  # a manifest is compressed
     )
+    with MemoryStore().draft(version_name(2)) as draft:
+        manifest = delta.write(encode_tensors(pair, codec, threads=threads), draft)
     return manifest.nbytes + len(manifest.to_bytes())
 
 

@@ -18,9 +18,9 @@ from torchrl_ext.stores import LocalStore, Store, open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.slime.chains import ForeignVersions
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["Reader", "add_parser", "run"]

@@ -62,7 +62,7 @@ class DeltaManifest:
         base_version: the version that it starts from.
         run_id: the trainer process that published it.
         base_run_id: the one that published the base; "" where another library wrote the delta, which does not say.
-        container: how payloads are laid out in files (`torchrl_ext.versions.delta_files`).
+        container: how payloads are laid out in files (`torchrl_ext.versions.containers`).
         codecs: JSON of every codec used.
         params: every parameter, changed or not, in the order of the source.
         files: size in bytes of every file beside the manifest.

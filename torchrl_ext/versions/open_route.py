@@ -11,19 +11,15 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
 from torchrl_ext.codecs.pipeline import decode_tensors, spare_threads
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.chain import Chain, Held, Route
 from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import container_of
-from torchrl_ext.versions.delta_files import Decode
+from torchrl_ext.versions.containers import CONTAINERS, Decode
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "open_route", "read_files", "same_base"]
-
-_ATTEMPTS = 20
+__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "same_base"]
 
 
 class FullVersion(Protocol):
@@ -58,6 +54,7 @@ class OpenRoute:
         held: the version that the reader holds, where the route starts from it.
         reached: run id and number of the version that it leads to.
         params: every parameter there.
+        deltas: the folder of each delta, its manifest, and what decodes the change of each parameter.
         keyframe: the manifest of the keyframe that it starts from.
         published: that keyframe, its files open.
         base: what stands in for a keyframe where it starts at version 0; with the digests it has to have.
@@ -73,20 +70,33 @@ class OpenRoute:
         self.base = base() if base is not None and route.start is not None and self.held is None else None
         self.keyframe = route.keyframe
         self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
-        self._deltas: list[tuple[str, DeltaManifest, Mapping[str, Decode]]] = []
+        self.deltas: list[tuple[str, DeltaManifest, Mapping[str, Decode]]] = []
         self._changed: set[str] = set()
+        self.digests: dict[str, str] = {}
         try:
             for folder, manifest in route.deltas:
-                where = f"{chain.store.url}/{folder}"
-                files = read_files(chain.store, folder, manifest)
-                decoders = container_of(manifest.container, where).read(manifest, files, where)
-                self._deltas.append((where, manifest, decoders))
-                self._changed.update(decoders)
+                where, files = f"{chain.store.url}/{folder}", dict[str, memoryview]()
+                for name, size in manifest.files.items():
+                    try:
+                        files[name] = memoryview(chain.store.get(f"{folder}/{name}"))
+                    except FileNotFoundError as error:
+                        if MANIFEST not in chain.store.list(folder):  # collected in between
+                            raise
+                        raise _incomplete(where, name, manifest, None) from error
+                    if len(files[name]) != size:
+                        raise _incomplete(where, name, manifest, len(files[name]))
+                if manifest.container not in CONTAINERS:
+                    raise ManifestError(
+                        f"{where} is laid out in a form unknown here: there is no container {manifest.container!r}",
+                        expected=f"one of {', '.join(CONTAINERS)}",
+                    )
+                decoders = CONTAINERS[manifest.container].read(manifest, files, where)
+                self.deltas.append((where, manifest, decoders))
+                self._changed |= decoders.keys()
         except BaseException:
             self.close()
             raise
-        self.digests: dict[str, str] = {}
-        for row in self._deltas[-1][1].params if self._deltas else ():
+        for row in self.deltas[-1][1].params if self.deltas else ():
             if row.digest:  # another library's have none
                 self.digests[row.meta.name] = row.digest
 
@@ -97,9 +107,9 @@ class OpenRoute:
             IntegrityError: a damaged tensor, or another base; names the tensor.
         """
         if self.published is not None:
-            yield from self.published.pairs({} if self._deltas else into)
+            yield from self.published.pairs({} if self.deltas else into)
         elif self.base is not None:
-            where, manifest, _ = self._deltas[0]
+            where, manifest, _ = self.deltas[0]
             own = {meta.name for meta in self.params}
             for name, tensor in self.base:
                 if name in own:
@@ -108,25 +118,6 @@ class OpenRoute:
                     yield name, tensor
         else:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
-
-    def check_params(self, own: Mapping[str, ParamMeta]) -> None:
-        """Be sure that every delta is one of the model with these parameters, in whatever order.
-
-        Raises:
-            ManifestError: names the first parameter that differs, and the delta's folder.
-        """
-        for where, delta, _ in self._deltas:
-            for row in delta.params:
-                if own.get(row.meta.name) != row.meta:
-                    raise ManifestError(
-                        f"{where} changes {row.meta}",
-                        expected=str(own.get(row.meta.name, "a tensor of the model that is held")),
-                        state="nothing was read",
-                        hint="the delta belongs to another model",
-                    )
-            if len(delta.params) != len(own):
-                lost = min(own.keys() - {row.meta.name for row in delta.params})
-                raise ManifestError(f"{where} does not know tensor {lost!r}", state="nothing was read")
 
     def patch(self, meta: ParamMeta, base: Tensor | None) -> Patch | None:
         """Return all changes of one tensor as one; None where there are none.
@@ -139,7 +130,7 @@ class OpenRoute:
             IntegrityError: a payload is damaged, or cannot be decoded without ``base``; names tensor and file.
         """
         patches, work = list[Patch](), base
-        for where, manifest, decoders in self._deltas:
+        for where, manifest, decoders in self.deltas:
             if meta.name not in decoders:
                 continue
             if patches and work is not None:  # each is decoded against the result of the one before
@@ -154,7 +145,7 @@ class OpenRoute:
                     state=error.state,
                     hint=error.hint or "let the trainer publish again",
                 ) from error
-        return fold(patches) if patches else None
+        return fold(patches) if len(patches) > 1 else patches[0] if patches else None
 
     def patches(self, copies: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Iterator[Patch]:
         """Return an iterator over the changes of what changes and is wanted; nothing else is decoded.
@@ -197,7 +188,7 @@ class OpenRoute:
         expected = self.digests.get(name)
         if expected is None or (found := position_digest(tensor).hex()) == expected:
             return
-        files = [f"{where}/{_file(manifest, name)}" for where, manifest, decoders in self._deltas if name in decoders]
+        files = [f"{where}/{_file(manifest, name)}" for where, manifest, decoders in self.deltas if name in decoders]
         raise IntegrityError(
             f"tensor {name!r} does not come out as version {self.reached[1]} has it, by "
             f"{', '.join(files) or 'the keyframe'}",
@@ -212,71 +203,18 @@ class OpenRoute:
             self.published.close()
 
 
-def open_route(
-    chain: Chain, open_full: OpenFull, target: int, held: Held | None, base: OpenBase | None = None
-) -> OpenRoute:
-    """Open the shortest route to ``target``; another one when a version on it is collected meanwhile.
-
-    Args:
-        chain: the versions.
-        open_full: opens a keyframe.
-        target: where to.
-        held: where from; None to start at a keyframe, or at ``base``.
-        base: opens what version 0 is.
-
-    Raises:
-        FileNotFoundError: ``target`` is not there (any more).
-        IntegrityError: no route leads there, or something on it is damaged; names the file.
-    """
-    for last in range(_ATTEMPTS - 1, -1, -1):
-        try:
-            route = chain.route(target, held, based=base is not None)
-        except IntegrityError as error:
-            if last and held is None and chain.latest() > target:  # collection overtook us between two manifests
-                raise FileNotFoundError(f"version {target} in {chain.store.url}") from error
-            raise
-        try:
-            with chain.leases.held(route.first):
-                return OpenRoute(chain, route, target, open_full, held, base)
-        except FileNotFoundError:
-            chain.forget()
-            if not last:
-                raise
-    raise AssertionError("unreachable")
-
-
-def read_files(store: Store, folder: str, manifest: DeltaManifest) -> dict[str, memoryview]:
-    """Return the content of every file of a delta.
-
-    Raises:
-        FileNotFoundError: the delta was collected in between.
-        IntegrityError: a file is missing, or has not the size that the manifest gives; names it and a tensor in it.
-    """
-    files = {}
-    for name, size in manifest.files.items():
-        try:
-            data = files[name] = memoryview(store.get(f"{folder}/{name}"))
-        except FileNotFoundError as error:
-            if MANIFEST not in store.list(folder):  # collected in between
-                raise
-            row = next((row for row in manifest.params if row.changed and row.file == name), None)
-            raise IntegrityError(
-                f"{store.url}/{folder}/{name} is missing" + (f", which holds tensor {row.meta.name!r}" if row else ""),
-                expected="every file that the manifest names",
-                state=f"nothing of version {manifest.version} was used",
-                hint="let the trainer publish again",
-            ) from error
-        if len(data) != size:
-            rows = [row for row in manifest.params if row.changed and row.file == name]
-            cut = next((row for row in rows if row.offset + row.nbytes > len(data)), rows[0] if rows else None)
-            tensor = f", so that tensor {cut.meta.name!r} cannot be read" if cut else ""
-            raise IntegrityError(
-                f"{store.url}/{folder}/{name} has {len(data)} bytes{tensor}",
-                expected=f"{size}, as in the manifest",
-                state=f"nothing of version {manifest.version} was used",
-                hint="let the trainer publish again, and check the disk",
-            )
-    return files
+def _incomplete(where: str, file: str, manifest: DeltaManifest, found: int | None) -> IntegrityError:
+    """Say what is amiss with a file of a delta: it is missing, or has ``found`` bytes; name a tensor in it."""
+    rows = [row for row in manifest.params if row.changed and row.file == file]
+    row = next((row for row in rows if row.offset + row.nbytes > (found or 0)), rows[0] if rows else None)
+    if found is None:
+        what = f"{where}/{file} is missing" + (f", which holds tensor {row.meta.name!r}" if row else "")
+        expected, hint = "every file that the manifest names", "let the trainer publish again"
+    else:
+        lost = f", so that tensor {row.meta.name!r} cannot be read" if row else ""
+        what, expected = f"{where}/{file} has {found} bytes{lost}", f"{manifest.files[file]}, as in the manifest"
+        hint = "let the trainer publish again, and check the disk"
+    return IntegrityError(what, expected=expected, state=f"nothing of version {manifest.version} was used", hint=hint)
 
 
 def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:

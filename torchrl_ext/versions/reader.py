@@ -18,12 +18,14 @@ from torchrl_ext.landing.changes import Changes
 from torchrl_ext.stores.chain import Chain, Held
 from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, open_route, same_base
+from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["ChainReader", "host_copy"]
 
 log = logging.getLogger("torchrl_ext")
+
+_ATTEMPTS = 20
 
 
 class ChainReader:
@@ -116,28 +118,23 @@ class ChainReader:
         Raises:
             FileNotFoundError: ``target`` is not there (any more).
             IntegrityError: no route leads there, or something on it is damaged; names the file.
+            ManifestError: a delta on it belongs to another model.
         """
         self._catch_up()
         if self.held is not None and self._params and self._params.keys() <= self.mirror.keys():
-            return self._opened(target, self.held)
-        return self._opened(target, None)
-
-    def _opened(self, target: int, held: Held | None) -> OpenRoute:
-        route = open_route(self.chain, self._open_full, target, held, self._base)
-        if held is not None and route.base is not None:  # what is held was replaced under its number
-            self.held, self.mirror = None, {}
-        return route
+            return self._open(target, self.held)
+        return self._open(target, None)
 
     def changes(self, target: int) -> Changes | None:
         """Return what leads from the version held to ``target``; None where only a full version leads there."""
-        self._catch_up()
+        if self._landed is not None:
+            self._catch_up()
         if self.held is None:
             return None
-        route = self._opened(target, self.held)
+        route = self._open(target, self.held)
         if route.held is None:
             route.close()
             return None
-        route.check_params(self._params)
         return Changes(
             held=route.held,
             reached=route.reached,
@@ -146,6 +143,44 @@ class ChainReader:
             digests=route.digests,
             whole=partial(route.whole, self.mirror),
         )
+
+    def _open(self, target: int, held: Held | None) -> OpenRoute:
+        """Open the shortest route to ``target``; another one when a version on it is collected meanwhile."""
+        for last in range(_ATTEMPTS - 1, -1, -1):
+            try:
+                route = self.chain.route(target, held, based=self._base is not None)
+            except IntegrityError as error:
+                if last and held is None and self.chain.latest() > target:  # collection overtook us, between manifests
+                    raise FileNotFoundError(f"version {target} in {self.chain.store.url}") from error
+                raise
+            try:
+                with self.chain.leases.held(route.first):
+                    opened = OpenRoute(self.chain, route, target, self._open_full, held, self._base)
+                break
+            except FileNotFoundError:
+                self.chain.forget()
+                if not last:
+                    raise
+        if held is not None and opened.base is not None:  # what is held was replaced under its number
+            self.held, self.mirror = None, {}
+        own = self._params
+        if opened.held is None:
+            own = _by_name(opened.params if opened.published is None else opened.published.params())
+        for where, delta, _ in opened.deltas:
+            for row in delta.params:
+                if own.get(row.meta.name) != row.meta:
+                    opened.close()
+                    raise ManifestError(
+                        f"{where} changes {row.meta}",
+                        expected=str(own.get(row.meta.name, "a tensor of the model that is held")),
+                        state="nothing was read",
+                        hint="the delta belongs to another model",
+                    )
+            if len(delta.params) != len(own):
+                opened.close()
+                lost = min(own.keys() - {row.meta.name for row in delta.params})
+                raise ManifestError(f"{where} does not know tensor {lost!r}", state="nothing was read")
+        return opened
 
     def check(self, route: OpenRoute) -> None:
         """Read everything on a route that starts at a keyframe or the base, and keep none of it.
@@ -182,13 +217,15 @@ class ChainReader:
         Raises:
             IntegrityError: ``changes`` do not begin at what is held; the next version is read in full.
         """
-        self._catch_up()
+        if self._landed is not None:
+            self._catch_up()
         if self.held != changes.held:
             held, self.held = self.held, None
             raise IntegrityError(f"version {changes.held[1]} is not the one held", expected=str(held))
-        self._landed = changes
-        if not self.mirror:
-            self._catch_up()
+        if self.mirror:
+            self._landed = changes
+        else:
+            self.held = changes.reached
 
     def _catch_up(self) -> None:
         """Bring the mirror to what landed last. Where that fails nothing is held, and the next version read in full.
@@ -201,7 +238,7 @@ class ChainReader:
             return
         self.held = None
         try:
-            for patch in changes.patches(self.mirror.__contains__) if self.mirror else ():
+            for patch in changes.patches(self.mirror.__contains__):
                 apply_patch(patch, self.mirror[patch.meta.name])
         except IntegrityError as error:
             log.warning(
@@ -211,7 +248,6 @@ class ChainReader:
         self.held = changes.reached
 
     def _from_start(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        route.check_params(_by_name(route.params if route.published is None else route.published.params()))
         seen = set()
         for name, tensor in route.first(into):
             tensor, _ = route.applied(ParamMeta.of(name, tensor), tensor)
@@ -226,7 +262,6 @@ class ChainReader:
         """Yield copies; the mirror takes the patches when all were verified, so that damage leaves it as it was."""
         if route.held != self.held:
             raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
-        route.check_params(self._params)
         landing: list[Patch] = []
         for meta in route.params:
             tensor, patch = route.applied(meta, self.mirror[meta.name].clone())

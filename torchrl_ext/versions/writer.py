@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, Encoded
+from torchrl_ext.codecs.base import Codec
 from torchrl_ext.codecs.pipeline import encode_tensors
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.chain import BESIDE, Chain, Held
-from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
-from torchrl_ext.stores.manifest import MANIFEST, Manifest
+from torchrl_ext.stores.delta_manifest import DeltaManifest
+from torchrl_ext.stores.manifest import Manifest
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import container_for
-from torchrl_ext.versions.delta_files import DeltaFiles
+from torchrl_ext.versions.containers import NewDelta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 from torchrl_ext.weights.source import WeightSource, checked
@@ -73,7 +71,6 @@ class ChainWriter:
     ) -> None:
         self._store, self._chain, self._run_id = store, chain, run_id
         self._codec, self._full = codec, full
-        self._container = container_for(codec)
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._baseline: Baseline | None = None
         self._baseline_device = baseline_device
@@ -91,20 +88,33 @@ class ChainWriter:
             ConfigError: the base checkpoint is not one of this model.
             ManifestError: the source does not yield what it declares.
         """
-        baseline = self._baseline or self._first_baseline(source.params())
-        first = baseline.version is None or source.params() != baseline.params()
+        params = source.params()
+        baseline = self._baseline or self._first_baseline(params)
+        base = baseline.version if params == baseline.metas else None
         due = 0 < self._keyframe_every <= self._since_keyframe + 1
-        keyframe = first or due or not self._acknowledged
+        keyframe = base is None or due or not self._acknowledged
         if not self._acknowledged:
-            self._collect(_UNACKNOWLEDGED)
-        self._acknowledged = False
-        manifest = None
+            self.acknowledge(keyframes=_UNACKNOWLEDGED)
+        self._acknowledged, manifest = False, None
         needed = self._full.needed_bytes(source) if keyframe else 0
         with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-            if not first:
-                manifest = self._write_delta(draft, f"{BESIDE}/" if keyframe else "", baseline, source, version)
+            if base is None:
+                baseline.take(source)
+            else:
+                delta = NewDelta(
+                    version=version,
+                    base=base,
+                    run_id=self._run_id,
+                    codec=self._codec,
+                    params=params,
+                    tensors=baseline.tensors,
+                    digests=baseline.digests,
+                    base_digests=_in_hex(baseline.digests) if base[1] == 0 else {},
+                )
+                changes = encode_tensors(baseline.beside(source), self._codec, follow=True)
+                manifest = delta.write(changes, draft, f"{BESIDE}/" if keyframe else "")
             if keyframe:
-                self._full.write(draft, baseline.seeding(source) if first else baseline, version, self._run_id)
+                self._full.write(draft, baseline, version, self._run_id)
         self._chain.versions.advance(version)
         baseline.version = (self._run_id, version)
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
@@ -114,66 +124,34 @@ class ChainWriter:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
         self._baseline = None
 
-    def acknowledge(self, oldest: int | None = None) -> None:
+    def acknowledge(self, oldest: int | None = None, *, keyframes: int = 1) -> None:
         """Note that whoever takes part has the version that was published last, and collect.
 
         Args:
             oldest: what engines may still read. Collection does not look at it: readers under way have leases.
+            keyframes: so many of the newest stay, with what follows them.
         """
         self._acknowledged = True
-        self._collect(1)
-
-    def _collect(self, keyframes: int) -> None:
-        """What cannot be removed stays: that is no reason to call an update failed which engines serve."""
-        if self._keep_files:
-            return
-        try:
-            self._chain.collect(keep_keyframes=keyframes)
-        except StoreError as error:
-            log.warning("old weights versions stay: %s", error)
+        if not self._keep_files:
+            try:
+                self._chain.collect(keep_keyframes=keyframes)
+            except StoreError as error:  # no reason to call an update failed which engines serve
+                log.warning("old weights versions stay: %s", error)
 
     def _first_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
         baseline = Baseline(self._baseline_device)
         if self._base is not None and self._chain.versions.newest() == 0:  # later ones follow on other versions
             baseline.start(CheckpointSource(self._base), params)
-            baseline.version = (_fingerprint(baseline.digests), 0)
+            hasher = xxhash.xxh3_128()  # one name for the content of a whole checkpoint
+            for name, digest in sorted(_in_hex(baseline.digests).items()):
+                hasher.update(f"{name}\0{digest}\n".encode())
+            baseline.version = (f"base-{hasher.hexdigest()}", 0)
         self._baseline = baseline
         return baseline
 
-    def _write_delta(
-        self, draft: Draft, prefix: str, baseline: Baseline, source: WeightSource, version: int
-    ) -> DeltaManifest:
-        base = baseline.version
-        if base is None:
-            raise IntegrityError("a delta needs a base")
-        base_digests = {name: digest.hex() for name, digest in baseline.digests.items()} if base[1] == 0 else {}
-        files = DeltaFiles(version, base[1], self._codec, baseline.tensors, draft, prefix)
-        self._container.write(files, baseline.encode(source, self._codec))
-        rows = []
-        for meta in baseline.params():
-            row = files.params.get(meta.name) or DeltaParam(meta=meta, digest="")
-            rows.append(replace(row, digest=baseline.digests[meta.name].hex()))
-        manifest = DeltaManifest(
-            version=version,
-            base_version=base[1],
-            run_id=self._run_id,
-            base_run_id=base[0],
-            container=self._container.name,
-            codecs=tuple(files.codecs),
-            params=tuple(rows),
-            files=files.sizes,
-            base_digests=base_digests,
-        )
-        draft.write(prefix + MANIFEST, manifest.to_bytes())
-        return manifest
 
-
-def _fingerprint(digests: Mapping[str, PositionDigest]) -> str:
-    """One name for the content of a whole checkpoint."""
-    hasher = xxhash.xxh3_128()
-    for name in sorted(digests):
-        hasher.update(f"{name}\0{digests[name].hex()}\n".encode())
-    return f"base-{hasher.hexdigest()}"
+def _in_hex(digests: Mapping[str, PositionDigest]) -> dict[str, str]:
+    return {name: digest.hex() for name, digest in digests.items()}
 
 
 class Baseline(WeightSource):
@@ -186,6 +164,7 @@ class Baseline(WeightSource):
         device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
 
     Attributes:
+        metas: what they are, in order.
         tensors: the copies, by name.
         digests: their position digests.
         version: run id and number of the version that they are.
@@ -193,23 +172,30 @@ class Baseline(WeightSource):
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._params: tuple[ParamMeta, ...] = ()
+        self._taken: WeightSource | None = None
+        self._files: Mapping[str, bytes] = {}
+        self.metas: tuple[ParamMeta, ...] = ()
         self.tensors: dict[str, Tensor] = {}
         self.digests: dict[str, PositionDigest] = {}
-        self._files: Mapping[str, bytes] = {}
         self.version: Held | None = None
 
     def params(self) -> tuple[ParamMeta, ...]:
-        return self._params
+        return self.metas
 
     def files(self) -> Mapping[str, bytes]:
         return self._files
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((meta.name, self.tensors[meta.name]) for meta in self._params)
+        """Yield every copy; those of what was taken are made meanwhile, so that nobody waits for all of them."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            yield from self._copy(checked(taken, self.metas))
+            return
+        for meta in self.metas:
+            yield meta.name, self.tensors[meta.name]
 
     def start(self, base: WeightSource, params: tuple[ParamMeta, ...]) -> None:
-        """Seed with the tensors of ``base`` that ``params`` name, in their order.
+        """Copy the tensors of ``base`` that ``params`` name.
 
         Raises:
             ConfigError: it lacks one of them, or has another one under its name.
@@ -222,19 +208,25 @@ class Baseline(WeightSource):
                     expected=str(meta),
                     hint="pass as base= the checkpoint from which this policy was loaded, or nothing",
                 )
-        for _ in self.seed(_Part(base, frozenset(meta.name for meta in params))):
+        wanted = {meta.name for meta in params}
+        self.metas, self._files = params, base.files()
+        for _ in self._copy((meta, tensor) for meta, tensor in checked(base) if meta.name in wanted):
             pass
-        self._params = params
 
-    def seeding(self, source: WeightSource) -> WeightSource:
-        """Return ``source``, of which each tensor that is iterated is kept; then set `version`."""
-        return _Seeding(self, source)
+    def take(self, source: WeightSource) -> None:
+        """Become copies of ``source``, which are made while this is iterated for the first time."""
+        self.version, self._taken = None, source
+        self.metas, self._files = source.params(), source.files()
 
-    def seed(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
-        """Keep and yield every tensor of ``source``; then set `version`."""
-        self.version, self._params, self._files = None, source.params(), source.files()
+    def beside(self, source: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield each name with its copy and the new tensor, which the copy has to become."""
+        self.version = None
+        for meta, tensor in checked(source, self.metas):
+            yield meta.name, self.tensors[meta.name], tensor
+
+    def _copy(self, pairs: Iterable[tuple[ParamMeta, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         known, self.tensors, self.digests = self.tensors, {}, {}
-        for meta, tensor in checked(source, self._params):
+        for meta, tensor in pairs:
             copy = known.pop(meta.name, None)
             if copy is None or ParamMeta.of(meta.name, copy) != meta:
                 pinned = self._device is None and tensor.is_cuda
@@ -243,46 +235,3 @@ class Baseline(WeightSource):
             self.tensors[meta.name] = copy
             self.digests[meta.name] = position_digest(tensor if tensor.is_cuda else copy)
             yield meta.name, copy
-
-    def encode(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
-        """Yield what changed in each tensor since `version`; the copies follow. At the end, set `version`."""
-        self.version = None
-        triples = ((meta.name, self.tensors[meta.name], tensor) for meta, tensor in checked(source, self._params))
-        for change in encode_tensors(triples, codec, follow=True):
-            name = change.meta.name
-            if change.changed:
-                digest = change.digest  # None: nobody looked at what changed, and the whole tensor is summed
-                self.digests[name] = (
-                    position_digest(self.tensors[name]) if digest is None else self.digests[name].plus(digest)
-                )
-            yield change
-
-
-class _Part(WeightSource):
-    """Some tensors of a source."""
-
-    def __init__(self, source: WeightSource, names: frozenset[str]) -> None:
-        self._source, self._names = source, names
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(meta for meta in self._source.params() if meta.name in self._names)
-
-    def files(self) -> Mapping[str, bytes]:
-        return self._source.files()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in self._source if name in self._names)
-
-
-class _Seeding(WeightSource):
-    def __init__(self, baseline: Baseline, source: WeightSource) -> None:
-        self._baseline, self._source = baseline, source
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return self._source.params()
-
-    def files(self) -> Mapping[str, bytes]:
-        return self._source.files()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._baseline.seed(self._source)

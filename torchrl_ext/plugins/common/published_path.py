@@ -13,7 +13,7 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.stores.versions import version_name, version_number
-from torchrl_ext.versions.slime.chains import ForeignVersions
+from torchrl_ext.versions.foreign import ForeignVersions
 
 __all__ = ["locate", "parameters"]
 

@@ -24,8 +24,6 @@ from torchrl_ext.stores.chain import Version
 from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.slime.current import ForeignWhole
-from torchrl_ext.versions.slime.first import ForeignFlushes
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.tensorfile import TensorFile
 
@@ -108,7 +106,7 @@ class ForeignVersions:
             return Version(delta=self._changes(folder, delta, params), folder=folder)
         rows = tuple(DeltaParam(meta=meta, digest="") for meta in params)
         files = self._sizes(number, _flushes(names))
-        changes = _delta(number, number - 1, _run(files), ForeignFlushes.name, (), rows, files)
+        changes = _delta(number, number - 1, _run(files), "foreign flushes", (), rows, files)
         return Version(delta=changes, folder=folder)
 
     def _first(self) -> tuple[ParamMeta, ...]:
@@ -232,7 +230,7 @@ class ForeignVersions:
         codecs = (make_codec(index.delta_encoding).to_json(),)
         files = self._sizes(index.version, index.files())
         run_id = _run(files, index.to_bytes())
-        return _delta(index.version, index.base_version, run_id, ForeignWhole.name, codecs, rows, files)
+        return _delta(index.version, index.base_version, run_id, "foreign whole", codecs, rows, files)
 
 
 def _flushes(names: Iterable[str]) -> list[str]:

@@ -1,1 +1,0 @@
-"""Chains that slime wrote, in either of its formats."""
