@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,14 +25,13 @@ from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.carriers import Carrier, SharedFiles
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta_broadcast import Broadcast
-from torchrl_ext.transports.hooks import load_hook
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.transports.warming import Warming
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.slime.chains import ForeignVersions
 from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource
@@ -130,13 +131,14 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._rank = rank or 0
         self._aborted, run_id = threading.Event(), uuid.uuid4().hex
         self._carrier: Carrier
+        self._broadcast: Broadcast | None = None
         if root is None:
             group = VLLMCollectiveTransport(master_address, master_port, rank, world_size, device, timeout_s=timeout_s)
-            self._carrier = Broadcast(group)
+            self._carrier = self._broadcast = Broadcast(group)
         else:
             full = FullWriter(shard_bytes, files)
             self._carrier = SharedFiles(open_store(root, storage_options), run_id, full, self._aborted, timeout_s)
-        self._wrote, self._reading = load_hook(post_write_hook), load_hook(pre_read_hook)
+        self._wrote, self._reading = _hook(post_write_hook), _hook(pre_read_hook)
         self._base = None if base is None else os.path.abspath(base)
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         store = self._carrier.store
@@ -156,7 +158,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._reader = ChainReader(self._chain, self._carrier.open_full, self._base, local_dir)
         self._opened: OpenRoute | None = None
         self._connected = self._alone = self._needs_base = False
-        self._warming = Warming(self._codec, (), beside=False)  # nothing to wait for
+        self._warming: Warming | None = None  # until the first update has waited for it
 
     @classmethod
     def encodings(cls) -> tuple[str, ...]:
@@ -168,14 +170,16 @@ class DeltaTransport(StandaloneTransport, Incremental):
         known = {"base": info["base"], "local_dir": info.get("local_dir")}
         if "wire" not in info:
             return cls(info["root"], pre_read_hook=os.environ.get(_HOOK) or None, **known)
-        carrier = Broadcast.joining(info)
-        made = cls(carrier="collective", timeout_s=carrier.link.timeout_s, **known)
-        made._carrier.link = carrier.link
+        group = Broadcast.group(info)
+        made = cls(carrier="collective", timeout_s=group.timeout_s, **known)
+        if made._broadcast is not None:
+            made._broadcast.link = group
         return made
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin(tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()))
-        self._carrier.link.init_all_workers_group({})  # what travels is versions, whatever the model
+        if self._broadcast is not None:
+            self._broadcast.link.init_all_workers_group({})  # what travels is versions, whatever the model
         self._connected = True
 
     # trainer end
@@ -184,7 +188,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._carrier.store.own()
         self._connected = True
         warming = self._begin(params)
-        opening = self._carrier.link.open(workers, ())
+        opening = self._carrier.open(workers)
         whole = self._codec.needs == "all" and self._codec.to_json().get("whole_base", True)
         info = {"transport": self.name, "base": self._base, "needs_base": whole, "local_dir": self._local_dir}
 
@@ -192,14 +196,19 @@ class DeltaTransport(StandaloneTransport, Incremental):
             opening.transfer()
             warming.wait(self.timeout_s)
 
-        told = {**opening.info, **self._carrier.told, **info, "codec": self._codec.to_json()}
-        return Handoff(info=told, transfer=transfer)
+        return Handoff(info={**opening.info, **info, "codec": self._codec.to_json()}, transfer=transfer)
 
     def _begin(self, params: tuple[ParamMeta, ...]) -> Warming:
-        if not self._carrier.keeps_versions:  # who comes in may be new, and hold nothing
+        if self._broadcast is not None:  # who comes in may be new, and hold nothing
             self._writer.restart()
         self._warming = Warming(self._codec, params, beside=False)
         return self._warming
+
+    def _begun(self, warming: Warming) -> None:
+        """Wait for compiled loops, once; and let go of what was only there while ends connected."""
+        warming.wait(self.timeout_s)
+        self._warming = None
+        self._carrier.joined()
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
         if self._rank != 0:
@@ -208,22 +217,30 @@ class DeltaTransport(StandaloneTransport, Incremental):
                 expected="rank 0, the trainer; other ranks receive",
                 state="nothing was sent",
             )
-        self._warming.wait(self.timeout_s)
+        if self._warming is not None:
+            self._begun(self._warming)
         began = time.perf_counter()
-        self._carrier.store.own()
+        if not self._carrier.store.owned:
+            self._carrier.store.own()
         delta = self._writer.publish(source, version)
-        self._wrote(self.root, version_name(version))
+        if self._wrote is not None:
+            self._wrote(self.root, version_name(version))
         self._connected = True
-        params = source.params()
+        rows, elements, changed = [], 0, 0
+        for meta in source.params():
+            rows.append(meta.to_json())
+            elements += meta.numel
+        for row in () if delta is None else delta.params:
+            changed += row.changed
         self.stats.bytes = None if delta is None else delta.nbytes
-        self.stats.density = 1.0 if delta is None else delta.changed / max(1, sum(meta.numel for meta in params))
+        self.stats.density = 1.0 if delta is None else changed / max(1, elements)
         self.stats.spans = {"publish": time.perf_counter() - began}
+        info = {"transport": self.name, "version": version, "params": rows}
+        handoff = Handoff(info=info, acknowledge=self._writer.acknowledge)
+        if self._broadcast is None:
+            return handoff
         base = None if delta is None else delta.base_version
-        return Handoff(
-            info=self._info(version, params),
-            ahead=partial(self._carrier.send, version, base),
-            acknowledge=self._writer.acknowledge,
-        )
+        return replace(handoff, ahead=partial(self._broadcast.send, version, base))
 
     def latest_version(self) -> int:
         return self._chain.versions.newest()
@@ -231,7 +248,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
     # worker end
 
     def join(self, info: Info) -> None:
-        self._carrier.link.join(info)
+        self._carrier.join(info)
         self._needs_base = info["needs_base"]
         self._reader.retain(lambda name: self._needs_base)
         if "codec" in info:
@@ -249,7 +266,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> Changes | None:
         self._await_version(version)
         if held is not None:
-            self._warming.wait(self.timeout_s)
+            if self._warming is not None:
+                self._begun(self._warming)
             if self._reader.held is None:
                 self._reader.adopt(version, held)
             changes = self._reader.changes(version)
@@ -260,7 +278,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     def landed(self, changes: Changes) -> None:
         self._reader.advance(changes)
-        self._carrier.landed()
+        if self._broadcast is not None:
+            self._broadcast.landed()
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         route, self._opened = self._opened, None
@@ -268,25 +287,23 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._await_version(info["version"])
             route = self._open(info["version"])
         yield from self._reader.tensors(route, into)
-        self._carrier.landed()
+        if self._broadcast is not None:
+            self._broadcast.landed()
 
     # both ends
 
     def abort(self) -> None:
         self._aborted.set()
-        self._carrier.link.abort()
+        self._carrier.abort()
 
     def check_connection(self) -> bool:
-        return self._connected and self._carrier.link.check_connection()
+        return self._connected and self._carrier.check_connection()
 
     def shutdown(self) -> None:
         self._connected = False
         self.abort()
-        self._carrier.link.shutdown()
         self._pin(None)
-        if not self._carrier.keeps_versions:  # the pointer stays, so that numbers go on
-            self._carrier.landed()
-            self._chain.versions.prune(before=self.latest_version() + 1)
+        self._carrier.shutdown()
         self._carrier.store.disown()
 
     # alone, without a control layer
@@ -298,7 +315,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._reader.retain(lambda name: True)
         until = deadline(timeout_s)
         while True:
-            self._reading(self.root)
+            if self._reading is not None:
+                self._reading(self.root)
             version = self._unseen()
             if version:
                 with suppress(FileNotFoundError):  # collected since: a newer one is coming
@@ -306,7 +324,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
                     self._chain.versions.offered(version)
                     self._pin(route := self._reader.open(version))
                     self._connected = True
-                    return self._info(version, route.params)
+                    rows = [meta.to_json() for meta in route.params]
+                    return {"transport": self.name, "version": version, "params": rows}
             if self._aborted.is_set() or time.monotonic() >= until:
                 return None
             self._carrier.fetch(until)
@@ -323,9 +342,6 @@ class DeltaTransport(StandaloneTransport, Incremental):
                 return newest
         return 0
 
-    def _info(self, version: int, params: tuple[ParamMeta, ...]) -> Info:
-        return {"transport": self.name, "version": version, "params": [meta.to_json() for meta in params]}
-
     def _open(self, version: int) -> OpenRoute:
         try:
             return self._reader.open(version)
@@ -340,11 +356,12 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     def _await_version(self, version: int) -> None:
         """Wait until a version is here: a shared filesystem may show it late, and a broadcast takes a while."""
-        until = deadline(self._carrier.wait_s)
+        until = time.monotonic() + self._carrier.wait_s
         self._aborted.clear()  # an abort ends the waits of its moment, and this one comes after it
         self._chain.forget()
         while True:
-            self._reading(self.root)
+            if self._reading is not None:
+                self._reading(self.root)
             try:
                 self._chain.version(version)
                 return
@@ -354,7 +371,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._carrier.fetch(until)
 
     def _lost(self, version: int) -> StoreError | DeadlineError:
-        if not self._carrier.keeps_versions:
+        if self._broadcast is not None:
             return DeadlineError(
                 f"weights version {version} did not come from the trainer within {self._carrier.wait_s:g} s",
                 state="nothing was changed",
@@ -366,3 +383,21 @@ class DeltaTransport(StandaloneTransport, Incremental):
             state="nothing was read",
             hint="send the weights again",
         )
+
+
+def _hook(path: str | None) -> Callable[..., Any] | None:
+    """Return the function at ``"module:function"``.
+
+    Raises:
+        ConfigError: nothing callable can be imported from there.
+    """
+    if path is None:
+        return None
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the module raises while it is imported
+        raise ConfigError(f"hook {path!r} cannot be imported: {error!r}", expected='"module:function"') from error
+    if not callable(found):
+        raise ConfigError(f"hook {path!r} is a {type(found).__name__}", expected="a function")
+    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import ClassVar, final
 
 import torch
@@ -23,7 +24,7 @@ from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import version_number
 from torchrl_ext.transports.carriers import Carrier
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked
 
@@ -140,17 +141,17 @@ class _KeptVersion:
 
 @final
 class Broadcast(Carrier):
-    """A collective group; each end keeps versions in its own memory.
+    """A collective group; each end keeps versions in its own memory, and who comes in anew holds none of them.
 
     Args:
         group: of the trainer and its workers.
     """
 
-    keeps_versions: ClassVar[bool] = False
     told: ClassVar[Info] = {"wire": {"format": _FORMAT}}
+    """What a worker has to know beside what the group says."""
+
     store: MemoryStore
     full: KeptTensors
-    link: VLLMCollectiveTransport
 
     def __init__(self, group: VLLMCollectiveTransport) -> None:
         self.link, self.wait_s = group, group.timeout_s
@@ -158,9 +159,9 @@ class Broadcast(Carrier):
         self.open_full = self.full.open
         self._versions = Versions(self.store)
 
-    @classmethod
-    def joining(cls, info: Info) -> Broadcast:
-        """Return the worker end for a trainer's info.
+    @staticmethod
+    def group(info: Info) -> VLLMCollectiveTransport:
+        """Return a worker's end of the group, for a trainer's info.
 
         Raises:
             ConfigError: the trainer is of a release that broadcasts something else.
@@ -173,7 +174,25 @@ class Broadcast(Carrier):
                 state="this worker joined nothing",
                 hint="use one release of torchrl_ext on both ends",
             )
-        return cls(VLLMCollectiveTransport.from_info(info))
+        return VLLMCollectiveTransport.from_info(info)
+
+    def open(self, workers: int) -> Handoff:
+        opening = self.link.open(workers, ())
+        return replace(opening, info={**opening.info, **self.told})
+
+    def join(self, info: Info) -> None:
+        self.link.join(info)
+
+    def check_connection(self) -> bool:
+        return self.link.check_connection()
+
+    def abort(self) -> None:
+        self.link.abort()
+
+    def shutdown(self) -> None:
+        self.link.shutdown()
+        self.landed()
+        self._versions.prune(before=self._versions.newest() + 1)  # the pointer stays, so that numbers go on
 
     def send(self, version: int, base: int | None) -> None:
         """Send a version.
