@@ -82,7 +82,7 @@ def test_what_is_copied_into_a_bucket_comes_out_bit_for_bit(seed):
             continue
         buffer = torch.full((BUCKET,), 0xAA, dtype=torch.uint8)
         packer.fill(bucket, [buffer])
-        found += lander.keep(bucket, buffer)
+        found += lander.take(bucket, buffer, lasting=True)
     packer.finish()
     assert [name for name, _ in found] == [meta.name for meta in params]
     assert all(same_bits(tensor, sent) for (_, tensor), sent in zip(found, tensors, strict=True))

@@ -23,7 +23,7 @@ from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective import group as groups
 from torchrl_ext.transports.collective.backends import torch_store
 from torchrl_ext.transports.collective.handoffs import Announcements
-from torchrl_ext.transports.collective.notes import NOTE_BYTES, NoteStore
+from torchrl_ext.transports.collective.notes import NOTE_BYTES, KeptNotes, RemoteNotes
 from torchrl_ext.transports.collective.rendezvous import Note, host
 from torchrl_ext.transports.collective.rendezvous import enter as enter_room
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
@@ -43,8 +43,8 @@ def silent_port():
 def stores(secret="s"):
     """The trainer's notes and a worker's."""
     stop = threading.Event()
-    trainer = NoteStore("127.0.0.1", 0, host=True, timeout_s=WAIT_S, stop=stop, secret=secret)
-    worker = NoteStore("127.0.0.1", trainer.port, host=False, timeout_s=WAIT_S, stop=stop, secret=secret)
+    trainer = KeptNotes("127.0.0.1", 0, secret, stop)
+    worker = RemoteNotes("127.0.0.1", trainer.port, secret, stop, timeout_s=WAIT_S)
     yield trainer, worker
     worker.close()
     trainer.close()
@@ -243,8 +243,9 @@ def test_a_trainer_cannot_choose_what_its_workers_raise_but_among_four():
 def _answered(kept, answer):
     with ThreadPoolExecutor(1) as pool:
         entering = pool.submit(enter_room, kept, "room", 1, note(), time.monotonic() + WAIT_S)
-        assert not kept.missing(["room/1"], time.monotonic() + WAIT_S)
-        kept.put(f"room/answer/{kept.take('room/1')['token']}", answer)
+        (said,) = kept.wait("room/1", time.monotonic() + WAIT_S)
+        kept.drop("room/1")
+        kept.put(f"room/answer/{said['token']}", answer)
         return entering.result(WAIT_S)
 
 
@@ -279,7 +280,7 @@ def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more
         beside(lambda: trainer.send_weights("policy", weights(count=50)), worker.receive_weights)
         worker.shutdown()
         trainer._member.leave(0)
-        held.append(sorted(trainer._member.notes("lobby")._keeper._held))
+        held.append(sorted(trainer._member.notes("lobby")._held))
     assert [len(names) for names in held] == [1, 2, 3, 4] and all("stopped/" in name for name in held[-1])
     trainer.shutdown()
 
@@ -296,8 +297,8 @@ def test_a_worker_that_was_let_in_and_then_says_anything_is_disconnected_or_answ
     stop = threading.Event()
     with stores() as (trainer, other):
         for data in raw:
-            worker = NoteStore("127.0.0.1", trainer.port, host=False, timeout_s=WAIT_S, stop=stop, secret="s")
-            link = worker._keeper._link
+            worker = RemoteNotes("127.0.0.1", trainer.port, "s", stop, timeout_s=WAIT_S)
+            link = worker._link
             link._socket.sendall(len(data).to_bytes(4, "big") + data)
             with suppress(NotConnectedError):
                 link.read(time.monotonic() + WAIT_S)

@@ -48,11 +48,15 @@ class Span:
         """The bytes of this span in a buffer that holds its bucket."""
         return buffer[self.at : self.at + self.end - self.begin]
 
-    def tensors_in(self, buffer: Tensor, params: Sequence[ParamMeta]) -> list[Tensor]:
-        """Views of a buffer that holds the bucket, one per parameter, with its dtype and shape."""
-        metas = params[self.first : self.stop]
-        flat = self.bytes_in(buffer).view(metas[0].dtype).split([meta.numel for meta in metas])
-        return [part.view(meta.shape) for meta, part in zip(metas, flat, strict=True)]
+    def tensors_in(self, buffer: Tensor, metas: Sequence[ParamMeta]) -> list[Tensor]:
+        """Views of a buffer that holds the bucket, with the dtypes and shapes of ``metas``, the parameters in here."""
+        sizes, tensors = [], []
+        for meta in metas:
+            sizes.append(meta.numel)
+        flat = self.bytes_in(buffer).view(metas[0].dtype)
+        for meta, part in zip(metas, flat.split(sizes), strict=True):
+            tensors.append(part.view(meta.shape))
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -185,8 +189,19 @@ class Packer:
         for span in bucket.spans:
             if span.part:
                 self._fill_part(span, slots)
-            else:
-                self._fill_whole(span, slots)
+                continue
+            metas, targets = self._params[span.first : span.stop], []
+            for slot in slots:
+                targets.append(span.tensors_in(slot, metas))
+            batch: list[Tensor] = []
+            done = held = 0
+            for number in range(1, len(metas) + 1):
+                batch.append(next(self._stream)[1])
+                held += batch[-1].nbytes
+                if held >= _AT_ONCE_BYTES or number == len(metas):
+                    for tensors in targets:
+                        copy_each(batch, tensors[done:number])
+                    batch, done, held = [], number, 0
 
     def finish(self) -> None:
         """Let the stream say that it has more than it declared."""
@@ -200,18 +215,6 @@ class Packer:
             copy_each([self._split[span.begin : span.end]], [span.bytes_in(slot)])
         if span.end == self._params[span.first].nbytes:
             self._split = None
-
-    def _fill_whole(self, span: Span, slots: Sequence[Tensor]) -> None:
-        targets = [span.tensors_in(slot, self._params) for slot in slots]
-        batch: list[Tensor] = []
-        first = held = 0
-        for index in range(span.first, span.stop):
-            batch.append(next(self._stream)[1])
-            held += batch[-1].nbytes
-            if held >= _AT_ONCE_BYTES or index + 1 == span.stop:
-                for tensors in targets:
-                    copy_each(batch, tensors[first : first + len(batch)])
-                first, batch, held = first + len(batch), [], 0
 
 
 class Lander:
@@ -254,41 +257,39 @@ class Lander:
             copy_each([arrived], [target], self._copy)
         return meta.name, target
 
-    def keep(self, bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
-        """The pairs of whole tensors in ``buffer``, which nobody writes again: what has no target stays there."""
-        return [pair for span in bucket.spans for pair in self._whole(span, buffer, buffer)]
+    def take(self, bucket: Bucket, slot: Tensor, *, lasting: bool = False) -> list[tuple[str, Tensor]]:
+        """The pairs that are complete with what arrived in ``slot``.
 
-    def take(self, bucket: Bucket, slot: Tensor) -> list[tuple[str, Tensor]]:
-        """The pairs that are complete with ``slot``, which somebody writes again: none of them is memory of it."""
-        complete: list[tuple[str, Tensor]] = []
-        own: Tensor | None = None
+        Args:
+            bucket: what arrived.
+            slot: its bytes.
+            lasting: nobody writes ``slot`` again, so what has no target may stay there; else it gets memory of its own.
+        """
+        pairs: list[tuple[str, Tensor]] = []
+        kept = slot if lasting else None
         for span in bucket.spans:
             if span.part:
-                complete += self._part(span, slot)
+                pairs += self._part(span, slot)
                 continue
-            if own is None and any(self._alike(meta) is None for meta in self._params[span.first : span.stop]):
-                own, last = self._pool.take(slot.numel()), bucket.spans[-1]
+            metas = self._params[span.first : span.stop]
+            if kept is None and any(self._alike(meta) is None for meta in metas):
+                kept, last = self._pool.take(slot.numel()), bucket.spans[-1]
                 end = last.at if last.part else bucket.nbytes
-                copy_each([slot[span.at : end]], [own[span.at : end]], self._copy)
-            complete += self._whole(span, slot, own)
-        return complete
+                copy_each([slot[span.at : end]], [kept[span.at : end]], self._copy)
+            sources, targets = [], []
+            for meta, tensor in zip(metas, span.tensors_in(slot if kept is None else kept, metas), strict=True):
+                target = self._alike(meta)
+                if target is not None:
+                    sources.append(tensor)
+                    targets.append(target)
+                pairs.append((meta.name, tensor if target is None else target))
+            copy_each(sources, targets, self._copy)
+        return pairs
 
     def _part(self, span: Span, slot: Tensor) -> list[tuple[str, Tensor]]:
         flat = as_bytes(self._begun[span.first]) if span.begin else self.begin(span.first)
         copy_each([span.bytes_in(slot)], [flat[span.begin : span.end]], self._copy)
         return [self.end(span.first)] if span.end == self._params[span.first].nbytes else []
-
-    def _whole(self, span: Span, buffer: Tensor, own: Tensor | None) -> list[tuple[str, Tensor]]:
-        metas = self._params[span.first : span.stop]
-        found = [self._alike(meta) for meta in metas]
-        pairs = zip(span.tensors_in(buffer, self._params), found, strict=True)
-        filled = [(tensor, target) for tensor, target in pairs if target is not None]
-        copy_each([tensor for tensor, _ in filled], [target for _, target in filled], self._copy)
-        kept: Sequence[Any] = found if own is None else span.tensors_in(own, self._params)
-        return [
-            (meta.name, tensor if target is None else target)
-            for meta, tensor, target in zip(metas, kept, found, strict=True)
-        ]
 
     def _alike(self, meta: ParamMeta) -> Tensor | None:
         target = self._into.get(meta.name)

@@ -87,14 +87,15 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor], copy: CopyBy
     threads, and on a machine whose cores are busy (they are: the backend moves bytes) waiting for the slowest of them
     was measured to take twenty times as long as the copy.
     """
-    rest = []
+    small_sources, small_targets = [], []
     for source, target in zip(sources, targets, strict=True):
         if target.numel() >= _LARGE_ELEMENTS and _plain_memory(source) and _plain_memory(target):
             copy(as_bytes(source.detach()).numpy(), as_bytes(target.detach()).numpy())
         else:
-            rest.append((source, target))
-    if rest:
-        torch._foreach_copy_([target for _, target in rest], [source for source, _ in rest])
+            small_sources.append(source)
+            small_targets.append(target)
+    if small_targets:
+        torch._foreach_copy_(small_targets, small_sources)
 
 
 def landing(meta: ParamMeta, into: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
@@ -133,22 +134,16 @@ class BufferPool:
         """A uint8 tensor of ``nbytes`` that nothing else refers to; its content is undefined."""
         if self._device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        array = self._free(nbytes)
+        array, idle, kept = None, [], []
+        for entry in self._buffers:
+            if entry[1]() is not None:
+                kept.append(entry)
+            elif array is None and nbytes <= entry[0].nbytes <= 2 * nbytes:
+                array = entry[0]
+            else:
+                idle.append(entry)
         if array is None:
             array = np.empty(max(nbytes, 1), dtype=np.uint8)
         handed_out = array[:nbytes]
-        self._buffers.append((array, weakref.ref(handed_out)))
+        self._buffers = [*idle[-self._keep :], *kept, (array, weakref.ref(handed_out))]
         return torch.from_numpy(handed_out)
-
-    def _free(self, nbytes: int) -> np.ndarray | None:
-        idle = [entry for entry in self._buffers if entry[1]() is None]
-        for entry in idle:
-            if nbytes <= entry[0].nbytes <= 2 * nbytes:
-                self._drop(entry)
-                return entry[0]
-        for entry in idle[: max(0, len(self._buffers) - self._keep)]:
-            self._drop(entry)
-        return None
-
-    def _drop(self, entry: tuple[np.ndarray, weakref.ref[np.ndarray]]) -> None:
-        self._buffers = [other for other in self._buffers if other is not entry]

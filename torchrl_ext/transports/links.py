@@ -94,8 +94,17 @@ class Link:
             TransportError: it does not speak our language; the connection is closed.
         """
         while True:
-            message = self._next()
-            if message is not None:
+            size = int.from_bytes(self._received[:4], "big")
+            if size > self.longest_bytes:
+                raise self._foreign(f"announces a message of {size:,} bytes")
+            if len(self._received) >= 4 + size:
+                try:
+                    message = json.loads(bytes(self._received[4 : 4 + size]))
+                except (ValueError, RecursionError):
+                    message = None
+                del self._received[: 4 + size]
+                if not isinstance(message, dict):
+                    raise self._foreign("sent what is no JSON object")
                 return message
             if not self._ready(select.POLLIN | _HUNG_UP, until, stop):
                 return None
@@ -119,21 +128,6 @@ class Link:
         """Close this end; a wait in another thread ends too. May be called twice."""
         self.end()
         self._socket.close()
-
-    def _next(self) -> Info | None:
-        size = int.from_bytes(self._received[:4], "big")
-        if len(self._received) < 4 or len(self._received) < 4 + size <= 4 + self.longest_bytes:
-            return None
-        if size > self.longest_bytes:
-            raise self._foreign(f"announces a message of {size:,} bytes")
-        try:
-            message = json.loads(bytes(self._received[4 : 4 + size]))
-        except (ValueError, RecursionError):
-            message = None
-        del self._received[: 4 + size]
-        if not isinstance(message, dict):
-            raise self._foreign("sent what is no JSON object")
-        return message
 
     def _ready(self, events: int, until: float | None, stop: threading.Event | None = None) -> bool:
         """Wait for one of ``events``; False at the deadline, or when stopped.

@@ -17,8 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import listen, listening
-from torchrl_ext.transports.waits import in_time
+from torchrl_ext.transports.collective.sockets import in_time, listen, listening
 from torchrl_ext.weights.devices import known_device, usable_device
 
 __all__ = ["GroupStore", "brief", "choose_backend", "gloo_devices", "made_in_time", "torch_store"]
@@ -119,9 +118,10 @@ def torch_store(notes: NoteStore, generation: str, rank: int, until: float) -> A
         port = own.getsockname()[1]
         make = partial(tcp_store, notes.host, port, None, True, patience, False, False, own.detach())
     else:
-        if notes.missing([key], until):
+        found = notes.wait(key, until)
+        if not found:
             raise DeadlineError(f"rank 0 did not say within {left_s:g} s where the store of the group is")
-        port = notes.get(key)
+        (port,) = found
         if type(port) is not int:
             raise TransportError(f"rank 0 says that the store of the group is at port {port!r}")
         make = partial(tcp_store, notes.host, port, None, False, patience, False)

@@ -23,12 +23,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a 
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.transports.collective.backends import GroupStore, brief, gloo_devices, made_in_time, torch_store
 from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import connected, shut_down
-from torchrl_ext.transports.waits import await_threads, beside, pauses
+from torchrl_ext.transports.collective.sockets import await_calls, connected, run_beside, shut_down
+from torchrl_ext.waiting import pauses
 
 __all__ = ["Group"]
 
 _SLICE = timedelta(seconds=0.1)
+_PAUSE_S, _LONGEST_S = 0.0005, 0.01
 _GLOO_THREADS = 8
 _LAST_RITES_S = 2.0
 _LATER_S = 5.0
@@ -47,6 +48,10 @@ class Group:
         device: where tensors must be.
         backend: ``"gloo"`` or ``"nccl"``.
         timeout_s: deadline of every wait, in seconds.
+
+    Attributes:
+        alive: whether the group can be used.
+        workers: ranks that receive.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Group:
         self.notes, self.generation, self.rank = notes, generation, rank
         self.world_size = world_size = len(peers)
         self.device, self.backend, self.timeout_s, self.peers = device, backend, timeout_s, peers
-        self._severed = False
+        self.alive, self.workers = True, range(1, world_size)
         self._begun: deque[Any] = deque()
         self._listeners: set[tuple[Any, ...]] = set()
         self._connections = 0
@@ -111,19 +116,9 @@ class Group:
             self.notes.sweep(*(f"{kind}/{self.generation}/" for kind in ("group", "listeners", "ready")))
 
     @property
-    def alive(self) -> bool:
-        """Whether the group can be used."""
-        return not self._severed
-
-    @property
     def whole(self) -> bool:
         """Whether no peer closed a connection, as far as that can be told."""
         return self._count_connections() >= self._connections
-
-    @property
-    def workers(self) -> range:
-        """Ranks that receive."""
-        return range(1, self.world_size)
 
     def call(self, ranks: Iterable[int]) -> str:
         """``"rank 2 (pid 17 on host)"``, for messages."""
@@ -131,7 +126,7 @@ class Group:
 
     def broadcast(self, flat: Tensor) -> Any:
         """Begin a broadcast from rank 0; `wait` for what is returned."""
-        if self._severed:
+        if not self.alive:
             raise TransportError("the transfer was aborted")
         while self._begun and self._begun[0].is_completed():
             self._begun.popleft()
@@ -148,7 +143,7 @@ class Group:
         """
         until = time.monotonic() + self.timeout_s
         if self.backend == "nccl":  # its wait only orders streams, so completion is asked for
-            for _ in pauses(until, self.notes.stop):
+            for _ in pauses(self.timeout_s, self.notes.stop, shortest_s=_PAUSE_S, longest_s=_LONGEST_S):
                 if work.is_completed():
                     break
         while True:
@@ -176,17 +171,17 @@ class Group:
         gloo has no way to interrupt a broadcast that waits for a peer, so its sockets are shut down under it: they
         are those connected to the addresses at which the ranks of this group listen.
         """
-        if self._severed:
+        if not self.alive:
             return
-        self._severed = True
+        self.alive = False
         pg, self._pg = self._pg, None
         if self.backend == "nccl":
-            beside(pg.abort)
+            run_beside(pg.abort)
             return
         shut_down(self._listeners)
         remains = [self._begun, pg]
         del pg
-        beside(lambda: _destroy_later(remains))
+        run_beside(partial(_destroy_later, remains))
 
 
 def _endpoints(said: Any) -> set[tuple[Any, ...]]:
@@ -219,4 +214,4 @@ def _destroy_later(remains: list[Any]) -> None:
 def _end_groups() -> None:
     for group in list(_GROUPS):
         group.sever()
-    await_threads(time.monotonic() + _LAST_RITES_S)
+    await_calls(_LAST_RITES_S)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info
 
 __all__ = [
     "Announcements",
     "acknowledge",
     "await_workers",
-    "check_agreed",
     "receiving_failed",
-    "refusal",
+    "refused",
     "sending_failed",
     "stop_reason",
     "tell_stopped",
@@ -32,59 +31,42 @@ _LOOK_S = 0.5
 
 def acknowledge(group: Group, info: Info, words: str = "") -> None:
     """Worker: every byte of the handoff is here; or, with ``words``, why it was not taken."""
-    group.notes.put(_key(group, info, group.rank), words)
+    group.notes.put(f"arrived/{group.generation}/{info['handoff']}/{group.rank}", words)
 
 
-def await_workers(group: Group, info: Info) -> dict[int, str]:
+def await_workers(group: Group, info: Info) -> dict[int, Any]:
     """Trainer: what each worker says of the handoff; "" is good news.
 
     Raises:
         DeadlineError: names the workers that say nothing within the group's deadline.
         TransportError: another thread aborted.
     """
-    said = _said(group, info, group.timeout_s)
-    silent = [rank for rank in group.workers if rank not in said]
+    key = f"arrived/{group.generation}/{info['handoff']}/"
+    said = group.notes.collect(key, group.workers, deadline(group.timeout_s))
     if group.notes.stop.is_set():
         raise TransportError("the transfer was aborted")
-    if silent:
-        raise DeadlineError(f"no word within {group.timeout_s:g} s from {group.call(silent)} that it arrived")
-    for rank in group.workers:
-        group.notes.drop(_key(group, info, rank))
+    if len(said) < len(group.workers):
+        silent = group.call(rank for rank in group.workers if rank not in said)
+        raise DeadlineError(f"no word within {group.timeout_s:g} s from {silent} that it arrived")
+    group.notes.sweep(key)
     return said
 
 
-def refusal(group: Group, info: Info, said: Mapping[int, str]) -> TransportError | None:
+def refused(group: Group, info: Info, said: Mapping[int, Any]) -> TransportError:
     """Trainer: the error that tells which workers have every byte and could not take them, and why."""
     refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
-    if not refusals:
-        return None
     return TransportError(
         f"weights version {info['version']} was not taken by {refusals}",
         state="the other workers have it, and the group is intact",
     )
 
 
-def check_agreed(agreed: Mapping[str, ParamMeta], params: Iterable[ParamMeta]) -> None:
-    """Trainer: hold what is to be sent against what the group agreed on, if it agreed on anything.
-
-    Raises:
-        ManifestError: names the first parameter that differs.
-    """
-    for meta in params if agreed else ():
-        if agreed.get(meta.name) != meta:
-            raise ManifestError(
-                f"parameter {meta.name!r} is {meta}",
-                expected=f"what the group agreed on: {agreed.get(meta.name, 'no such parameter')}",
-                state="nothing was sent",
-                hint="call init_all_workers_group with the metadata of what is sent",
-            )
-
-
 def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
     """The trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
     said, silent = {}, []
     if not group.notes.stop.is_set():
-        said = _said(group, info, _LAST_WORDS_S)
+        key = f"arrived/{group.generation}/{info['handoff']}/"
+        said = group.notes.collect(key, group.workers, deadline(_LAST_WORDS_S))
         silent = [rank for rank in group.workers if rank not in said]
     lost = f"; no sign of life from {group.call(silent)}" if silent else ""
     words = [f"rank {rank} says: {text}" for rank, text in said.items() if text]
@@ -99,11 +81,10 @@ def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSy
 def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
     """The worker's ``error`` again, with what is known of the trainer, which is told."""
     try:
-        group.notes.limit_waits(_LAST_WORDS_S)
+        group.notes.patience_s = _LAST_WORDS_S
         acknowledge(group, info, why(error))
         group.sever()
-        group.notes.missing([_stopped(group)], deadline(_LAST_WORDS_S))
-        trainer = stop_reason(group) or "it is alive, so the network or another worker failed"
+        trainer = stop_reason(group, _LAST_WORDS_S) or "it is alive, so the network or another worker failed"
     except NotConnectedError:
         trainer = "its store is gone, so it died or was shut down"
     return type(error)(
@@ -118,30 +99,13 @@ def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> Weight
 def tell_stopped(group: Group, reason: str) -> None:
     """Trainer: leave the reason for the end of the group where workers find it."""
     with contextlib.suppress(NotConnectedError):
-        group.notes.put(_stopped(group), reason)
+        group.notes.put(f"stopped/{group.generation}", reason)
 
 
-def stop_reason(group: Group) -> str | None:
-    """Worker: why the trainer ended the group; None while it has not."""
-    key = _stopped(group)
-    return str(group.notes.get(key)) if group.notes.has(key) else None
-
-
-def _said(group: Group, info: Info, timeout_s: float) -> dict[int, str]:
-    keys = {rank: _key(group, info, rank) for rank in group.workers}
-    try:
-        missing = group.notes.missing(list(keys.values()), deadline(timeout_s))
-        return {rank: str(group.notes.get(key)) for rank, key in keys.items() if key not in missing}
-    except NotConnectedError:
-        return {}
-
-
-def _key(group: Group, info: Info, rank: int) -> str:
-    return f"arrived/{group.generation}/{info['handoff']}/{rank}"
-
-
-def _stopped(group: Group) -> str:
-    return f"stopped/{group.generation}"
+def stop_reason(group: Group, timeout_s: float = 0.0) -> str | None:
+    """Worker: why the trainer ended the group; None where it does not say so within ``timeout_s`` seconds."""
+    found = group.notes.wait(f"stopped/{group.generation}", deadline(timeout_s))
+    return str(found[0]) if found else None
 
 
 class Announcements:
@@ -175,7 +139,7 @@ class Announcements:
         group, key = self._group, self._key(self._count + 1)
         until = deadline(timeout_s)
         try:
-            while group.notes.missing([key], min(until, deadline(_LOOK_S))):
+            while not (found := group.notes.wait(key, min(until, deadline(_LOOK_S)))):
                 reason = self._ended()
                 if reason is not None:
                     raise NotConnectedError(
@@ -184,11 +148,10 @@ class Announcements:
                     )
                 if time.monotonic() >= until:
                     return None
-            info = group.notes.get(key)
         except NotConnectedError:
             group.sever()
             raise
-        self._count += 1
+        self._count, info = self._count + 1, found[0]
         if type(info) is dict:
             self._rows = info["params"] = self._rows if info.get("params") is None else info["params"]
         if type(info) is not dict or type(self._rows) is not list:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+import weakref
 
 import torch
 
@@ -12,7 +13,7 @@ from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.handoffs import tell_stopped
-from torchrl_ext.transports.collective.notes import NoteStore
+from torchrl_ext.transports.collective.notes import KeptNotes, NoteStore, RemoteNotes
 from torchrl_ext.transports.collective.rendezvous import Note, enter, host, process_text
 from torchrl_ext.types import Info, ParamMeta
 
@@ -76,9 +77,7 @@ class Membership:
         if self._notes is not None and self._notes.secret != secret:
             self._notes.close()
             self._notes = None
-        if self._notes is None:
-            self._notes = self._at(self.port, host=True, secret=secret)
-        return self._notes
+        return self._notes or self._keep(KeptNotes(self.address, self.port, secret, self.stop))
 
     def address_info(self, room: str) -> Info:
         """Trainer: what a worker needs to reach its notes, and to speak the same backend."""
@@ -116,7 +115,7 @@ class Membership:
         if self._notes is not None:
             self._notes.close()
         until = deadline(self.timeout_s)
-        self._notes = notes = self._at(self.port, host=False, secret=self._secret)
+        notes = self._keep(RemoteNotes(self.address, self.port, self._secret, self.stop, timeout_s=self.timeout_s))
         admission = enter(notes, room, rank, self._own_note(size, params), until)
         self._form(notes, admission.generation, rank, dict(enumerate(admission.peers)))
 
@@ -158,8 +157,11 @@ class Membership:
                 state="no group was formed",
             ) from error
 
-    def _at(self, port: int, *, host: bool, secret: str) -> NoteStore:
-        return NoteStore(self.address, port, host=host, timeout_s=self.timeout_s, stop=self.stop, secret=secret)
+    def _keep(self, notes: NoteStore) -> NoteStore:
+        self._notes = notes
+        # at the end of a process its connections close by themselves: those of a fork would end its parent's
+        weakref.finalize(self, notes.close).atexit = False
+        return notes
 
     def _own_note(self, size: int | None, params: tuple[ParamMeta, ...]) -> Note:
         return Note(

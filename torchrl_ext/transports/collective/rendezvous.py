@@ -124,11 +124,14 @@ def host(notes: NoteStore, room: str, generation: str, own: Note, until: float) 
     size = own.world_size or 1
     workers = range(1, size)
     notes.put(f"{room}/0", asdict(own))
-    answers: list[str] = []
     try:
-        absent = [int(key.rpartition("/")[2]) for key in notes.missing([f"{room}/{rank}" for rank in workers], until)]
+        said = notes.collect(f"{room}/", workers, until)
+        absent = [rank for rank in workers if rank not in said]
+        tokens = [read.get("token") for read in said.values() if type(read) is dict]
+        answers = [f"{room}/answer/{token}" for token in tokens if type(token) is str]
+        for rank in said:
+            notes.drop(f"{room}/{rank}")
         try:
-            said = {rank: _taken(notes, f"{room}/{rank}", answers) for rank in workers if rank not in absent}
             if notes.stop.is_set():
                 raise TransportError("forming the group was aborted")
             if absent:
@@ -151,7 +154,16 @@ def host(notes: NoteStore, room: str, generation: str, own: Note, until: float) 
         admission = asdict(Admission(generation=generation, peers=list(peers.values())))
         for answer in answers:
             notes.put(answer, admission)
-        _ready(notes, generation, workers, peers, until)
+        # a rank that died while others were awaited is named here, before a constructor blocks on it
+        ready = notes.collect(f"ready/{generation}/", workers, until)
+        if notes.stop.is_set():
+            raise TransportError("forming the group was aborted")
+        absent = [rank for rank in workers if rank not in ready]
+        if absent:
+            raise DeadlineError(
+                f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived but did not answer",
+                state="no group was formed",
+            )
         return peers
     finally:
         notes.drop(f"{room}/0")
@@ -167,7 +179,8 @@ def enter(notes: NoteStore, room: str, rank: int, own: Note, until: float) -> Ad
     """
     answer = f"{room}/answer/{uuid.uuid4().hex}"
     notes.put(f"{room}/{rank}", asdict(replace(own, token=answer.rpartition("/")[2])))
-    if notes.missing([answer], until):
+    found = notes.wait(answer, until)
+    if not found:
         notes.drop(f"{room}/{rank}")
         if notes.stop.is_set():
             raise TransportError("joining the group was aborted")
@@ -179,10 +192,10 @@ def enter(notes: NoteStore, room: str, rank: int, own: Note, until: float) -> Ad
             expected="every rank enters at the same time",
             state="no group was formed",
         )
-    read = notes.take(answer)
-    admission = Admission.from_json(read)
+    notes.drop(answer)
+    admission = Admission.from_json(found[0])
     if not rank < len(admission.peers) == (own.world_size or len(admission.peers)):
-        raise _malformed("the answer of the trainer", read)
+        raise _malformed("the answer of the trainer", found[0])
     notes.put(f"ready/{admission.generation}/{rank}", True)
     return admission
 
@@ -190,28 +203,6 @@ def enter(notes: NoteStore, room: str, rank: int, own: Note, until: float) -> Ad
 def process_text() -> str:
     """How to call this process in a message."""
     return f"pid {os.getpid()} on {socket.gethostname()}"
-
-
-def _ready(notes: NoteStore, generation: str, workers: range, peers: dict[int, str], until: float) -> None:
-    """A rank that died while others were awaited is named here, before a constructor blocks on it."""
-    absent = notes.missing([f"ready/{generation}/{rank}" for rank in workers], until)
-    if notes.stop.is_set():
-        raise TransportError("forming the group was aborted")
-    if absent:
-        named = [int(key.rpartition("/")[2]) for key in absent]
-        raise DeadlineError(
-            f"{ranks_text(named)} ({', '.join(peers[rank] for rank in named)}) arrived but did not answer",
-            state="no group was formed",
-        )
-
-
-def _taken(notes: NoteStore, key: str, answers: list[str]) -> Any:
-    """The note under ``key``, not checked yet; where its rank waits for an answer is added to the list."""
-    read = notes.take(key)
-    token = read.get("token") if type(read) is dict else None
-    if type(token) is str:
-        answers.append(f"{key.rpartition('/')[0]}/answer/{token}")
-    return read
 
 
 def _told_by(rank: int, read: Any) -> Note:

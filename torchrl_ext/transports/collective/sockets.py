@@ -15,17 +15,19 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.waits import in_time, pauses
+from torchrl_ext.waiting import in_thread, pauses
 
-__all__ = ["connected", "dial", "listen", "listening", "shut_down"]
+__all__ = ["await_calls", "connected", "dial", "in_time", "listen", "listening", "run_beside", "shut_down"]
 
 _ANYWHERE = ("::", "0.0.0.0")
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_PAUSE_S, _SLICE_S = 0.001, 0.05
 _ADDRESS_BYTES = 128  # of the largest address that a system knows (sockaddr_storage)
 
 
@@ -131,10 +133,9 @@ def dial(address: str, port: int, until: float, stop: threading.Event) -> socket
         TransportError: another thread set ``stop``.
     """
     began, failure = time.monotonic(), "no attempt was made"
-    for _ in pauses(until, stop):
-        left_s = max(0.1, until - time.monotonic())
+    for left_s in pauses(until - began, stop, shortest_s=_PAUSE_S, longest_s=_SLICE_S):
         try:
-            made = in_time(partial(socket.create_connection, (address, port), left_s), until, stop)
+            made = in_time(partial(socket.create_connection, (address, port), max(0.1, left_s)), until, stop)
         except OSError as error:  # nobody listens; or the name is not known, and that of a service may be, soon
             failure = str(error)
         else:
@@ -148,3 +149,29 @@ def dial(address: str, port: int, until: float, stop: threading.Event) -> socket
         state="no group was joined",
         hint="check master_address and master_port",
     )
+
+
+# calls into libraries that can neither be given a deadline nor be interrupted
+
+_CALLS: set[Future[Any]] = set()
+
+
+def run_beside(call: Callable[[], Any]) -> Future[Any]:
+    """Run ``call`` in a thread that is left to it."""
+    made = in_thread(call, "torchrl-ext-beside")
+    _CALLS.add(made)
+    made.add_done_callback(_CALLS.discard)
+    return made
+
+
+def in_time(call: Callable[[], Any], until: float, stop: threading.Event) -> list[Any]:
+    """What ``call`` returns, as a list of one; empty when it is not back in time, or when stopped."""
+    made = run_beside(call)
+    while not made.done() and time.monotonic() < until and not stop.is_set():
+        wait([made], _SLICE_S)
+    return [made.result()] if made.done() else []
+
+
+def await_calls(timeout_s: float) -> None:
+    """Let what runs beside end, as far as it does within ``timeout_s`` seconds."""
+    wait(list(_CALLS), timeout_s)

@@ -43,36 +43,43 @@ def buckets_of(plan: Plan, params: tuple[ParamMeta, ...], bucket_bytes: int) -> 
 
 
 class _Window:
-    """Broadcasts in flight, oldest first.
+    """Broadcasts in flight, and the memory of those that are packed.
 
     Args:
         group: what they run on.
+        buckets: all that will fly.
         bucket_bytes: size of a bucket; 0 lets nothing overlap.
+
+    Attributes:
+        flying: what was started and did not land yet, oldest first.
     """
 
-    def __init__(self, group: Group, bucket_bytes: int) -> None:
-        self._group = group
-        self._flying: deque[tuple[Bucket, list[Any], Tensor]] = deque()
+    def __init__(self, group: Group, buckets: Sequence[Bucket], bucket_bytes: int) -> None:
+        self._group, self._pool = group, BufferPool(group.device)
+        self.flying: deque[tuple[Bucket, list[Any], Tensor]] = deque()
         self._limit, self._limit_bytes = (_FLYING, _FLYING_BUCKETS * bucket_bytes) if bucket_bytes else (0, 0)
-        self._bytes = self._packed = 0
-
-    def __len__(self) -> int:
-        return len(self._flying)
-
-    @property
-    def full(self) -> bool:
-        """Whether the oldest must land before another bucket may start."""
-        flying = len(self._flying)
-        return flying > self._limit or (flying > 2 and self._bytes > self._limit_bytes)
+        self._bytes = self._packed = self._largest = 0
+        for bucket in buckets:
+            if not bucket.direct and bucket.nbytes > self._largest:
+                self._largest = bucket.nbytes
 
     def admits(self, bucket: Bucket) -> bool:
-        """Whether there is room for the memory that ``bucket`` is packed into."""
+        """Whether ``bucket`` may start before the oldest one has landed."""
+        flying = len(self.flying)
+        if flying > self._limit or (flying > 2 and self._bytes > self._limit_bytes):
+            return False
         return bucket.direct or self._packed < _PACKED
+
+    def buffer(self, bucket: Bucket) -> Tensor:
+        """Memory for ``bucket``; of one size for all that are packed, so that what has landed is used again."""
+        return self._pool.take(bucket.nbytes if bucket.direct else self._largest)[: bucket.nbytes]
 
     def start(self, bucket: Bucket, flat: Tensor) -> None:
         """Begin to broadcast the bytes of ``bucket``, which are ``flat``."""
-        works = [self._group.broadcast(part) for part in flat.split(_SLICE_BYTES)] if bucket.nbytes else []
-        self._flying.append((bucket, works, flat))
+        works = []
+        for part in flat.split(_SLICE_BYTES) if bucket.nbytes else ():
+            works.append(self._group.broadcast(part))
+        self.flying.append((bucket, works, flat))
         self._bytes += bucket.nbytes
         self._packed += not bucket.direct
 
@@ -82,10 +89,10 @@ class _Window:
         Raises:
             TransportError, DeadlineError: as `Group.wait`.
         """
-        bucket, works, flat = self._flying[0]
+        bucket, works, flat = self.flying[0]
         for work in works:
             self._group.wait(work)
-        self._flying.popleft()
+        self.flying.popleft()
         self._bytes -= bucket.nbytes
         self._packed -= not bucket.direct
         return bucket, flat
@@ -98,22 +105,19 @@ def send_buckets(group: Group, buckets: Sequence[Bucket], packer: Packer, *, buc
         TransportError, DeadlineError: as `Group.wait`.
         ManifestError: the source is not what was declared.
     """
-    window, pool = _Window(group, bucket_bytes), BufferPool(group.device)
-    capacity = _capacity(buckets)
+    window = _Window(group, buckets, bucket_bytes)
     for bucket in buckets:
         while not window.admits(bucket):
             window.land()
         if bucket.direct:
             flat = packer.direct(group.device)
         else:
-            flat = pool.take(capacity)[: bucket.nbytes]
+            flat = window.buffer(bucket)
             packer.fill(bucket, [flat])
         window.start(bucket, flat)
         del flat
-        while window.full:
-            window.land()
     packer.finish()
-    while window:
+    while window.flying:
         window.land()
 
 
@@ -138,8 +142,8 @@ class Incoming:
         bucket_bytes: int,
     ) -> None:
         self._rest = deque(buckets)
-        self._window, self._lander = _Window(group, bucket_bytes), Lander(params, into, group.device)
-        self._pool, self._capacity = BufferPool(group.device), _capacity(buckets)
+        """What was not started yet. A bucket leaves it only when it is on its way, so that none is ever skipped."""
+        self._window, self._lander = _Window(group, buckets, bucket_bytes), Lander(params, into, group.device)
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs in order; whoever takes them may stop at any of them, and `drain` then takes the rest.
@@ -147,10 +151,19 @@ class Incoming:
         Raises:
             TransportError, DeadlineError: as `Group.wait`.
         """
-        while self._rest or self._window:
-            while self._rest and not self._window.full and self._window.admits(self._rest[0]):
-                self._begin_next()
-            yield from self._landed(*self._window.land())
+        rest, window, lander = self._rest, self._window, self._lander
+        while rest or window.flying:
+            while rest and window.admits(rest[0]):
+                bucket = rest[0]
+                flat = lander.begin(bucket.spans[0].first) if bucket.direct else window.buffer(bucket)
+                window.start(bucket, flat)
+                rest.popleft()
+            bucket, flat = window.land()
+            if bucket.direct:
+                yield lander.end(bucket.spans[0].first)
+            else:
+                yield from lander.take(bucket, flat, lasting=True)
+            del flat
 
     def drain(self) -> None:
         """Receive the rest and drop it, so that the group stays in step.
@@ -158,26 +171,9 @@ class Incoming:
         Raises:
             TransportError, DeadlineError: as `Group.wait`.
         """
-        while self._rest or self._window:
-            while self._rest and not self._window.full:
-                self._start(self._pool.take(self._rest[0].nbytes))
-            self._window.land()
-
-    def _begin_next(self) -> None:
-        bucket = self._rest[0]
-        if bucket.direct:
-            self._start(self._lander.begin(bucket.spans[0].first))
-        else:
-            self._start(self._pool.take(self._capacity)[: bucket.nbytes])
-
-    def _start(self, flat: Tensor) -> None:
-        """Let the next bucket come. It leaves the list only when it is on its way, so that none is ever skipped."""
-        self._window.start(self._rest[0], flat)
-        self._rest.popleft()
-
-    def _landed(self, bucket: Bucket, flat: Tensor) -> list[tuple[str, Tensor]]:
-        return [self._lander.end(bucket.spans[0].first)] if bucket.direct else self._lander.keep(bucket, flat)
-
-
-def _capacity(buckets: Sequence[Bucket]) -> int:
-    return max((bucket.nbytes for bucket in buckets if not bucket.direct), default=0)
+        rest, window = self._rest, self._window
+        while rest or window.flying:
+            while rest and window.admits(rest[0]):
+                window.start(rest[0], window.buffer(rest[0]))
+                rest.popleft()
+            window.land()

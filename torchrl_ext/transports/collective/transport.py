@@ -5,12 +5,21 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    ManifestError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+    why,
+)
 from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.buckets import Packer, Plan
 from torchrl_ext.transports.collective import handoffs, stream
@@ -149,7 +158,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
             ConfigError: the world size given at construction is another one.
             TransportError: this is not rank 0, or the port is taken.
         """
-        self._require_trainer("open")
+        if self.rank != 0:
+            raise self._no_trainer("open")
         self._member.stop.clear()
         if workers == 0:
             if self.check_connection():
@@ -164,7 +174,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 )
         info = {"transport": self.name, "world_size": size, "room": room, "bucket_bytes": self.bucket_bytes}
         info |= self._member.address_info(room)
-        return Handoff(info=info, transfer=lambda: self._host(room, size, params))
+        return Handoff(info=info, transfer=partial(self._host, room, size, params))
 
     def join(self, info: Info) -> None:
         """As `Transport.join`; ``info["rank"]`` is this worker's rank.
@@ -207,9 +217,17 @@ class VLLMCollectiveTransport(StandaloneTransport):
     # an update
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
-        self._require_trainer("send_weights")
+        if self.rank != 0:
+            raise self._no_trainer("send_weights")
         group, params = self._member.group(), source.params()
-        handoffs.check_agreed(self._agreed, params)
+        for meta in params if self._agreed else ():
+            if self._agreed.get(meta.name) != meta:
+                raise ManifestError(
+                    f"parameter {meta.name!r} is {meta}",
+                    expected=f"what the group agreed on: {self._agreed.get(meta.name, 'no such parameter')}",
+                    state="nothing was sent",
+                    hint="call init_all_workers_group with the metadata of what is sent",
+                )
         self._handoffs += 1
         info = {
             "transport": self.name,
@@ -219,7 +237,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             "bucket_bytes": self.bucket_bytes,
             "params": self._plan.rows(params),
         }
-        return Handoff(info=info, transfer=lambda: self._send(group, source, info, params))
+        return Handoff(info=info, transfer=partial(self._send, group, source, info, params))
 
     def _send(self, group: Group, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
         began = time.perf_counter()
@@ -235,9 +253,9 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 raise handoffs.sending_failed(group, info, error) from error
             raise
         self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
-        refused = handoffs.refusal(group, info, said)
-        if refused is not None:
-            raise refused
+        for words in said.values():
+            if words:
+                raise handoffs.refused(group, info, said)
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         pairs = self._receiving(info, into)
@@ -322,13 +340,12 @@ class VLLMCollectiveTransport(StandaloneTransport):
     def shutdown(self) -> None:
         self._member.close(self.rank)
 
-    def _require_trainer(self, what: str) -> None:
-        if self.rank != 0:
-            raise TransportError(
-                f"{what} was called on rank {self.rank}",
-                expected="rank 0, the trainer; other ranks receive",
-                state="nothing was sent",
-            )
+    def _no_trainer(self, what: str) -> TransportError:
+        return TransportError(
+            f"{what} was called on rank {self.rank}",
+            expected="rank 0, the trainer; other ranks receive",
+            state="nothing was sent",
+        )
 
 
 def _require(info: Info, **fields: type) -> None:
