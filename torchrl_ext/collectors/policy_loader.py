@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.landing.loader import Staging, TensorsLoader, WeightLoader
+from torchrl_ext.landing.loader import Changes, TensorsLoader, WeightLoader
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.conversion import stacked
 from torchrl_ext.weights.source import as_source, named_tensors, unwrapped
@@ -84,9 +85,16 @@ class ModelLoader(WeightLoader):
     def position_digests(self) -> dict[str, str]:
         return {} if self._bare() else self._current().position_digests()
 
-    def stage(self, changes: Staging) -> None:
+    def stage(self, changes: Changes) -> None:
         self._extra = dict(changes.whole([name for name in changes.digests if _is_extra(name)]))
-        self._current().stage(_PlainChanges(changes))
+        plain = {name: digest for name, digest in changes.digests.items() if not _is_extra(name)}
+        self._current().stage(
+            replace(
+                changes,
+                digests=plain,
+                patches=lambda wanted: changes.patches(lambda name: not _is_extra(name) and wanted(name)),
+            )
+        )
 
     def commit(self) -> None:
         self._current().commit()
@@ -155,19 +163,6 @@ def _like(old: Tensor, new: Tensor, device: str | None) -> Tensor:
     if new.untyped_storage().nbytes() != new.nbytes:
         new = new.clone()  # a piece of a bucket would keep all of it
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
-
-
-class _PlainChanges:
-    """Changes without those of the extra state, which is set as a whole."""
-
-    def __init__(self, changes: Staging) -> None:
-        self._changes = changes
-        self.digests = {name: digest for name, digest in changes.digests.items() if not _is_extra(name)}
-        self.whole = changes.whole
-
-    def patches(self, wanted: Callable[[str], bool]) -> Iterator[Any]:
-        """One pass over the changed tensors of the model itself."""
-        return self._changes.patches(lambda name: not _is_extra(name) and wanted(name))
 
 
 def _is_extra(name: str) -> bool:

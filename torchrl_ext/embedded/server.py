@@ -23,7 +23,7 @@ from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest, answer, is_token
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
 from torchrl_ext.messages import read
-from torchrl_ext.sync.access import bears_key, refusal
+from torchrl_ext.messages.routes import bears_key, refusal
 
 __all__ = ["make_app"]
 

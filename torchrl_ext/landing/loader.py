@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.landing.spelling import Spelling
 from torchrl_ext.types import Info, ParamMeta
@@ -29,26 +31,28 @@ from torchrl_ext.weights.source import (
 if TYPE_CHECKING:
     from torchrl_ext.landing.patcher import Patcher
 
-__all__ = ["Staging", "TensorsLoader", "WeightLoader", "as_loader"]
+__all__ = ["Changes", "TensorsLoader", "WeightLoader", "as_loader"]
 
 
-class Staging(Protocol):
-    """What `WeightLoader.stage` uses of a transport's changes."""
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a model that holds one version needs to hold another one, folded: no element twice.
 
-    @property
-    def digests(self) -> Mapping[str, str]:
-        """Position digest of every tensor at the end, 32 hex digits, by name."""
+    Attributes:
+        patches: makes one pass over the changed tensors; it asks for each name first whether it is wanted, and what is
+            not is neither decoded nor yielded.
+        digests: position digest of every tensor at the end, 32 hex digits, by name.
+        whole: the tensors of some names at the end: of those that are not patchable.
+        held, reached: run id and number of the versions between which it leads.
+        params: every parameter of the model, in order.
+    """
 
-    @property
-    def patches(self) -> Callable[[Callable[[str], bool]], Iterator[Any]]:
-        """Makes one pass over the changed tensors (`torchrl_ext.codecs.patch.Patch`).
-
-        It asks for each name first whether it is wanted; what is not is neither decoded nor yielded.
-        """
-
-    @property
-    def whole(self) -> Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]:
-        """Tensors at the end, of names that are not patchable."""
+    patches: Callable[[Callable[[str], bool]], Iterator[Patch]]
+    digests: Mapping[str, str]
+    whole: Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
+    held: tuple[str, int] = ("", 0)
+    reached: tuple[str, int] = ("", 0)
+    params: tuple[ParamMeta, ...] = ()
 
 
 class WeightLoader(ABC):
@@ -84,7 +88,7 @@ class WeightLoader(ABC):
         """Position digest of every checkpoint tensor in the model, 32 hex digits; recomputed from its bytes."""
         raise ConfigError(f"a {type(self).__name__} cannot read back what its model holds")
 
-    def stage(self, changes: Staging) -> None:
+    def stage(self, changes: Changes) -> None:
         """Translate changes while the model is in use, and hold the result against ``changes.digests``.
 
         Raises:
@@ -230,7 +234,7 @@ class TensorsLoader(WeightLoader):
         found = {name: digest.hex() for name, (digest, _) in self._patches().held().items()}
         return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
 
-    def stage(self, changes: Staging) -> None:
+    def stage(self, changes: Changes) -> None:
         from torchrl_ext.landing.patcher import compare
 
         patcher = self._patches()

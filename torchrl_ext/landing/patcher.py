@@ -20,7 +20,7 @@ from torchrl_ext.landing.writes import Piece, Staged, as_bits, in_units, piece_d
 from torchrl_ext.weights.digests import PositionDigest
 
 if TYPE_CHECKING:
-    from torchrl_ext.landing.loader import Staging
+    from torchrl_ext.landing.loader import Changes
     from torchrl_ext.types import ParamMeta
 
 __all__ = ["READ_BACK_VERSIONS", "Coverage", "Patcher", "Piece", "compare", "holds", "identity", "read"]
@@ -92,7 +92,7 @@ class Patcher:
         self._held.clear()
         return {name: self._coverage(name) for name in self.pieces}
 
-    def stage(self, changes: Staging) -> dict[str, Coverage]:
+    def stage(self, changes: Changes) -> dict[str, Coverage]:
         """Translate the changes of the tensors that can be patched.
 
         Returns:

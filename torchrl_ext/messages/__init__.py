@@ -14,14 +14,6 @@ fields that several transports have are held against their types and bounds.
 
 from __future__ import annotations
 
-from torchrl_ext.messages.adapters import (
-    CheckAdapter,
-    CheckLoaded,
-    ListAdapters,
-    ServeAdapter,
-    StageAdapter,
-    UnloadAdapter,
-)
 from torchrl_ext.messages.base import FORMAT, Message, read
 from torchrl_ext.messages.routes import (
     ADAPTERS_ROUTE,
@@ -30,23 +22,31 @@ from torchrl_ext.messages.routes import (
     CHANNEL,
     OPEN_UPDATE,
     answers_in,
+    bears_key,
     merged,
+    refusal,
 )
 from torchrl_ext.messages.steps import (
+    CheckAdapter,
+    CheckLoaded,
     Finish,
     Flush,
     Inspect,
     Join,
     Keep,
     Leave,
+    ListAdapters,
     Load,
     Poll,
     Prefetch,
     Rehearse,
     Reset,
     Seal,
+    ServeAdapter,
+    StageAdapter,
     Start,
     State,
+    UnloadAdapter,
     Verify,
     loading,
 )
@@ -55,5 +55,5 @@ __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "CheckAdapter", "CheckLoaded", "Finish",
     "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load", "Message", "Poll", "Prefetch", "Rehearse",
     "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State", "UnloadAdapter", "Verify", "answers_in",
-    "loading", "merged", "read",
+    "bears_key", "loading", "merged", "read", "refusal",
 ]  # fmt: skip

@@ -1,14 +1,14 @@
-"""How messages and answers get through an engine's routes: words that its plugin and its client both have to know."""
+"""How messages and answers get through an engine's routes: words that its plugin and its client both have to know, and
+who may call the routes that are ours, whichever server they lie in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torchrl_ext.types import Info, least
-
-__all__ = ["ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "OPEN_UPDATE", "answers_in", "merged"]
 
 BACKEND = "torchrl_ext"
 """The name of our weight-transfer backend inside vLLM."""
@@ -67,3 +67,20 @@ def _objects(text: str) -> Iterator[Info]:
             continue
         if isinstance(found, dict):
             yield found
+
+
+def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
+    """Whether a request may pass: there are no keys, or its ``Authorization`` header is ``Bearer`` and one of them.
+
+    Keys are compared in constant time.
+    """
+    scheme, _, told = (authorization or "").partition(" ")
+    given = told.strip().encode()
+    matches = [secrets.compare_digest(given, key.encode()) for key in keys]
+    return not keys or (scheme.lower() == "bearer" and any(matches))
+
+
+def refusal() -> dict[str, Any]:
+    """The body of a 401, in vLLM's shape of an error."""
+    row = {"message": "this route wants the engine's API key", "type": "Unauthorized", "param": None, "code": 401}
+    return {"error": row}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.kernels.base import Words, flat_bits
+from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.placement import keeps_values
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["TakenBack", "announced", "changed", "content", "minus", "places", "plus"]
+__all__ = ["announced", "changed", "content", "minus", "places", "plus", "taken_back"]
 
 _AT_ONCE = 1 << 22  # elements
 
@@ -68,8 +69,10 @@ def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return name, flat.reshape(tensor.shape)
 
 
-class TakenBack:
-    """What leads from the changed checkpoint back to the start checkpoint (`torchrl_ext.landing.loader.Staging`).
+def taken_back(
+    start: Callable[[], Iterable[tuple[str, Tensor]]], digests: Mapping[str, str], sparse: Callable[[str], bool]
+) -> Changes:
+    """What leads from the changed checkpoint back to the start checkpoint.
 
     Args:
         start: makes a pass over the start checkpoint.
@@ -77,20 +80,11 @@ class TakenBack:
         sparse: whether changes of a tensor are written element by element; of others it is enough that they changed.
     """
 
-    def __init__(
-        self,
-        start: Callable[[], Iterable[tuple[str, Tensor]]],
-        digests: Mapping[str, str],
-        sparse: Callable[[str], bool],
-    ) -> None:
-        self._start, self.digests, self._sparse = start, digests, sparse
-
-    def patches(self, wanted: Callable[[str], bool]) -> Iterator[Patch]:
-        """One per tensor that was changed, with the bits of the start checkpoint."""
-        for name, tensor in self._start():
+    def patches(wanted: Callable[[str], bool]) -> Iterator[Patch]:
+        for name, tensor in start():
             meta = ParamMeta.of(name, tensor)
             where = places(name, tensor).numpy()
-            where = where if self._sparse(name) else where[:1]
+            where = where if sparse(name) else where[:1]
             parts = unit_of(meta.dtype).parts
             if parts > 1:
                 where = (where[:, None] * parts + np.arange(parts)).reshape(-1)
@@ -98,10 +92,11 @@ class TakenBack:
                 indices = where.astype(index_dtype(unit_of(meta.dtype).count(meta)))
                 yield SparsePatch(meta, indices, units(tensor)[where])
 
-    def whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the start checkpoint."""
-        wanted: Collection[str] = frozenset(names)
-        return ((name, tensor) for name, tensor in self._start() if name in wanted)
+    def whole(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        wanted = frozenset(names)
+        return ((name, tensor) for name, tensor in start() if name in wanted)
+
+    return Changes(patches=patches, digests=digests, whole=whole)
 
 
 def content(tensor: Tensor) -> Words:

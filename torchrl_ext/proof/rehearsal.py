@@ -29,7 +29,7 @@ from torchrl_ext.errors import IntegrityError
 from torchrl_ext.kernels.base import Words
 from torchrl_ext.landing.placement import Landing
 from torchrl_ext.landing.runtime import Reading
-from torchrl_ext.proof.known_weights import TakenBack, changed, content, minus, places, plus
+from torchrl_ext.proof.known_weights import changed, content, minus, places, plus, taken_back
 from torchrl_ext.types import Info
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 
@@ -175,7 +175,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
 def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
     """Undo what was changed, as a delta lands; whether all is as in the cold start."""
     try:
-        loader.stage(TakenBack(lambda: iter(start), start.digests, loader.patchable))
+        loader.stage(taken_back(lambda: iter(start), start.digests, loader.patchable))
         loader.commit()
     except IntegrityError as error:
         log.warning("changes cannot be written in place: %s", error)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
-from torchrl_ext.landing.changes import Changes
-from torchrl_ext.landing.loader import WeightLoader, as_loader
+from torchrl_ext.landing.loader import Changes, WeightLoader, as_loader
 from torchrl_ext.messages import (
     Finish,
     Inspect,

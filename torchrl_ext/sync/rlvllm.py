@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
-from torchrl_ext.landing.loader import Staging, WeightLoader
+from torchrl_ext.landing.loader import Changes, WeightLoader
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, dtype_name
@@ -160,7 +160,7 @@ class _Loader(WeightLoader):
 
         self._call("take weights", update)
 
-    def stage(self, changes: Staging) -> None:
+    def stage(self, changes: Changes) -> None:
         touched: list[str] = []
 
         def unwanted(name: str) -> bool:

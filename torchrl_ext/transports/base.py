@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from torchrl_ext.errors import ConcurrentUpdateError
-from torchrl_ext.landing.changes import Changes
+from torchrl_ext.landing.loader import Changes
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource
 

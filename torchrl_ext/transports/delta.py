@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, TransportError
-from torchrl_ext.landing.changes import Changes
+from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Incremental, deadline

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
-from torchrl_ext.landing.changes import Changes
+from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores.chain import Chain, Held
 from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.types import ParamMeta

@@ -8,7 +8,7 @@ to the `lora_id`, which is drawn anew at each load (`sglang.srt.managers.schedul
 of another.
 
 Messages travel as the ``action`` of ``/weights_checker``, like our others, but these stay in the process that looks
-names up (`TokenizerManager`): those of `torchrl_ext.messages.adapters`. The workers are asked about layers.
+names up (`TokenizerManager`): those of `torchrl_ext.messages.steps`. The workers are asked about layers.
 
 What SGLang 0.5.23 passes over in silence is refused when a version is staged: it scales every layer by
 ``lora_alpha / r``, whatever ``use_rslora``, ``alpha_pattern`` and ``rank_pattern`` say, and skips tensors that it has

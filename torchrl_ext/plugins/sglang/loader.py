@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.landing.loader import Staging
+from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, read
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading, reachable
@@ -144,7 +144,7 @@ class SGLangLoader(PluginLoader):
             raise unreadable()
         return {name: position_digest(tensor).hex() for name, tensor in start}
 
-    def stage(self, changes: Staging) -> None:
+    def stage(self, changes: Changes) -> None:
         self._whole = []
         self._coverage, self._expected = self._patcher.stage(changes), changes.digests
         if any(not self.patchable(meta.name) for meta in self._params):

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from torchrl_ext.errors import NotConnectedError
-from torchrl_ext.landing.loader import Staging
+from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Piece
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading
@@ -119,7 +119,7 @@ class VLLMLoader(PluginLoader):
             raise unreadable()
         return held or {name: position_digest(tensor).hex() for name, tensor in start or ()}
 
-    def stage(self, changes: Staging) -> None:
+    def stage(self, changes: Changes) -> None:
         self._checked().stage(changes)
 
     @property

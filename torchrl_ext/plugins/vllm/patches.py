@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
-from torchrl_ext.landing.loader import Staging
+from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare
 from torchrl_ext.landing.placement import Placement
 from torchrl_ext.plugins.common.workers import combine
@@ -74,7 +74,7 @@ class VLLMPatches:
             return {}
         return {name: digest.hex() for name, digest in self._together(self._patcher.held()).items()}
 
-    def stage(self, changes: Staging) -> None:
+    def stage(self, changes: Changes) -> None:
         """Translate what can be patched; bring what cannot to its new value on the host."""
         self._whole.clear()
         self._found, self._expected = self._patcher.stage(changes), changes.digests
