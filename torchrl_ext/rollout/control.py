@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 from torchrl_ext.registry import engines
+from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.http import AsyncSession, HTTPSession
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.router import refuse_router
-from torchrl_ext.types import EngineRow, Info
+from torchrl_ext.types import Info
 
 __all__ = ["EngineControl"]
 
@@ -23,20 +22,11 @@ _T = TypeVar("_T")
 _LOOK_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One route of an engine with what it is told."""
-
-    route: str
-    body: Any = None
-    query: Mapping[str, Any] | None = None
-
-
 class EngineControl(ABC):
     """What SkyRL's client tells engines, as methods. Each one reaches every engine.
 
-    A call waits for every engine, and then raises one error with a row for each where some did not do it. What a
-    `Fleet` does is left to it; the single steps of an update are vLLM's own routes.
+    A call waits for every engine, and then raises one error with a row for each where some did not do it. A `Fleet`
+    does all of it; the single steps of an update are vLLM's own routes.
     """
 
     @property
@@ -103,9 +93,9 @@ class EngineControl(ABC):
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> dict[str, Info]:
         """Let every engine drop its cached keys and values."""
         if self._engines[0] == "sglang":
-            return await self._everywhere("drop its cache", _Call(route="/flush_cache"))
+            return await self._posted("drop its cache", "/flush_cache")
         query = {"reset_running_requests": str(reset_running_requests).lower()}
-        return await self._everywhere("drop its cache", _Call(route="/reset_prefix_cache", query=query))
+        return await self._posted("drop its cache", "/reset_prefix_cache", query=query)
 
     async def init_weight_update_communicator(self, init_info: Any) -> dict[str, Info]:
         """vLLM's ``/init_weight_transfer_engine``, with a rank offset of its own for each engine.
@@ -115,29 +105,28 @@ class EngineControl(ABC):
         """
         self._refuse_sglang()
         info = _plain(init_info)
-        offset, calls = info.get("rank_offset", 1), {}
+        offset, bodies = info.get("rank_offset", 1), {}
         for url, workers in (await self.world_sizes()).items():
-            body = {"init_info": {**info, "rank_offset": offset}}
-            calls[url] = _Call(route="/init_weight_transfer_engine", body=body)
+            bodies[url] = {"init_info": {**info, "rank_offset": offset}}
             offset += workers
-        return await self._answers("join the transport", calls)
+        return await self._posted("join the transport", "/init_weight_transfer_engine", bodies)
 
     async def start_weight_update(self) -> dict[str, Info]:
         """vLLM's ``/start_weight_update``."""
         self._refuse_sglang()
-        return await self._everywhere("start the update", _Call(route="/start_weight_update"))
+        return await self._posted("start the update", "/start_weight_update")
 
     async def update_named_weights(self, update_info: Any) -> dict[str, Info]:
         """vLLM's ``/update_weights``: one piece; run it beside the trainer's broadcast."""
         self._refuse_sglang()
-        call = _Call(route="/update_weights", body={"update_info": _plain(update_info)})
-        return await self._everywhere("load", call)
+        body = {"update_info": _plain(update_info)}
+        return await self._posted("load", "/update_weights", dict.fromkeys(self._engines[1], body))
 
     async def finish_weight_update(self, weight_version: int | str | None = None) -> dict[str, Info]:
         """vLLM's ``/finish_weight_update``; the version becomes the label of what is served."""
         self._refuse_sglang()
         body = None if weight_version is None else {"weight_version": str(weight_version)}
-        return await self._everywhere("finish the update", _Call(route="/finish_weight_update", body=body))
+        return await self._posted("finish the update", "/finish_weight_update", dict.fromkeys(self._engines[1], body))
 
     def _refuse_sglang(self) -> None:
         if self._engines[0] == "sglang":
@@ -145,88 +134,46 @@ class EngineControl(ABC):
                 "SGLang's weight routes need what a transport knows", hint="use WeightSender(transport, client.fleet())"
             )
 
-    def _fleet(self, **more: Any) -> Fleet:
-        kind, urls, settings = self._engines
-        return Fleet([engines.make(kind, url=url, **settings, **more) for url in urls])
+    async def _posted(
+        self, what: str, route: str, bodies: Mapping[str, Any] | None = None, **how: Any
+    ) -> dict[str, Info]:
+        """A call to each engine, all at once, since an update only goes on when each of them is in it."""
+        urls, given = self._engines[1], bodies or {}
+        told = await self._driven(
+            what, lambda fleet: fleet.everywhere(what, lambda engine: engine.post(route, given.get(engine.url), **how))
+        )
+        return dict(zip(urls, told, strict=True))
 
     async def _state_after(self, what: str, call: Callable[[Fleet], object], **more: Any) -> dict[str, Info]:
         rows = await self._driven(what, lambda fleet: (call(fleet), fleet.rows())[1], **more)
         return {row.engine: {"status": 200, "body": {"status": row.state}} for row in rows}
 
     async def _driven(self, what: str, call: Callable[[Fleet], _T], **more: Any) -> _T:
-        """What ``call`` says of a fleet of its own, in a thread beside this event loop."""
-        await self._refuse_routers()
-        fleet = self._fleet(**more)
+        """What ``call`` says of a fleet of its own, in a thread beside this event loop.
+
+        Raises:
+            ConfigError: the address of an engine is a router's; no engine was called then.
+            EngineError: some engine did not do it; has a row per engine, with the state that it says it is in now.
+        """
+        kind, urls, settings = self._engines
+        look = {"api_key": settings["api_key"], "timeout_s": _LOOK_TIMEOUT_S}
+        await each([asyncio.to_thread(refuse_router, HTTPSession(url, **look)) for url in urls])
+        fleet = Fleet([engines.make(kind, url=url, **settings, **more) for url in urls])
 
         def driving() -> _T:
             try:
                 return call(fleet)
             except (EngineError, DeadlineError) as error:
-                if len(fleet.engines) > 1:
-                    raise
-                rows = tuple(dataclasses.replace(row, error=str(error)) for row in fleet.rows())
-                raise EngineError(f"1 of 1 engines did not {what}: {error}", rows=rows) from error
+                alone = len(fleet.engines) == 1
+                errors = [str(error)] if alone else [row.error for row in fleet.rows()]
+                rows = [replace(row, error=one) for row, one in zip(fleet.look(), errors, strict=True)]
+                told = f"1 of 1 engines did not {what}: {error}" if alone else error.what
+                raise EngineError(told, state=error.state, rows=tuple(rows)) from error
             finally:
                 fleet.close()
 
         return await asyncio.to_thread(driving)
 
-    async def _everywhere(self, what: str, call: _Call) -> dict[str, Info]:
-        return await self._answers(what, dict.fromkeys(self._engines[1], call))
-
-    async def _answers(self, what: str, calls: Mapping[str, _Call]) -> dict[str, Info]:
-        """One call to each engine, all at once, since an update only goes on when each of them is in it.
-
-        Returns:
-            ``{url: {"status": HTTP status, "body": JSON or text}}``.
-
-        Raises:
-            ConfigError: the address of an engine is a router's.
-            EngineError: some engine did not; has a row per engine.
-        """
-        await self._refuse_routers()
-        settings = self._engines[2]
-        session, until = AsyncSession(api_key=settings["api_key"]), time.monotonic() + settings["load_timeout_s"]
-        try:
-            asked = (_answer(session, url, call, until) for url, call in calls.items())
-            found = dict(zip(calls, await asyncio.gather(*asked, return_exceptions=True), strict=True))
-        finally:
-            await session.close()
-        failed = {url: told for url, told in found.items() if isinstance(told, BaseException)}
-        for error in failed.values():
-            if not isinstance(error, WeightSyncError):
-                raise error
-        if failed:
-            rows = await asyncio.to_thread(self._rows_after, failed)
-            lines = "; ".join(f"{url}: {error}" for url, error in failed.items())
-            what = f"{len(failed)} of {len(calls)} engines did not {what}: {lines}"
-            raise EngineError(what, state="the others did", rows=rows)
-        return found  # type: ignore[return-value]
-
-    async def _refuse_routers(self) -> None:
-        def look(url: str) -> None:
-            refuse_router(HTTPSession(url, api_key=self._engines[2]["api_key"], timeout_s=_LOOK_TIMEOUT_S))
-
-        await asyncio.gather(*(asyncio.to_thread(look, url) for url in self._engines[1]))
-
-    def _rows_after(self, failed: Mapping[str, BaseException]) -> tuple[EngineRow, ...]:
-        fleet = self._fleet()
-        try:
-            looked = fleet.look()
-        finally:
-            fleet.close()
-        return tuple(dataclasses.replace(row, error=str(failed.get(row.engine, "")) or None) for row in looked)
-
-
-async def _answer(session: AsyncSession, url: str, call: _Call, until: float) -> Info:
-    answer = await session.call("POST", url + call.route, call.body, query=call.query, until=until)
-    if not answer.ok:
-        raise EngineRefusedError(f"{url}{call.route} answered {answer.status}: {answer.message()}")
-    try:
-        return {"status": answer.status, "body": answer.json()}
-    except ValueError:
-        return {"status": answer.status, "body": answer.text}  # SGLang's /flush_cache says it in words
-
 
 def _plain(info: Any) -> dict[str, Any]:
-    return dict(info) if isinstance(info, Mapping) else dataclasses.asdict(info)
+    return dict(info) if isinstance(info, Mapping) else asdict(info)

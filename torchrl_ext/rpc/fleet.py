@@ -85,7 +85,7 @@ class Fleet(EngineClient):
 
     def infos(self) -> list[EngineInfo]:
         """`info` of each member, in order."""
-        return self._everywhere(lambda engine: engine.info())
+        return self.everywhere("describe themselves", lambda engine: engine.info())
 
     def info(self) -> EngineInfo:
         infos = self.infos()
@@ -113,7 +113,7 @@ class Fleet(EngineClient):
         return tuple(told for engine in self._active() for told in engine.rehearsed)
 
     def rehearse(self, how: str = "once") -> None:
-        self._everywhere(lambda engine: engine.rehearse(how))
+        self.everywhere("rehearse an update", lambda engine: engine.rehearse(how))
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         offset, offsets = info.get("rank_offset", 1), {}
@@ -122,7 +122,9 @@ class Fleet(EngineClient):
             offset += described.world_size
             if described.worker_type == "decode":
                 self._decoding.add(engine)
-        self._everywhere(lambda engine: engine.connect({**info, "rank_offset": offsets[engine]}), on_failure)
+        self.everywhere(
+            "join the transport", lambda one: one.connect({**info, "rank_offset": offsets[one]}), on_failure
+        )
 
     def prefetch(self, version: int) -> None:
         self._failed.clear()
@@ -156,7 +158,7 @@ class Fleet(EngineClient):
         return Fleet([engine.adapter(name) for engine in self.engines])
 
     def unload(self) -> None:
-        self._everywhere(lambda engine: engine.unload())
+        self.everywhere("unload", lambda engine: engine.unload())
 
     def pause(self) -> bool:
         """See `EngineClient.pause`. All pause or none: where one does not, those that served before are resumed.
@@ -182,13 +184,13 @@ class Fleet(EngineClient):
         return any(served.values())
 
     def resume(self) -> None:
-        self._everywhere(lambda engine: engine.resume())
+        self.everywhere("resume", lambda engine: engine.resume())
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        self._everywhere(lambda engine: engine.sleep(level, tags))
+        self.everywhere("sleep", lambda engine: engine.sleep(level, tags))
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        self._everywhere(lambda engine: engine.wake_up(tags))
+        self.everywhere("wake up", lambda engine: engine.wake_up(tags))
 
     def rows(self) -> tuple[EngineRow, ...]:
         rows = []
@@ -201,11 +203,31 @@ class Fleet(EngineClient):
         return tuple(rows)
 
     def look(self) -> tuple[EngineRow, ...]:
-        self._everywhere(lambda engine: engine.look())
+        self.everywhere("say how they are", lambda engine: engine.look())
         return self.rows()
 
     def close(self) -> None:
-        self._everywhere(lambda engine: engine.close())
+        self.everywhere("close", lambda engine: engine.close())
+
+    def everywhere(
+        self, what: str, call: Callable[[EngineClient], object], on_failure: Callable[[], None] = _nothing
+    ) -> list[Any]:
+        """What ``call`` returns for each engine that is not lost, in order; all are called at the same time.
+
+        Args:
+            what: it does, for the error.
+            call: with each engine's client.
+            on_failure: called as soon as one of them fails.
+
+        Raises:
+            EngineError: some engine did not; has a row per engine. A fleet of one raises that engine's own error.
+        """
+        self._failed.clear()
+        engines = self._active()
+        results = self._fan_out(engines, call, on_failure)
+        if self._failed:
+            raise self._partly(f"{len(self._failed)} of {len(engines)} engines did not {what}")
+        return [results[engine] for engine in engines]
 
     def _active(self) -> list[EngineClient]:
         return [engine for engine in self.engines if engine not in self._lost]
@@ -261,17 +283,6 @@ class Fleet(EngineClient):
                     self._failed[engine] = error
                     on_failure()
         return results
-
-    def _everywhere(
-        self, call: Callable[[EngineClient], object], on_failure: Callable[[], None] = _nothing
-    ) -> list[Any]:
-        """A call that must succeed on every member."""
-        self._failed.clear()
-        engines = self._active()
-        results = self._fan_out(engines, call, on_failure)
-        if self._failed:
-            raise self._partly(f"{len(self._failed)} of {len(engines)} engines failed")
-        return [results[engine] for engine in engines]
 
     def _partly(self, what: str, state: str = "the rows say what holds; the others did as they were told") -> Exception:
         """What to raise where a call went wrong on some members: of a single engine its own error."""
