@@ -54,7 +54,7 @@ def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, t
     actor = job.model("actor")
     (kept,) = job.engines
     sender = tx.WeightSender(tx.make_transport(transport, **settings), actor.fleet())
-    update = actor.routing.following(sender.update_weights)
+    update = actor.following(sender.update_weights)
     for seed in (1, 2):
         trained = tiny_model(seed)
         report = update(trained)
@@ -65,7 +65,7 @@ def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, t
     while kept.engine.alive() and time.monotonic() < until:
         threading.Event().wait(0.05)
     assert job.recover() == (kept.url,)
-    assert not actor.routing.router.workers()  # it has the weights of its checkpoint again
+    assert not actor.router.workers()  # it has the weights of its checkpoint again
     trained = tiny_model(3)
     with pytest.raises(UpdateError):  # it is another process, and has joined nothing: told once
         update(trained)
@@ -92,4 +92,4 @@ def test_a_sglang_that_is_paused_for_new_weights_is_not_lost(tmp_path):
         httpx.post(f"{kept.url}/continue_generation", json={}).raise_for_status()
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
         assert len(httpx.post(f"{kept.url}/generate", json=body, timeout=60.0).json()["output_ids"]) == 4
-        assert [worker.healthy for worker in job.model("actor").routing.router.workers()] == [True]
+        assert [worker.healthy for worker in job.model("actor").router.workers()] == [True]

@@ -69,11 +69,11 @@ def hits(url):
 @pytest.mark.parametrize("transport", ["disk", "collective"])
 def test_both_pools_serve_each_version_and_no_key_of_the_one_before(job, client, keys, tmp_path, transport):
     actor = job.model("actor")
-    (prefill,) = [info.url for info in actor.routing.engines if info.worker_type == "prefill"]
-    (decode,) = [info.url for info in actor.routing.engines if info.worker_type == "decode"]
+    (prefill,) = [info.url for info in actor.engines if info.worker_type == "prefill"]
+    (decode,) = [info.url for info in actor.engines if info.worker_type == "decode"]
     settings = {"root": tmp_path / "updates"} if transport == "disk" else {}
     sender = tx.WeightSender(tx.make_transport(transport, **settings), actor.fleet())
-    update = actor.routing.following(sender.update_weights)
+    update = actor.following(sender.update_weights)
     for seed in (91, 92, 93):
         model, before = tiny_model(seed), hits(decode)
         report = update(model)
@@ -86,7 +86,7 @@ def test_both_pools_serve_each_version_and_no_key_of_the_one_before(job, client,
 def test_requests_are_answered_while_both_pools_change(job, client, tmp_path):
     actor, over = job.model("actor"), Event()
     sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path / "updates"), actor.fleet())
-    update = actor.routing.following(sender.update_weights)
+    update = actor.following(sender.update_weights)
     update(tiny_model(94))
 
     def asking(first):

@@ -75,7 +75,7 @@ def test_engines_follow_one_is_lost_and_started_again_at_its_address(cluster, jo
             except tx.WeightSyncError:  # the one that was lost is told of once
                 continue
         assert [row.state for row in report.engines] == ["serving"] * 2
-        key = {"authorization": f"Bearer {job.model('a').routing.api_key}"}
+        key = {"authorization": f"Bearer {job.model('a').api_key}"}
         versions = {httpx.get(f"{url}/weight_info", headers=key).json()["weight_version"] for url in urls}
         assert versions == {str(report.version)}
         sender.shutdown()

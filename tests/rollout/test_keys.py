@@ -14,7 +14,6 @@ from tests.rpc.test_router import Gateway, serving
 from tests.rpc.test_sglang_client import NEW
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rollout.routing import Routing
-from torchrl_ext.rollout.serving import ServedModel
 
 OPEN = ("/health", "/ready", "/ping", "/workers", "/list_workers")
 
@@ -68,12 +67,11 @@ def test_a_sglang_with_a_key_for_requests_and_another_for_control_is_driven():
 @pytest.mark.parametrize(("answers", "kind"), [(NEW, "sglang"), (GOOD, "vllm")])
 def test_the_client_of_a_served_model_has_the_key_of_its_routing(answers, kind):
     with guarded({**answers, "GET /health": (200, {})}, "secret") as (url, _), serving(Gateway(delay=0)) as router:
-        routing = Routing([tx.EngineInfo(url=url, kind=kind)], router=router.url, api_key="secret")
-        model = ServedModel(name="policy", update_weights=True, routing=routing)
+        model = Routing([tx.EngineInfo(url=url, kind=kind)], name="policy", router=router.url, api_key="secret")
         fleet = model.fleet()
         fleet.pause()
         fleet.close()
         with pytest.raises(EngineRefusedError, match="401"):
             model.fleet(api_key="another")
-        assert "secret" not in repr(model) + repr(routing)
+        assert "secret" not in repr(model)
         model.close()

@@ -51,7 +51,7 @@ def job(checkpoint, tmp_path_factory):
 
 
 def listed(model):
-    return {worker.url for worker in model.routing.router.workers()}
+    return {worker.url for worker in model.router.workers()}
 
 
 def urls(job, name):
@@ -101,7 +101,7 @@ def test_only_models_that_follow_the_trainer_ever_get_a_weight_call(job, tmp_pat
     sender = tx.WeightSender(tx.make_transport("disk", root=str(tmp_path)), actor.fleet())
     trained = tiny_model(5)
     sender.register_model(trained)
-    update = actor.routing.following(sender.update_weights)
+    update = actor.following(sender.update_weights)
     report = update()
     sender.shutdown()
     assert [version(url) for url in urls(job, "actor")] == [str(report.version)] * 2
@@ -121,7 +121,7 @@ def test_a_lost_engine_is_started_again_and_gets_requests_once_it_caught_up(job,
     sender = tx.WeightSender(tx.make_transport("disk", root=str(tmp_path)), actor.fleet())
     trained = tiny_model(6)
     sender.register_model(trained)
-    actor.routing.following(sender.update_weights)()
+    actor.following(sender.update_weights)()
     sender.shutdown()
     assert listed(actor) == {lost, other}
     assert generated(actor)["response_ids"] == [greedy(trained, PROMPT, 8)]

@@ -43,7 +43,7 @@ class Changes:
 
 
 class Routing:
-    """Puts engines behind a router, and keeps those out that failed or fell behind; a context manager.
+    """Puts the engines of a model behind a router, and keeps those out that failed or fell behind; a context manager.
 
     An engine that is taken out while it is paused ends its requests with what they have, so that a
     `RemoteInferenceClient` goes on with them on another engine. It comes back with the first report that shows it with
@@ -52,6 +52,8 @@ class Routing:
     Args:
         engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools. None make
             a router alone, for whom `adopt` brings.
+        name: how the job calls the model.
+        update_weights: whether the model follows the trainer; of one that does not, `fleet` refuses.
         router: base address of a router that runs already; None starts one, which ends with `close`.
         max_lag: versions that an engine may be behind the newest that any engine serves.
         api_key: sent as a bearer token; of several, the first with requests, and whichever is accepted for control.
@@ -66,6 +68,8 @@ class Routing:
         self,
         engines: Sequence[EngineInfo],
         *,
+        name: str = "default",
+        update_weights: bool = True,
         router: str | None = None,
         max_lag: int = 0,
         api_key: str | tuple[str, ...] | None = None,
@@ -74,6 +78,7 @@ class Routing:
         _check(engines)
         if router is not None and settings:
             raise ConfigError(f"{', '.join(settings)} is for a router of ours, and {router} runs already")
+        self.name, self.update_weights = name, update_weights
         self._engines = {normalise_url(info.url): info for info in engines}
         self._max_lag, self._api_key, self._settings = max_lag, api_key, settings
         self._process: RouterProcess | None = None
@@ -141,9 +146,15 @@ class Routing:
             settings: as for `torchrl_ext.connect`; the key is the routing's where none is given.
 
         Raises:
-            ConfigError: there is no engine.
+            ConfigError: the model does not follow the trainer, or there is no engine.
             EngineError, DeadlineError: as for `torchrl_ext.connect`.
         """
+        if not self.update_weights:
+            raise ConfigError(
+                f"model {self.name!r} does not follow the trainer",
+                state="its engines keep the weights that they were started with",
+                hint="set update_weights: true for it",
+            )
         self._refuse_empty()
         return connect(*self._engines, **{"api_key": self._api_key, **settings})
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,61 +17,14 @@ from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.launch.keeper import Keeper, Kept
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher
 from torchrl_ext.launch.topology import ModelPlan, Topology
-from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rollout.routing import Routing
-from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.rpc.discovery import connect, discover
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import EngineInfo
 
-__all__ = ["ExternalEngines", "OwnedEngines", "ServedModel", "Serving"]
+__all__ = ["ExternalEngines", "OwnedEngines", "Serving"]
 
 log = logging.getLogger("torchrl_ext")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ServedModel:
-    """One model behind its router.
-
-    Attributes:
-        name: how the job calls it.
-        update_weights: whether it follows the trainer.
-        routing: its engines and their router.
-    """
-
-    name: str
-    update_weights: bool
-    routing: Routing = field(repr=False)
-
-    @property
-    def url(self) -> str:
-        """The router's base address."""
-        return self.routing.url
-
-    def client(self, **settings: Any) -> RemoteInferenceClient:
-        """A client for requests; see `Routing.client`.
-
-        Raises:
-            ConfigError: the model has no engine.
-        """
-        return self.routing.client(**settings)
-
-    def fleet(self, **settings: Any) -> Fleet:
-        """A client for `WeightSender`; see `Routing.fleet`.
-
-        Raises:
-            ConfigError: the model does not follow the trainer, or has no engine.
-        """
-        if not self.update_weights:
-            raise ConfigError(
-                f"model {self.name!r} does not follow the trainer",
-                state="its engines keep the weights that they were started with",
-                hint="set update_weights: true for it",
-            )
-        return self.routing.fleet(**settings)
-
-    def close(self) -> None:
-        """End the router where it is ours."""
-        self.routing.close()
 
 
 class Serving(ABC):
@@ -82,9 +34,9 @@ class Serving(ABC):
         models: by name.
     """
 
-    models: Mapping[str, ServedModel]
+    models: Mapping[str, Routing]
 
-    def model(self, name: str) -> ServedModel:
+    def model(self, name: str) -> Routing:
         """The model called ``name``.
 
         Raises:
@@ -94,7 +46,7 @@ class Serving(ABC):
             raise ConfigError(f"there is no model called {name!r}", expected=f"one of {', '.join(self.models)}")
         return self.models[name]
 
-    def updatable(self) -> dict[str, ServedModel]:
+    def updatable(self) -> dict[str, Routing]:
         """The models that follow the trainer."""
         return {name: model for name, model in self.models.items() if model.update_weights}
 
@@ -134,8 +86,7 @@ class ExternalEngines(Serving):
     """
 
     def __init__(self, *addresses: str, router: str | None = None, **settings: Any) -> None:
-        routing = Routing.over(*addresses, router=router, **settings)
-        self.models = MappingProxyType({"default": ServedModel(name="default", update_weights=True, routing=routing)})
+        self.models = MappingProxyType({"default": Routing.over(*addresses, router=router, **settings)})
 
     def recover(self) -> tuple[str, ...]:
         """Nothing but a warning: their life is not ours."""
@@ -182,22 +133,14 @@ class OwnedEngines(Serving):
     ) -> None:
         if not isinstance(topology, Topology):
             topology = Topology.load(topology, hf_checkpoint=hf_checkpoint)
-        self._models: dict[str, ServedModel] = {}
+        self._models: dict[str, Routing] = {}
         self.models = MappingProxyType(self._models)
         plans = [plan for model in topology.models for plan in model.engines]
         launcher = launcher or LocalLauncher()
-        self._api_key = dict(router or {}).get("api_key", launcher.api_key)
-        self._keeper = Keeper(
-            plans,
-            launcher,
-            on_lost=self._lost,
-            on_restarted=self._restarted,
-            **(keeper or {}),
-        )
+        self._keeper = Keeper(plans, launcher, on_lost=self._lost, on_restarted=self._restarted, **(keeper or {}))
         try:
             for model in topology.models:
-                settings = {name: value for name, value in (router or {}).items() if name != "api_key"}
-                self._models[model.name] = self._routed(model, settings)
+                self._models[model.name] = self._routed(model, {"api_key": launcher.api_key, **(router or {})})
         except BaseException:
             self.shutdown()
             raise
@@ -228,7 +171,7 @@ class OwnedEngines(Serving):
             model.close()
         self._keeper.stop()
 
-    def _routed(self, model: ModelPlan, settings: dict[str, Any]) -> ServedModel:
+    def _routed(self, model: ModelPlan, settings: dict[str, Any]) -> Routing:
         infos = [
             EngineInfo(
                 url=kept.url,
@@ -236,34 +179,33 @@ class OwnedEngines(Serving):
                 worker_type=kept.plan.worker_type,
                 num_gpus=len(kept.plan.gpus),
                 model=kept.plan.model_path,
-                bootstrap_port=self._bootstrap_port(kept),
+                bootstrap_port=(  # where decode engines meet it; only a prefill engine has such a port, and it tells
+                    discover(kept.url, api_key=settings["api_key"])[0].bootstrap_port
+                    if kept.plan.worker_type == "prefill"
+                    else None
+                ),
             )
             for kept in self._keeper.engines
             if kept.plan.model == model.name
         ]
-        routing = Routing(infos, api_key=self._api_key, **settings)
-        return ServedModel(name=model.name, update_weights=model.update_weights and bool(infos), routing=routing)
-
-    def _bootstrap_port(self, kept: Kept) -> int | None:
-        """Where decode engines meet it; only a prefill engine has such a port, and it tells."""
-        return (
-            discover(kept.url, api_key=self._api_key)[0].bootstrap_port if kept.plan.worker_type == "prefill" else None
-        )
+        follows = model.update_weights and bool(infos)
+        return Routing(infos, name=model.name, update_weights=follows, **settings)
 
     def _everywhere(self, call: Callable[[Fleet], object]) -> None:
+        """Call it with the engines of each model, whether that follows the trainer or not."""
         for model in self._models.values():
-            if model.routing.engines:
-                call(model.routing.fleet())
+            if model.engines:
+                call(connect(*(info.url for info in model.engines), api_key=model.api_key))
 
     def _lost(self, kept: Kept) -> None:
         model = self._models.get(kept.plan.model)
         if model is not None:
-            model.routing.withdraw(kept.url)
+            model.withdraw(kept.url)
 
     def _restarted(self, kept: Kept) -> None:
         model = self._models.get(kept.plan.model)
         if model is not None and not model.update_weights:
-            for _, problem in model.routing.restore(kept.url).problems:
+            for _, problem in model.restore(kept.url).problems:
                 raise EngineError(
                     f"{kept.plan.name} is up, and its router did not take it back: {problem}",
                     state="it gets no requests",
