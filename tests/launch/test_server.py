@@ -60,12 +60,6 @@ class BrokenSpec(ServerSpec):
     name: ClassVar[str] = "broken"
     plugin: bool = True
 
-    listens_on: ClassVar[str] = "127.0.0.1"
-
-    @property
-    def has_plugin(self):
-        return self.plugin
-
     def check(self):
         pass
 

@@ -30,14 +30,6 @@ class EmbeddedSpec(EngineSpec):
     threads: int | None = None
     start_timeout_s: float = 120.0
 
-    @property
-    def listens_on(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def has_plugin(self) -> bool:
-        return False
-
     @classmethod
     def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
         return {}

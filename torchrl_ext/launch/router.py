@@ -78,14 +78,6 @@ class RouterSpec(ServerSpec):
     report: Callable[[str], None] = to_stderr
     start_timeout_s: float = 60.0
 
-    @property
-    def listens_on(self) -> str:
-        return self.host
-
-    @property
-    def has_plugin(self) -> bool:
-        return False
-
     def check(self) -> None:
         given = {"regular": self.workers, "prefill": self.prefill, "decode": self.decode}
         check_pools("a router", [worker_type for worker_type, urls in given.items() if urls])

@@ -53,6 +53,8 @@ class ServerSpec(ABC):
         health: route that answers 200 when it is ready.
         probes: routes that tell later whether it is up; one that answers 200 is enough.
         shared_memory: see `ServerProcess`.
+        host: the address to listen on, of this machine or all of them; a setting only where a kind makes it one.
+        plugin: whether our package is put on its path; as ``host``.
         port: 0 picks a free one.
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
         log_path: file for what the server prints; None takes a temporary one.
@@ -66,22 +68,14 @@ class ServerSpec(ABC):
     probes: ClassVar[tuple[str, ...]] = ("/health",)
     shared_memory: ClassVar[tuple[str, ...]] = ()
 
+    host: str = field(default="127.0.0.1", init=False)
+    plugin: bool = field(default=False, init=False)
     port: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
     log_path: str | Path | None = None
     python: str | Path | None = None
     start_timeout_s: float = 300.0
     cancel: threading.Event | None = None
-
-    @property
-    @abstractmethod
-    def listens_on(self) -> str:
-        """The address of this machine, or all of them, at which it can be reached."""
-
-    @property
-    @abstractmethod
-    def has_plugin(self) -> bool:
-        """Whether our package is put on its path."""
 
     @abstractmethod
     def check(self) -> None:
@@ -152,7 +146,7 @@ class StockSpec(EngineSpec):
     They come from this environment where they are installed, else from one that is made for them on first use (CPU).
 
     Attributes:
-        host: address to listen on.
+        host: the address to listen on.
         tensor_parallel_size: workers that share the model.
         lora_rank: greatest rank of the LoRA adapters that it is to serve; None for a server without LoRA.
         lora_adapters: adapters that requests may use at the same time.
@@ -170,14 +164,6 @@ class StockSpec(EngineSpec):
     sleep_mode: bool = False
     extra_args: Sequence[str] = ()
     report: Callable[[str], None] = to_stderr
-
-    @property
-    def listens_on(self) -> str:
-        return self.host
-
-    @property
-    def has_plugin(self) -> bool:
-        return self.plugin
 
 
 class Server(ServerProcess):
@@ -207,19 +193,19 @@ class Server(ServerProcess):
         except TypeError as error:  # what has no default is missing
             raise ConfigError(f"a server of kind {self.spec.name!r} cannot be started so: {error}") from None
         spec.check()
-        port = usable_port(spec.port, spec.listens_on)
+        port = usable_port(spec.port, spec.host)
         python = Path(spec.python or spec.interpreter())
         command = spec.command(python, port)
-        environ = spec.variables(python, command)
-        folder = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-")) if spec.has_plugin else None
+        environ, folder = spec.variables(python, command), None
         try:
-            if folder is not None:
+            if spec.plugin:
+                folder = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-"))
                 make_overlay(folder)
                 environ["PYTHONPATH"] = on_path(folder)
             super().__init__(
                 command,
                 name=spec.name,
-                url=f"http://{reachable(spec.listens_on)}:{port}",
+                url=f"http://{reachable(spec.host)}:{port}",
                 environ={**environ, **spec.environ},
                 health=spec.health,
                 log_path=spec.log_path,
@@ -236,7 +222,7 @@ class Server(ServerProcess):
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Names of what it takes."""
-        return tuple(one.name for one in fields(cls.spec))
+        return tuple(one.name for one in fields(cls.spec) if one.init)
 
 
 def usable_port(port: int, host: str = "127.0.0.1") -> int:
