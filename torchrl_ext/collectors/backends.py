@@ -6,6 +6,7 @@ before one of its names is used; it never imports TorchRL for that, since engine
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torchrl.weight_update import weight_sync_schemes
@@ -15,24 +16,18 @@ from torchrl_ext.registry import transports
 __all__ = ["register"]
 
 
-class _Backend:
-    """Builds the scheme of one transport; imports it on first use."""
-
-    def __init__(self, transport: str) -> None:
-        self._transport = transport
-
-    def __call__(self, **settings: Any) -> Any:
-        from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
-
-        return TransportWeightSyncScheme(self._transport, **settings)
-
-
 def register() -> None:
     """Add every transport that is registered now; TorchRL's own names stay. Needed again after registering more."""
     known = weight_sync_schemes._WEIGHT_SYNC_SCHEMES
     for name in transports.names():
         if name not in known:
-            weight_sync_schemes.register_weight_sync_backend(name)(_Backend(name))
+            weight_sync_schemes.register_weight_sync_backend(name)(partial(_scheme, name))
+
+
+def _scheme(transport: str, **settings: Any) -> Any:
+    from torchrl_ext.collectors.scheme import TransportWeightSyncScheme  # on first use, with its imports
+
+    return TransportWeightSyncScheme(transport, **settings)
 
 
 register()

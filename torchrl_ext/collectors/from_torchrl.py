@@ -12,7 +12,6 @@ and the schemes work in ``weight_sync_schemes`` of a collector too, whose worker
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
@@ -29,6 +28,7 @@ from torchrl_ext.collectors.from_torchrl_ends import (
 )
 from torchrl_ext.collectors.scheme import TransportSchemeBase
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
@@ -79,11 +79,11 @@ class _GroupScheme(TransportSchemeBase):
         self, address: str | None, port: int | None, strategy: Strategy, device: Device, world_size: int
     ) -> None:
         super().__init__(strategy=strategy, host=address or "127.0.0.1")
-        self.master_address, self.master_port = address or "localhost", port or _free_port()
+        self.master_address, self.master_port = address or "localhost", port or free_port()
         self.strategy_name, self.device, self.world_size = strategy, device, world_size
 
-    def create_transport(self, **settings: Any) -> VLLMCollectiveTransport:
-        return _collective(self.master_address, self.master_port, 0, self.world_size, self.device, **settings)
+    def create_transport(self, *, rank: int = 0, **settings: Any) -> VLLMCollectiveTransport:
+        return _collective(self.master_address, self.master_port, rank, self.world_size, self.device, **settings)
 
     def worker_transport(self) -> VLLMCollectiveTransport:
         return _collective(self.master_address, 0, 0, None, self.device)
@@ -127,11 +127,7 @@ class VLLMWeightSyncScheme(_GroupScheme):
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """The engine's end.
-
-        Args:
-            vllm_engine: as for `VLLMWeightReceiver`.
-        """
+        """The engine's end, as `VLLMWeightReceiver` describes it."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 
@@ -144,7 +140,7 @@ class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
     Args:
         remote_addr: directory that the trainer writes to.
         local_addr: where engines see it; None for the same path.
-        num_threads: accepted for its name; files are written by one thread that keeps a disk busy.
+        num_threads: accepted for its name; one thread keeps a disk busy.
         strategy: how weights are taken from a module.
 
     Example:
@@ -176,11 +172,7 @@ class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """The engine's end.
-
-        Args:
-            vllm_engine: as for `VLLMDoubleBufferWeightReceiver`.
-        """
+        """The engine's end, as `VLLMDoubleBufferWeightReceiver` describes it."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
@@ -195,8 +187,7 @@ class SGLangWeightSyncScheme(_GroupScheme):
         num_gpus: workers of the server, ``tp * dp``.
         strategy: how weights are taken from a module.
         device: where tensors travel from; without CUDA the CPU.
-        flush_cache_on_update: accepted for its name; the cache is dropped with every update, and the engine stays
-            paused where it cannot be.
+        flush_cache_on_update: accepted for its name; every update drops the cache, or leaves the engine paused.
         pause_mode: ``"abort"``, ``"retract"`` or ``"in_place"``; None for ``"retract"``.
 
     Raises:
@@ -238,7 +229,7 @@ class VLLMDoubleBufferTransport:
     Args:
         remote_addr: directory that the trainer writes to.
         local_addr: where readers see it; None for the same path.
-        num_threads: accepted for its name; files are written by one thread that keeps a disk busy.
+        num_threads: accepted for its name; one thread keeps a disk busy.
     """
 
     def __init__(self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1) -> None:
@@ -247,11 +238,7 @@ class VLLMDoubleBufferTransport:
         self._writer: DiskTransport | None = None
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Publish ``weights`` as the next version.
-
-        Args:
-            model_id: name of the model, a label only.
-            weights: TensorDict, mapping of tensors or module.
+        """Publish ``weights`` (a TensorDict, mapping of tensors or module) as the next version.
 
         Raises:
             StoreError: no space, no permission, or another trainer writes there.
@@ -263,14 +250,11 @@ class VLLMDoubleBufferTransport:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> Any | None:
-        """The newest version, also when it was read before, as TorchRL's does.
+        """The newest version, also when it was read before, as TorchRL's does; a TensorDict with flat keys.
 
         Args:
-            timeout: seconds to wait for the first version; None does not wait.
-            weights, model, strategy: as for `torchrl_ext.transports.base.Transport.receive_weights`.
-
-        Returns:
-            TensorDict with flat keys; None where nothing was published.
+            timeout: seconds to wait for the first version; None does not wait, and gives None where there is none.
+            weights, model, strategy: as for `torchrl_ext.transports.standalone.StandaloneTransport.receive_weights`.
 
         Raises:
             ManifestError, IntegrityError: what was published does not fit, or is damaged.
@@ -298,14 +282,12 @@ class SGLangCollectiveTransport:
 
     Args:
         server_url: of the SGLang server, which has our plugin.
-        master_address: where its workers reach the trainer.
-        master_port: of the trainer's store.
+        master_address, master_port: where its workers reach the trainer's store.
         rank: 0; the server has its own ends.
         world_size: the trainer and the server's workers.
         device: where tensors travel from; without CUDA the CPU.
         timeout: deadline of every wait, in seconds.
-        flush_cache_on_update: accepted for its name; the cache is dropped with every update, and the engine stays
-            paused where it cannot be.
+        flush_cache_on_update: accepted for its name; every update drops the cache, or leaves the engine paused.
         pause_mode: None for ``"retract"``.
 
     Raises:
@@ -356,11 +338,7 @@ class SGLangCollectiveTransport:
         self._sender.init_all_workers_group(model_metadata)
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send weights, and return when the server serves them.
-
-        Args:
-            model_id: name of the model, a label only.
-            weights: mapping of tensors, TensorDict or module.
+        """Send weights (a TensorDict, mapping of tensors or module), and return when the server serves them.
 
         Raises:
             NotConnectedError: before `init_all_workers_group`.
@@ -401,8 +379,3 @@ def _collective(
     """The collective, whose device is the CPU where there is no CUDA."""
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     return VLLMCollectiveTransport(address, port, rank, size, place if torch.cuda.is_available() else None, **settings)
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -25,7 +25,6 @@ from torchrl_ext.weights.source import is_torchrl
 
 if TYPE_CHECKING:
     from torchrl_ext.collectors.from_torchrl import (
-        SGLangWeightSyncScheme,
         VLLMDoubleBufferSyncScheme,
         VLLMWeightSyncScheme,
     )
@@ -39,18 +38,19 @@ __all__ = [
     "sglang_client",
 ]
 
+Metadata = Mapping[str, tuple[torch.dtype, Any]]
 
-class _Sender(ABC):
-    """What the senders share: a model, collectors, and a `WeightSender` once there is a connection."""
 
-    def __init__(self) -> None:
+class _Sender:
+    """A sender as TorchRL has it: models and collectors may come before there is anybody to send to."""
+
+    needs: ClassVar[str] = "init_all_workers_group"
+
+    def __init__(self, scheme: Any) -> None:
+        self._scheme = scheme
         self._sender: WeightSender | None = None
-        self._model: Any = None
+        self._model: Any = lambda: None
         self._collectors: list[Any] = []
-
-    @abstractmethod
-    def _connected(self) -> WeightSender:
-        """The sender, or why there is none yet."""
 
     def register_model(self, model: Any) -> None:
         """What `update_weights` sends when no weights are passed; held weakly, where it can be."""
@@ -58,6 +58,8 @@ class _Sender(ABC):
             self._model = weakref.ref(model)
         except TypeError:  # a plain dict takes no weak reference
             self._model = lambda: model
+        if self._sender is not None:
+            self._sender.register_model(model)
 
     def register_collector(self, collector: Any) -> None:
         """Bump this collector's policy version after each accepted update."""
@@ -69,17 +71,16 @@ class _Sender(ABC):
         """Send the registered model's weights, or ``weights``; returns when every engine serves them.
 
         Raises:
-            NotConnectedError: before the group was formed.
+            NotConnectedError: there is nothing to send, or nobody to send it to.
             UpdateError: some engine does not serve them.
         """
-        if weights is None:
-            weights = None if self._model is None else self._model()
-            if weights is None:
-                raise NotConnectedError(
-                    "No model registered and no weights given", hint="call register_model(policy) and keep it alive"
-                )
-        sender = self._connected()
-        return sender.update_weights(weights)
+        if weights is None and self._model() is None:
+            raise NotConnectedError(
+                "No model registered and no weights given", hint="call register_model(policy) and keep it alive"
+            )
+        if self._sender is None:
+            raise NotConnectedError("Transport not initialized", hint=f"Call {self.needs} first")
+        return self._sender.update_weights(weights)
 
     def shutdown(self) -> None:
         """Leave the engines, which go on with what they have."""
@@ -88,41 +89,27 @@ class _Sender(ABC):
             sender.shutdown()
         self._collectors.clear()
 
-    def _adopt(self, sender: WeightSender) -> WeightSender:
+    def _connect(self, engine: EngineClient | None) -> WeightSender:
+        """A sender over a new transport of the scheme, in place of an earlier one."""
+        if self._sender is not None:
+            self._sender.shutdown()
+        self._sender = sender = WeightSender(self._scheme.create_transport(), engine)
+        model = self._model()
+        if model is not None:
+            sender.register_model(model)
         for collector in self._collectors:
             sender.register_collector(collector)
-        self._sender = sender
         return sender
 
 
-class _GroupSender(_Sender):
-    """A sender whose workers form a group first."""
-
-    def __init__(self, scheme: VLLMWeightSyncScheme | SGLangWeightSyncScheme) -> None:
-        super().__init__()
-        self._scheme = scheme
-
-    def _form(self, metadata: Mapping[str, tuple[torch.dtype, Any]], engine: EngineClient | None) -> None:
-        if self._sender is not None:
-            self._sender.shutdown()
-        self._adopt(WeightSender(self._scheme.create_transport(), engine)).init_all_workers_group(metadata)
-
-    def _connected(self) -> WeightSender:
-        if self._sender is None:
-            raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
-        return self._sender
-
-
-class VLLMWeightSender(_GroupSender):
+class VLLMWeightSender(_Sender):
     """Sends to vLLM engines, or to the receivers of `VLLMWeightReceiver`.
 
     Args:
         scheme: a `VLLMWeightSyncScheme`.
     """
 
-    def init_all_workers_group(
-        self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], vllm_engine: Any | None = None
-    ) -> None:
+    def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any | None = None) -> None:
         """Form the group.
 
         Args:
@@ -134,19 +121,20 @@ class VLLMWeightSender(_GroupSender):
             DeadlineError: names the ranks that did not come.
             EngineError: an engine does not join.
         """
-        self._form(model_metadata, as_engine(vllm_engine))
+        self._connect(as_engine(vllm_engine)).init_all_workers_group(model_metadata)
 
 
-class SGLangWeightSender(_GroupSender):
+class SGLangWeightSender(_Sender):
     """Sends to one SGLang server.
 
     Args:
         scheme: a `SGLangWeightSyncScheme`.
     """
 
-    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
+    def init_all_workers_group(self, model_metadata: Metadata) -> None:
         """Form the group with the server's workers; as for `VLLMWeightSender`."""
-        self._form(model_metadata, sglang_client(self._scheme.server_url, self._scheme.pause_mode))
+        engine = sglang_client(self._scheme.server_url, self._scheme.pause_mode)
+        self._connect(engine).init_all_workers_group(model_metadata)
 
     def flush_cache(self) -> bool:
         """Drop the server's prefix cache, which every update has done already; False where it cannot now."""
@@ -165,22 +153,24 @@ class VLLMDoubleBufferWeightSender(_Sender):
         scheme: a `VLLMDoubleBufferSyncScheme`.
     """
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
-        super().__init__()
-        self._scheme = scheme
+    needs: ClassVar[str] = "register_model"
 
-    def _connected(self) -> WeightSender:
-        if self._model is None:
-            raise NotConnectedError("Transport not initialized", hint="Call register_model first")
-        return self._sender or self._adopt(WeightSender(self._scheme.create_transport()))
+    def register_model(self, model: Any) -> None:
+        super().register_model(model)
+        if self._sender is None:
+            self._connect(None)
 
 
 class _Receiver(ABC):
-    """What the receivers share: an engine of this process lands weights itself, another one is driven."""
+    """What the receivers share: an engine of this process lands weights itself, another one is driven.
+
+    Args:
+        engine: a module, mapping or loader of this process, or an engine elsewhere.
+    """
 
     def __init__(self, engine: Any) -> None:
+        self._engine = engine
         driven = isinstance(engine, (EngineClient, str, list, tuple)) or is_torchrl(engine, "RLvLLMEngine")
-        self._engine = as_engine(engine) if driven else None
         self._local = None if driven else WeightReceiver(as_loader(engine))
 
     @abstractmethod
@@ -214,10 +204,10 @@ class VLLMWeightReceiver(_Receiver):
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
         super().__init__(vllm_engine)
-        self._scheme, self._model = scheme, vllm_engine
+        self._scheme = scheme
         self._transport: VLLMCollectiveTransport | None = None
 
-    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
+    def init_all_workers_group(self, model_metadata: Metadata) -> None:
         """Join the group, at the same time as the sender forms it.
 
         Raises:
@@ -227,10 +217,7 @@ class VLLMWeightReceiver(_Receiver):
         if self._local is None:
             return
         self.shutdown()
-        ours = self._scheme.create_transport()
-        self._transport = VLLMCollectiveTransport(
-            ours.master_address, ours.master_port, 1, ours.world_size, ours.device
-        )
+        self._transport = self._scheme.create_transport(rank=1)
         self._transport.init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
@@ -239,7 +226,7 @@ class VLLMWeightReceiver(_Receiver):
             return False
         if self._transport is None:
             raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
-        return self._transport.receive_weights(timeout, model=self._model) is not None
+        return self._transport.receive_weights(timeout, model=self._engine) is not None
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -259,8 +246,8 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         super().__init__(vllm_engine)
         self._transport = DiskTransport(scheme.local_addr)
-        self._model = vllm_engine
-        self._handed = None if self._engine is None else HandedOn(self._transport, self._engine)
+        driven = None if self._local is not None else as_engine(vllm_engine)
+        self._handed = None if driven is None else HandedOn(self._transport, driven)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Whether a version newer than the last one was published within ``timeout`` seconds and is in service.
@@ -270,7 +257,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
             UpdateError: an engine does not serve it.
         """
         if self._handed is None:
-            return self._transport.receive_weights(timeout, model=self._model) is not None
+            return self._transport.receive_weights(timeout, model=self._engine) is not None
         info = self._transport.poll(timeout)
         if info is None:
             return False
