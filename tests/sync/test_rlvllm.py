@@ -10,8 +10,8 @@ from torch import nn
 from torchrl.modules.llm.backends.vllm import RLvLLMEngine
 
 import torchrl_ext as tx
+from torchrl_ext.collectors.updater import as_engine
 from torchrl_ext.errors import ConfigError, DeadlineError, UpdateError
-from torchrl_ext.sync.parties import as_engine
 from torchrl_ext.sync.rlvllm import RLvLLMClient
 from torchrl_ext.weights.digests import tensor_digest
 

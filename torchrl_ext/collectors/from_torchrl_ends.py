@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from torchrl_ext.collectors.updater import as_engine
 from torchrl_ext.errors import NotConnectedError, WeightSyncError
 from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.connection import HandedOn
-from torchrl_ext.sync.parties import as_engine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
@@ -114,8 +114,8 @@ class VLLMWeightSender(_Sender):
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``, from `get_model_metadata`.
-            vllm_engine: who is driven: anything that `torchrl_ext.sync.parties.as_engine` takes (addresses, clients,
-                `AsyncVLLM`); None where receivers form the group themselves, at the same time.
+            vllm_engine: who is driven: anything that `torchrl_ext.collectors.updater.as_engine` takes (addresses,
+                clients, `AsyncVLLM`); None where receivers form the group themselves, at the same time.
 
         Raises:
             DeadlineError: names the ranks that did not come.
@@ -239,7 +239,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
 
     Args:
         scheme: a `VLLMDoubleBufferSyncScheme`.
-        vllm_engine: anything that `torchrl_ext.sync.parties.as_engine` takes. An engine elsewhere reads what was
+        vllm_engine: anything that `torchrl_ext.collectors.updater.as_engine` takes. An engine elsewhere reads what was
             published itself, so that it must see ``local_addr`` under the same path.
     """
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import Changes, TensorsLoader, WeightLoader
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.conversion import stacked
+from torchrl_ext.weights.derived import stacked
 from torchrl_ext.weights.source import as_source, named_tensors, unwrapped
 
 __all__ = ["EXTRA", "ModelLoader", "other_names"]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.waiting import wait_until
-from torchrl_ext.weights.conversion import converted
-from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
+from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper, converted
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked
 

@@ -6,8 +6,8 @@ end of the transport is in this process, and every transport can feed it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from torchrl_ext.landing.loader import Changes, WeightLoader
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, dtype_name
+from torchrl_ext.waiting import in_thread
 from torchrl_ext.weights.digests import tensor_digest
 
 __all__ = ["RLvLLMClient"]
@@ -34,23 +35,18 @@ class RLvLLMClient(EngineClient):
     """
 
     kind: ClassVar[str] = "ray"
+    url: str = ""
 
     def __init__(self, engine: Any, *, timeout_s: float = 600.0) -> None:
         self._engine, self._timeout_s = engine, timeout_s
-        self._url = f"{type(engine).__name__}-{id(engine):x}"
-        self._inner = InProcessEngine(_Loader(engine, self._call), url=self._url)
+        self.url = f"{type(engine).__name__}-{id(engine):x}"
+        self._inner = InProcessEngine(_Loader(engine, self._call), url=self.url)
         self._grouped = False
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     def info(self) -> EngineInfo:
         size = self._engine.get_tp_size()
         told = self._inner.info()
-        return EngineInfo(
-            url=self._url, kind=self.kind, tp_size=size, num_gpus=size, weight_version=told.weight_version
-        )
+        return EngineInfo(url=self.url, kind=self.kind, tp_size=size, num_gpus=size, weight_version=told.weight_version)
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._inner.connect(info)
@@ -93,27 +89,17 @@ class RLvLLMClient(EngineClient):
             DeadlineError: it did not return in time.
             EngineRefusedError: it raised.
         """
-        failures: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                call()
-            except BaseException as error:  # noqa: BLE001 - carried over to the waiting thread
-                failures.append(error)
-
-        thread = threading.Thread(target=run, name="torchrl-ext-rlvllm", daemon=True)
-        thread.start()
-        thread.join(self._timeout_s)
-        if thread.is_alive():
+        job = in_thread(call, "torchrl-ext-rlvllm")
+        if not wait([job], self._timeout_s).done:
             raise DeadlineError(
-                f"{self._url} did not {what} within {self._timeout_s:g} s", state="the call still runs in the engine"
+                f"{self.url} did not {what} within {self._timeout_s:g} s", state="the call still runs in the engine"
             )
-        if failures:
-            if isinstance(failures[0], WeightSyncError):
-                raise failures[0]
-            raise EngineRefusedError(
-                f"{self._url} did not {what}: {type(failures[0]).__name__}: {failures[0]}"
-            ) from failures[0]
+        try:
+            job.result()
+        except WeightSyncError:
+            raise
+        except BaseException as error:
+            raise EngineRefusedError(f"{self.url} did not {what}: {type(error).__name__}: {error}") from error
 
 
 class _Loader(WeightLoader):

@@ -1,19 +1,32 @@
-"""Sources over another source: under other names, by a table of regular expressions, or in another dtype."""
+"""Sources over another source: under other names (by a function, a table of regular expressions, or those of its
+checkpoint, `torchrl_ext.weights.groups`), in another dtype, or with some tensors replaced."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import with_dtype
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.weights.groups import Group, groups_of, has_groups
+from torchrl_ext.weights.peft import PeftSource
+from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, named_tensors
 
-__all__ = ["CastSource", "RenamedSource", "as_mapper", "regex_mapper"]
+__all__ = [
+    "CastSource",
+    "ConvertedSource",
+    "Layered",
+    "RenamedSource",
+    "as_mapper",
+    "converted",
+    "regex_mapper",
+    "stacked",
+]
 
 
 class RenamedSource(WeightSource):
@@ -115,3 +128,154 @@ def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:
 def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str], str]:
     """A callable stays; a mapping becomes a `regex_mapper`."""
     return regex_mapper(mapper) if isinstance(mapper, Mapping) else mapper
+
+
+class Layered(WeightSource):
+    """Some tensors over a source that has all of them.
+
+    Args:
+        below: all tensors.
+        above: those that take the place of its own.
+
+    Raises:
+        ManifestError: ``below`` has no tensor of a name, or one of another shape.
+    """
+
+    def __init__(self, below: WeightSource, above: Mapping[str, Tensor]) -> None:
+        # a layer over a layer would keep tensors alive that nobody sees any more
+        if isinstance(below, Layered):
+            above = {**below._above, **above}
+            below = below._below
+        self._below: WeightSource = below
+        self._above: Mapping[str, Tensor] = above
+        known = {meta.name: meta for meta in below.params()}
+        for name, tensor in above.items():
+            if name not in known:
+                raise ManifestError(
+                    f"the engine's model has no parameter {name!r}",
+                    expected="names of the checkpoint that the engine was started with",
+                    state="nothing was changed; the engine serves what it served",
+                    hint="map the names with mapper=",
+                )
+            if tuple(tensor.shape) != known[name].shape:
+                raise ManifestError(
+                    f"parameter {name!r} arrives with shape {list(tensor.shape)}",
+                    expected=str(list(known[name].shape)),
+                    state="nothing was changed; the engine serves what it served",
+                )
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(
+            ParamMeta.of(meta.name, self._above[meta.name]) if meta.name in self._above else meta
+            for meta in self._below.params()
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._below:
+            yield name, self._above.get(name, tensor)
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._below.files()
+
+
+@final
+class ConvertedSource(WeightSource):
+    """Another source under checkpoint names.
+
+    Args:
+        source: of a module's tensors, under their names there.
+        groups: how they become checkpoint tensors; what is in no group, or in one that is not complete, stays as it is.
+
+    Raises:
+        ManifestError: in `params`, where two tensors meet under one checkpoint name.
+    """
+
+    def __init__(self, source: RowSource, groups: Iterable[Group]) -> None:
+        self._source = source
+        self._groups = tuple(groups)
+        self._group_of = {name: group for group in self._groups for name in group.sources}
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        found: dict[str, ParamMeta] = {}
+        for group, rows in self._batches():
+            tensors = {name: tensor for name, tensor, _ in rows}
+            metas = [ParamMeta.of(*pair) for pair in tensors.items()] if group is None else group.params(tensors)
+            for meta in metas:
+                if meta.name in found:
+                    raise ManifestError(f"{meta.name!r} is given twice: stacked or renamed, and by itself")
+                found[meta.name] = meta
+        return tuple(found.values())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for group, rows in self._batches():
+            if group is None:
+                ((name, _, take),) = rows
+                yield name, take()
+            else:  # nothing here keeps the tensors while the next ones are gathered
+                yield from group.undo({name: take() for name, _, take in rows}).items()
+
+    def held(self) -> Mapping[str, Tensor]:
+        live, found = self._source.held(), {}
+        for group, rows in self._batches():
+            name = rows[0][0]
+            if group is None and name in live:
+                found[name] = live[name]
+            elif group is not None and not group.copied and name in live and group.lies_in(live[name]):
+                found |= group.parts(live[name])
+        return found
+
+    def tied(self) -> Mapping[str, str]:
+        renamed = {}
+        for group in self._groups:
+            if len(group.sources) == len(group.results) == 1:
+                renamed[next(iter(group.sources))] = next(iter(group.results))
+        return {renamed.get(name, name): renamed.get(via, via) for name, via in self._source.tied().items()}
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def _batches(self) -> Iterator[tuple[Group | None, list[Row]]]:
+        """What is taken together, in the order of the source: a group, or a tensor that keeps its name."""
+        rows, begun = {row[0]: row for row in self._source.rows()}, set()
+        for name, row in rows.items():
+            group = self._group_of.get(name)
+            if group is None or not group.fits({one: rows[one][1] for one in group.sources if one in rows}):
+                yield None, [row]
+            elif group not in begun:
+                begun.add(group)
+                yield group, [rows[one] for one in group.sources]
+
+
+def converted(source: RowSource, module: nn.Module) -> WeightSource:
+    """``source``, or what it has under checkpoint names where ``module`` has other ones.
+
+    Args:
+        source: of tensors under the names of ``module``, or under those of the checkpoint already.
+        module: a `transformers` model, or a module that contains one; for any other ``source`` stays as it is.
+    """
+    rows = list(source.rows()) if isinstance(source, PeftSource) and has_groups(module) else None
+    groups = groups_of(module, None if rows is None else [(name, tensor) for name, tensor, _ in rows])
+    if isinstance(source, MappingSource) and groups:
+        names = {name for name, _, _ in source.rows()}
+        others = {name for group in groups for name in group.results}
+        sources = {name for group in groups for name in group.sources}
+        if not names & (sources - others) and names & (others - sources):  # checkpoint names, some known here as well
+            return source
+    return ConvertedSource(source, groups) if groups else source
+
+
+def stacked(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under checkpoint names, or some of them, as ``module`` holds them; it may be on the meta device."""
+    found, own = dict(tensors), dict(named_tensors(module, scratch=True))
+    for group in groups_of(module, own.items()):
+        if not all(name in tensors for name in group.results):
+            continue
+        arrived = [found.pop(name) for name in group.results if name not in own]
+        if len(arrived) == len(group.sources) == 1 and arrived[0].stride() == own[next(iter(group.sources))].stride():
+            found |= dict.fromkeys(group.sources, arrived[0])  # a name alone: tied tensors stay one
+            continue
+        device = tensors[next(iter(group.results))].device
+        live = {name: torch.empty_like(own[name].detach(), device=device) for name in group.sources}
+        group.redo(live, tensors)
+        found |= live
+    return found

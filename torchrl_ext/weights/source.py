@@ -315,7 +315,7 @@ def source_of_module(module: nn.Module) -> WeightSource:
     Raises:
         ConfigError: FSDP1 holds it in pieces.
     """
-    from torchrl_ext.weights.conversion import converted
+    from torchrl_ext.weights.derived import converted
     from torchrl_ext.weights.peft import PeftSource, is_peft
 
     require_whole(module)
