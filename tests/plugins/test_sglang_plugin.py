@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 before = set(sys.modules)
 found.load()
 import torchrl_ext.sync.receiver, torchrl_ext.landing.placement, torchrl_ext.weights.checkpoint
-import torchrl_ext.transports.disk, torchrl_ext.transports.collective.transport, torchrl_ext.plugins.common.workers
+import torchrl_ext.transports.disk, torchrl_ext.transports.collective.transport, torchrl_ext.plugins.workers
 new = set(sys.modules) - before
 print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang"}}))
 print(torchrl_ext.__file__)
@@ -44,7 +44,7 @@ def test_a_model_that_does_not_exist_is_refused_before_anything_is_installed(tmp
 TOGETHER = """
 import os, sys, torch
 from torch import distributed
-from torchrl_ext.plugins.common.workers import agree, combine
+from torchrl_ext.plugins.workers import agree, combine
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.landing.patcher import Patcher, Piece
 from torchrl_ext.weights.digests import position_digest

@@ -12,8 +12,8 @@ from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, read
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading, reachable
-from torchrl_ext.plugins.common.loader import PluginLoader
-from torchrl_ext.plugins.common.refusals import (
+from torchrl_ext.plugins.loader import PluginLoader
+from torchrl_ext.plugins.refusals import (
     UNCHANGED,
     incomplete,
     missing,
@@ -24,8 +24,8 @@ from torchrl_ext.plugins.common.refusals import (
     unknown,
     unreadable,
 )
-from torchrl_ext.plugins.common.workers import combine
 from torchrl_ext.plugins.sglang.model import can_unpack, pack, packs, stand_ins, unpack
+from torchrl_ext.plugins.workers import combine
 from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource

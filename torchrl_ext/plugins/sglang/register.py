@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrl_ext.messages import CHANNEL, CheckAdapter, CheckLoaded, Prefetch, read
-from torchrl_ext.plugins.common.found import attempt, grant_tiles, say
+from torchrl_ext.plugins.found import attempt, grant_tiles, say
 from torchrl_ext.plugins.sglang import adapters as sglang_adapters
 from torchrl_ext.plugins.sglang import cpu as sglang_cpu
 
@@ -172,7 +172,7 @@ def _united(words: str) -> str:
     """What all workers have to say; "" where no worker has anything."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from torchrl_ext.plugins.common.workers import agree
+    from torchrl_ext.plugins.workers import agree
     from torchrl_ext.sync.worker_end import joined
 
     said = agree(words, get_tp_group().cpu_group)
@@ -213,7 +213,7 @@ def _unfit(runner: Any) -> Any:
     from sglang.srt.distributed.parallel_state import get_pp_group
 
     from torchrl_ext.errors import ConfigError
-    from torchrl_ext.plugins.common.refusals import UNCHANGED, rebalanced
+    from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
 
     if get_pp_group().world_size > 1:
         return ConfigError(

@@ -22,9 +22,9 @@ import torch
 from torch import distributed, nn
 
 from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State
-from torchrl_ext.plugins.common.published_path import locate, parameters
-from torchrl_ext.plugins.common.workers import agree
+from torchrl_ext.plugins.roots import locate, parameters
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
+from torchrl_ext.plugins.workers import agree
 from torchrl_ext.stores import open_store
 from torchrl_ext.sync.worker_end import WorkerEnd, words_of
 from torchrl_ext.transports.shared_root import SharedRoot

@@ -35,7 +35,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError
 from torchrl_ext.messages import Join, Load, Message, Poll, Prefetch, Reset, Seal, answers_in, merged
 from torchrl_ext.messages.routes import bears_key
-from torchrl_ext.plugins.common.published_path import locate, parameters
+from torchrl_ext.plugins.roots import locate, parameters
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.plugins.vllm.caches import drop_cached
 from torchrl_ext.stores import open_store

@@ -27,8 +27,8 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from torchrl_ext.errors import ConfigError, EngineError, ManifestError
 from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, CheckAdapter, Finish, Join, Start, read
-from torchrl_ext.plugins.common.workers import agree
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
+from torchrl_ext.plugins.workers import agree
 from torchrl_ext.stores import open_store
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
 from torchrl_ext.transports.shared_root import SharedRoot

@@ -29,8 +29,8 @@ from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Piece
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading
-from torchrl_ext.plugins.common.loader import PluginLoader
-from torchrl_ext.plugins.common.refusals import (
+from torchrl_ext.plugins.loader import PluginLoader
+from torchrl_ext.plugins.refusals import (
     incomplete,
     missing,
     rebalanced,

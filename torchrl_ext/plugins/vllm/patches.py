@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare
 from torchrl_ext.landing.placement import Placement
-from torchrl_ext.plugins.common.workers import combine
+from torchrl_ext.plugins.workers import combine
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 
 __all__ = ["VLLMPatches"]

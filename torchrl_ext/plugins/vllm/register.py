@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from torchrl_ext.messages import BACKEND
-from torchrl_ext.plugins.common.found import attempt, grant_tiles, say
+from torchrl_ext.plugins.found import attempt, grant_tiles, say
 
 __all__ = ["register"]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.transports.chains import checkpoint, folder, published
 from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import StoreError, WeightSyncError
-from torchrl_ext.plugins.common.published_path import locate, parameters
+from torchrl_ext.plugins.roots import locate, parameters
 
 
 @pytest.fixture

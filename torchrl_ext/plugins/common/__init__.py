@@ -1,1 +1,0 @@
-"""What the plugins of every engine share."""
