@@ -1,25 +1,37 @@
-"""What the loaders of vLLM and SGLang share: what can be written in place, and what is vouched for."""
+"""How weights land in one worker's model of vLLM or SGLang: what both do, and what they say to what cannot land.
+
+Whole versions go through the model's own loader. Changes are written element by element where the live bytes are those
+of the checkpoint. Parameters that an engine keeps in another form (packed, shuffled, quantised) cannot be written to:
+their checkpoint tensors are kept on the host by the transport, patched there, and loaded again.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from torchrl_ext.landing.patcher import Piece, holds, read
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.landing.loader import Changes
+from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import Landing, Placement
+from torchrl_ext.plugins.workers import combine
 from torchrl_ext.proof.engine_loader import EngineLoader
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.proof.known_weights import announced
+from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
 
-__all__ = ["PluginLoader"]
+__all__ = ["UNCHANGED", "PluginLoader", "rebalanced"]
+
+UNCHANGED = "nothing was changed; the engine serves what it served"
 
 
 class PluginLoader(EngineLoader):
-    """Loads into one worker's model through the model's own loader, and knows which tensors lie there as they came.
+    """Loads into one worker's model, and knows which tensors lie there as they came.
 
     `digests` reads those tensors back from the live model that this worker alone holds whole, as they came. It vouches
     for the others as they were handed to the model's loader: a packed or quantised form cannot be read in checkpoint
@@ -27,20 +39,207 @@ class PluginLoader(EngineLoader):
 
     Args:
         model: the worker's model.
-        alone: no other worker holds a part of it.
+        checkpoint: the directory, or the name, of what the engine was started with.
+        group: the tensor-parallel workers, on the CPU.
+        alone: no other worker holds a part of the model.
+        dtype: in which the engine computes.
+        tied: the output embedding is the input embedding.
+        dummy: the model was filled with random numbers instead of the checkpoint.
+        unfit: why an engine of these settings takes no update; None where it does.
     """
 
-    def __init__(self, model: nn.Module, *, alone: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: str,
+        group: distributed.ProcessGroup,
+        *,
+        alone: bool,
+        dtype: torch.dtype,
+        tied: bool,
+        dummy: bool = False,
+        unfit: ConfigError | None = None,
+    ) -> None:
         super().__init__()
         self._model: Any = model  # every model of an engine has `load_weights`
-        self._alone = alone
+        self._checkpoint, self._group, self._alone = checkpoint, group, alone
+        self._dtype, self._tied, self._dummy, self._unfit = dtype, tied, dummy, unfit
+        self._shapes = _shapes_of(checkpoint)
+        self._params: tuple[ParamMeta, ...] = ()
+        self._placement: Placement | None = None
         self._pieces: dict[str, list[Piece]] = {}
+        self._patcher = Patcher({})
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
         self._handed: dict[str, str] = {}
+        self._coverage: dict[str, Coverage] = {}
+        self._expected: Mapping[str, str] = {}
+        self._whole: list[tuple[str, Tensor]] = []
+        self._loading = self._whole_model = False
+
+    # what each engine does in its own way
 
     @abstractmethod
-    def params(self) -> tuple[ParamMeta, ...]:
-        """The parameters that were checked last."""
+    def _placed(self, params: tuple[ParamMeta, ...]) -> Placement | None:
+        """Run the model's loader over tensors without data; None where it cannot be known what lands where.
+
+        Raises:
+            ManifestError, ConfigError: the parameters cannot land, see `check`.
+        """
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Bring every layer into the form that the model's loader writes to."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Bring every layer into the form that is computed with."""
+
+    @abstractmethod
+    def _loaded_with(self, touched: set[str]) -> Collection[str]:
+        """The tensors that have to be loaded when ``touched`` change, which cannot be patched."""
+
+    @abstractmethod
+    def _load_again(self, whole: list[tuple[str, Tensor]]) -> None:
+        """Load these tensors, and nothing else, into an idle model that computes."""
+
+    @abstractmethod
+    def _made_up(self) -> Iterable[tuple[str, Tensor]] | None:
+        """What a checkpoint would hold of an engine that was filled with random numbers; None where nobody knows."""
+
+    def _is_plain(self, tensor: Tensor | None, landing: Landing) -> bool:
+        """Whether a runtime tensor can be as it was loaded, for all that its engine says of it."""
+        return True
+
+    # what can land, and where
+
+    def check(self, params: Iterable[ParamMeta]) -> None:
+        """See `WeightLoader.check`. The model's loader runs over tensors without data; the live ones are not touched.
+
+        Raises:
+            ManifestError: names the first parameter that is unknown, missing, or of another shape or dtype.
+            ConfigError: an engine of these settings takes no update.
+        """
+        params = tuple(params)
+        if self._unfit is not None:
+            raise self._unfit
+        if self._params == params:
+            return
+        for meta in params:  # loaders of sharded layers narrow before they compare, and would let a larger one pass
+            expected = self._shapes.get(meta.name, meta.shape)
+            if expected != meta.shape:
+                raise ManifestError(
+                    f"parameter {meta.name!r} arrives with shape {list(meta.shape)}",
+                    expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
+                    state=UNCHANGED,
+                )
+        self._placement = self._placed(params)
+        self._params, self._pieces, self._patcher = params, {}, Patcher({})
+        if self._placement is not None and not self._whole_model:
+            self._pieces = self._in_place(self._placement)
+            self._patcher = Patcher(self._pieces)
+
+    def ready(self) -> None:
+        if not self._params and self._shapes:
+            self.check(CheckpointSource(self._checkpoint).params())
+
+    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        if self._dummy:
+            return self._made_up()
+        return announced(CheckpointSource(self._checkpoint), self._params, self._dtype) if self._shapes else None
+
+    def landings(self, name: str) -> Iterable[Landing]:
+        return self._placement.landings.get(name, ()) if self._placement is not None else ()
+
+    def patchable(self, name: str) -> bool:
+        return name in self._patcher.pieces
+
+    def land_whole(self) -> None:
+        self._pieces, self._patcher, self._whole_model = {}, Patcher({}), True
+
+    def _is_tied_head(self, name: str) -> bool:
+        """Whether ``name`` is the output embedding of a model in which that is the input embedding."""
+        return self._tied and name.endswith("lm_head.weight")
+
+    def _live(self) -> dict[str, Tensor]:
+        """What the model computes with, by runtime name."""
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    def _in_place(self, placement: Placement) -> dict[str, list[Piece]]:
+        """The copies of each tensor that the live model holds as it was loaded, shown by its bytes.
+
+        A parameter of the same shape may be shuffled, so shape says nothing. The bytes are compared with those of the
+        start checkpoint, while the model still holds it; what was found then holds for later lists of parameters.
+        """
+        live, found = self._live(), {}
+        for meta in placement.params:
+            landings = placement.landings[meta.name]
+            exact = all(
+                one.exact and one.dtype == meta.dtype and self._is_plain(live.get(one.param), one) for one in landings
+            )
+            absorbed = any("kv_b_proj" in one.param for one in landings)  # MLA computes with a product of it
+            if landings and exact and not absorbed and not meta.dtype.is_complex:
+                found[meta.name] = [Piece.of(live[one.param], one) for one in landings]
+        for name, tensor in () if self.touched else self.start_weights() or ():
+            if name in found and holds(found[name], tensor):
+                self._agreed[name] = placement.landings[name]
+        kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
+        embedding = next((pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")), [])
+        return kept | {name: embedding if self._is_tied_head(name) else [] for name in placement.nowhere()}
+
+    # what is said to what cannot land
+
+    def _refuse(self, placement: Placement, needed: Mapping[str, int], *, shared: bool) -> None:
+        """Take no name that lands nowhere, leave no parameter as it is, and let no value be rounded.
+
+        Args:
+            placement: where the parameters of the update land.
+            needed: how many elements of each runtime parameter an update has to write.
+            shared: workers hold different parts of the model, so that names of the checkpoint may land elsewhere.
+        """
+        for name in placement.nowhere():
+            elsewhere = shared and (name in self._shapes or not self._shapes)
+            if not (elsewhere or self._is_tied_head(name) or name.endswith("rotary_emb.inv_freq")):
+                raise ManifestError(
+                    f"the engine's model has no parameter {name!r}",
+                    expected="the names of the checkpoint that the engine was started with",
+                    state=UNCHANGED,
+                    hint="map the trainer's names with WeightSender(..., mapper=...)",
+                )
+        names = {meta.name for meta in placement.params}
+        for param, numel in needed.items():
+            written = placement.written[param]
+            if written < numel and (written or not self._is_tied_head(param)):  # only its stand-in is one of its own
+                prefix = param.rpartition(".")[0].rpartition(".")[0]
+                self._refuse_absent(name for name in self._shapes if name not in names and name.startswith(prefix))
+                sources = ", ".join(placement.sources(param)) or "no parameter of the update"
+                raise ManifestError(
+                    f"the update leaves parameter {param!r} of the engine's model incomplete: "
+                    f"{written} of {numel} elements, from {sources}",
+                    expected=_EVERY,
+                    state=UNCHANGED,
+                )
+        for meta, landing in placement.lossy():
+            raise ManifestError(
+                f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
+                expected=f"{dtype_name(landing.dtype)}, in which the engine computes",
+                state=UNCHANGED,
+                hint=f"give WeightSender dtype=torch.{dtype_name(landing.dtype)}, or the engine another --dtype",
+            )
+
+    def _refuse_absent(self, names: Iterable[str]) -> None:
+        for name in names:
+            if not self._is_tied_head(name):
+                raise ManifestError(
+                    f"parameter {name!r} is missing from the update", expected=_EVERY, state=UNCHANGED
+                )
+
+    # whole versions
+
+    def start(self) -> None:
+        self.forget()
+        self.touched = self.touched or not self._rehearsing
+        self._open()
+        self._loading = True
 
     @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -51,9 +250,33 @@ class PluginLoader(EngineLoader):
 
         self._model.load_weights(passing())
 
+    def finish(self) -> None:
+        """End the load.
+
+        Raises:
+            IntegrityError: parameters that were announced did not come.
+        """
+        if not self._loading:
+            return
+        names = self.missing()
+        if names:
+            raise IntegrityError(
+                f"{len(names)} of the parameters that were announced did not come, first {names[0]!r}",
+                state="the model holds part of an update",
+                hint="send the version again",
+            )
+        self._close()
+        self._loading = False
+
+    def missing(self) -> list[str]:
+        """Parameters of an unfinished load that did not come yet."""
+        if not self._loading or self._rehearsing:
+            return []
+        return [meta.name for meta in self._params if meta.name not in self._handed]
+
     def digests(self) -> dict[str, str]:
         found = dict(self._handed)
-        for meta in self.params():
+        for meta in self._params:
             if meta.name in found and self._readable(meta.name):
                 found[meta.name] = tensor_digest(read(meta, self._pieces[meta.name]))
         return found
@@ -62,34 +285,80 @@ class PluginLoader(EngineLoader):
         """Whether this worker holds the tensor whole, as it came."""
         return self._alone and bool(self._pieces.get(name))
 
-    def _live(self) -> dict[str, Tensor]:
-        """What the model computes with, by runtime name."""
-        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+    def forget(self) -> None:
+        """Drop what is known of the model's bytes, and what was staged."""
+        self._handed, self._whole = {}, []
+        self._patcher.forget()
 
-    def _in_place(
-        self,
-        placement: Placement,
-        start: Callable[[], Iterable[tuple[str, Tensor]] | None],
-        plain: Callable[[Tensor | None, Landing], bool] = lambda tensor, landing: True,
-    ) -> dict[str, list[Piece]]:
-        """The copies of each tensor that the live model holds as it was loaded, shown by its bytes.
+    def invalidate(self) -> None:
+        self.forget()
+        self.touched = True
 
-        A parameter of the same shape may be shuffled, so shape says nothing. The bytes are compared with those of the
-        start checkpoint, while the model still holds it; what was found then holds for later lists of parameters.
+    # changes
 
-        Args:
-            placement: where checkpoint tensors land on this worker.
-            start: what the engine was started with.
-            plain: whether a runtime tensor can be as it was loaded, for all that its engine says of it.
+    def position_digests(self) -> dict[str, str]:
+        """What this worker reads back of its model; else the checkpoint that the engine was started with, while nothing
+        else was loaded.
+
+        Raises:
+            ConfigError: it can tell neither.
         """
-        live, found = self._live(), {}
-        for meta in placement.params:
-            landings = placement.landings[meta.name]
-            exact = all(one.exact and one.dtype == meta.dtype and plain(live.get(one.param), one) for one in landings)
-            absorbed = any("kv_b_proj" in one.param for one in landings)  # MLA computes with a product of it
-            if landings and exact and not absorbed and not meta.dtype.is_complex:
-                found[meta.name] = [Piece.of(live[one.param], one) for one in landings]
-        for name, tensor in () if self.touched else start() or ():
-            if name in found and holds(found[name], tensor):
-                self._agreed[name] = placement.landings[name]
-        return {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
+        if self._alone and self._params and all(self.patchable(meta.name) for meta in self._params):
+            return {name: digest.hex() for name, digest in self._together(self._patcher.held()).items()}
+        start = None if self.touched else self.start_weights()
+        if start is None:
+            raise ConfigError(
+                "this engine cannot read its weights back, and they are not those that it was started with",
+                hint="let the trainer send a full version first: leave base= out",
+            )
+        return {name: position_digest(tensor).hex() for name, tensor in start}
+
+    def stage(self, changes: Changes) -> None:
+        """Translate what can be patched; bring what cannot to its new value on the host."""
+        self._whole = []
+        self._coverage, self._expected = self._patcher.stage(changes), changes.digests
+        names = self._loaded_with(self._patcher.others)
+        self._whole = list(changes.whole(names)) if names else []
+        compare({name: position_digest(tensor) for name, tensor in self._whole}, self._expected)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that staged changes hold until the commit, in bytes."""
+        return self._patcher.staged_bytes + sum(tensor.nbytes for _, tensor in self._whole)
+
+    def confirm(self) -> None:
+        """Hold what all workers of the engine staged against the trainer's digests."""
+        compare(self._together(self._coverage), self._expected)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        self._handed, self.touched = {}, self.touched or not self._rehearsing
+        self._patcher.commit()
+        whole, self._whole = self._whole, []
+        if whole:
+            self._load_again(whole)
+
+    def _together(self, own: Mapping[str, Coverage]) -> dict[str, PositionDigest]:
+        """Digests of the tensors that the workers hold together; those that overlap in part are left out."""
+        return combine(own, self._patcher.pieces, self._params, self._group)
+
+
+_EVERY = "every parameter of the checkpoint that the engine was started with"
+
+
+def _shapes_of(checkpoint: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a local checkpoint by name; of any other nothing is known."""
+    try:
+        return {meta.name: meta.shape for meta in CheckpointSource(checkpoint).params()}
+    except (ConfigError, IntegrityError):
+        return {}
+
+
+def rebalanced() -> ConfigError:
+    """Experts move between workers (EPLB)."""
+    return ConfigError(
+        "this engine moves experts between its workers while it serves (EPLB)",
+        expected="an engine started without --enable-eplb",
+        state=UNCHANGED,
+        hint="where an expert's weights lie changes from step to step, so that no update could be proved",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from torchrl_ext.errors import EngineRefusedError, IntegrityError
@@ -90,6 +91,7 @@ class EngineLoader(WeightLoader):
             return {"why": "the engine no longer holds the weights that it was started with: start it again"}
         return {"why": "the engine was started without a checkpoint" if self.start_weights() is None else ""}
 
+    @torch.no_grad()
     def rehearse(self) -> Info:
         """Rehearse; the model is idle, and holds what it was started with.
 

@@ -213,7 +213,7 @@ def _unfit(runner: Any) -> Any:
     from sglang.srt.distributed.parallel_state import get_pp_group
 
     from torchrl_ext.errors import ConfigError
-    from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
+    from torchrl_ext.plugins.loader import UNCHANGED, rebalanced
 
     if get_pp_group().world_size > 1:
         return ConfigError(
