@@ -10,7 +10,7 @@ import pytest
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.launch.server import make_overlay
 from torchrl_ext.launch.vllm import VLLMServer
-from torchrl_ext.plugins.vllm.caches import drop_cached
+from torchrl_ext.sync.hosts import VLLMHost
 
 LOOK = """
 import sys
@@ -54,19 +54,25 @@ class Caches:
         model = SimpleNamespace(multimodal_config={} if sees else None)
         self.vllm_config = SimpleNamespace(model_config=model)
 
-    async def reset_prefix_cache(self, **how):
-        self.asked.append(how)
+    async def collective_rpc(self, method): ...
+
+    async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.asked.append((reset_running_requests, reset_connector))
         return len(self.asked) >= self._after
 
     async def reset_encoder_cache(self):
         self.encoder_dropped = True
 
+    async def dropped(self, timeout_s=10.0):
+        host = VLLMHost(self, pause_mode="keep", loop=asyncio.get_running_loop(), timeout_s=timeout_s)
+        await asyncio.to_thread(host.drop_cached)
+
 
 def test_all_that_was_computed_with_older_weights_is_dropped_and_no_refusal_is_overheard():
     for after, sees in ((1, False), (3, True)):
         caches = Caches(after, sees)
-        asyncio.run(drop_cached(caches))
-        assert caches.asked == [{"reset_running_requests": True, "reset_connector": True}] * after
+        asyncio.run(caches.dropped())
+        assert caches.asked == [(True, True)] * after
         assert caches.encoder_dropped == sees
     with pytest.raises(EngineRefusedError, match="could not drop cached keys"):
-        asyncio.run(drop_cached(Caches(10**9, False), timeout_s=0.1))
+        asyncio.run(Caches(10**9, False).dropped(timeout_s=0.1))

@@ -229,9 +229,7 @@ class PluginLoader(EngineLoader):
     def _refuse_absent(self, names: Iterable[str]) -> None:
         for name in names:
             if not self._is_tied_head(name):
-                raise ManifestError(
-                    f"parameter {name!r} is missing from the update", expected=_EVERY, state=UNCHANGED
-                )
+                raise ManifestError(f"parameter {name!r} is missing from the update", expected=_EVERY, state=UNCHANGED)
 
     # whole versions
 

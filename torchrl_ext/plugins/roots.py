@@ -1,21 +1,30 @@
-"""What a path says that a trainer hands to an engine's ``/update_weights_from_disk`` with ``load_format="delta"``."""
+"""What an engine reads under the roots of trainers: versions that a call names, and adapters.
+
+A trainer may hand a path to an engine's ``/update_weights_from_disk`` with ``load_format="delta"``: a version directory
+``weight_v000007``, or the root that holds it; then the newest version is meant.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.messages import CheckAdapter, Join
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.stores.versions import version_name, version_number
+from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
+from torchrl_ext.types import adapter_rank
 from torchrl_ext.versions.foreign import ForeignVersions
 
-__all__ = ["locate", "parameters"]
+__all__ = ["check_adapter", "invited", "locate", "parameters"]
 
 
 def locate(path: str) -> tuple[str, int]:
@@ -60,3 +69,39 @@ def parameters(root: str, version: int, base: str, files: Collection[str] | None
             state="the engine serves what it served",
         )
     return [meta.to_json() for meta in params]
+
+
+@contextmanager
+def invited(root: str, reader: str, base: str | None, params: list[Any]) -> Iterator[Join]:
+    """The message by which workers join the chain under ``root``, to which no trainer invites them.
+
+    Args:
+        root: where the versions lie.
+        reader: a name for these workers.
+        base: the checkpoint that the engine was started with, where it is a local one.
+        params: what a version holds, as `parameters` gives it.
+    """
+    probe = SharedRoot(open_store(root), reader)
+    try:
+        yield Join.of({"transport": "delta", "base": base, "needs_base": False, "params": params, **probe.invite()})
+    finally:
+        probe.clear()
+
+
+def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None) -> None:
+    """Refuse a LoRA adapter that an engine of these settings cannot take.
+
+    Raises:
+        ConfigError: the server was started without LoRA, or for smaller ranks.
+        StoreError: the adapters' root cannot be seen from here.
+    """
+    if not enabled:
+        raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
+    rank = adapter_rank(message.params)
+    if max_rank is not None and rank > max_rank:
+        raise ConfigError(
+            f"LoRA rank {rank} is greater than max_lora_rank {max_rank}",
+            hint=f"start the server with --max-lora-rank {rank} or more",
+        )
+    if message.root is not None:
+        SharedRoot(open_store(message.root["root"]), "").find(message.root, VISIBLE_S, threading.Event())

@@ -258,15 +258,19 @@ class VLLMHost(Host):
             raise EngineRefusedError(f"vLLM's workers refused {method}: {error}", hint=hint) from error
 
     def _label(self, version: str) -> None:
-        """Give what is held a version, and drop what was cached of older weights.
-
-        Raises:
-            EngineRefusedError: it could not be dropped.
-        """
+        """Give what is held a version, and drop what was cached of older weights."""
         if self._asynchronous:
             self._done(self._llm.update_weight_version(version))
         else:
             self._llm.llm_engine.set_weight_version(version)
+        self.drop_cached()
+
+    def drop_cached(self) -> None:
+        """Drop keys and values, here and where a connector keeps them, of running requests too, and images' embeddings.
+
+        Raises:
+            EngineRefusedError: it could not be dropped.
+        """
         until = time.monotonic() + min(self._timeout_s, _COPYING_S)
         while not self._done(self._llm.reset_prefix_cache(self._asynchronous, reset_connector=True)):
             if time.monotonic() >= until:  # a connector that copies keys and values away holds them for a moment

@@ -18,7 +18,6 @@ no layer for (``up_proj`` without ``gate_proj``, for one), which the workers are
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
@@ -36,13 +35,11 @@ from torchrl_ext.messages import (
     UnloadAdapter,
     read,
 )  # fmt: skip
-from torchrl_ext.stores import open_store
-from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import Info, adapter_label, adapter_rank, adapter_version
+from torchrl_ext.plugins.roots import check_adapter
+from torchrl_ext.types import Info, adapter_label, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "check_worker"]
 
-_VISIBLE_S = 2.0
 _NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
 """Settings of PEFT's that change what an adapter computes, and that SGLang does not look at."""
 
@@ -88,16 +85,7 @@ class Adapters:
         from sglang.srt.runtime_context import get_lora
 
         started = get_lora()
-        if not started.enable_lora:
-            raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
-        rank = adapter_rank(message.params)
-        if started.max_lora_rank is not None and rank > started.max_lora_rank:
-            raise ConfigError(
-                f"LoRA rank {rank} is greater than max_lora_rank {started.max_lora_rank}",
-                hint=f"start the server with --max-lora-rank {rank} or more",
-            )
-        if message.root is not None:
-            SharedRoot(open_store(message.root["root"]), "").find(message.root, _VISIBLE_S, threading.Event())
+        check_adapter(message, enabled=started.enable_lora, max_rank=started.max_lora_rank)
         able, words = await self._ask_workers(CheckAdapter(params=message.params))
         if not able:
             raise EngineError(words)

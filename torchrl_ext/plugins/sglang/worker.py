@@ -22,12 +22,10 @@ import torch
 from torch import distributed, nn
 
 from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State
-from torchrl_ext.plugins.roots import locate, parameters
+from torchrl_ext.plugins.roots import invited, locate, parameters
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.workers import agree
-from torchrl_ext.stores import open_store
 from torchrl_ext.sync.worker_end import WorkerEnd, words_of
-from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info
 
 __all__ = ["SGLangWorker"]
@@ -121,12 +119,8 @@ class SGLangWorker:
             found["params"] = parameters(found["root"], found["version"], self._checkpoint)
 
         def join() -> None:
-            probe = SharedRoot(open_store(root), f"reader-{distributed.get_rank(self._group)}")
-            try:
-                info = {"transport": "delta", "base": self._checkpoint, "needs_base": False, "params": params}
-                receiver.connect(Join.of({**info, **probe.invite()}))
-            finally:
-                probe.clear()
+            with invited(root, f"reader-{distributed.get_rank(self._group)}", self._checkpoint, params) as message:
+                receiver.connect(message)
 
         def commit() -> None:
             self._loader.prepared = False

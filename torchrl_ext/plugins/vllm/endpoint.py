@@ -23,32 +23,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError
-from torchrl_ext.messages import Join, Load, Message, Poll, Prefetch, Reset, Seal, answers_in, merged
-from torchrl_ext.messages.routes import bears_key
-from torchrl_ext.plugins.roots import locate, parameters
+from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
+from torchrl_ext.messages import Finish, Load, Message, Prefetch, Reset, Start
+from torchrl_ext.plugins.roots import invited, locate, parameters
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
-from torchrl_ext.plugins.vllm.caches import drop_cached
-from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.transports.shared_root import SharedRoot
+from torchrl_ext.messages.routes import bears_key
+from torchrl_ext.sync.hosts import VLLMHost
 
 __all__ = ["UpdateFromDisk"]
 
 log = logging.getLogger("torchrl_ext")
 
 ROUTE = "/update_weights_from_disk"
-_STAGING_S = 600.0
-_LONGEST_S = 0.5  # between two questions whether staging is over
+_STEP_S = 600.0
 
 
 class UpdateFromDisk:
@@ -59,6 +55,7 @@ class UpdateFromDisk:
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._host: Any = None
         self._model = ""
         self._joined: tuple[str, Any] | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -81,6 +78,7 @@ class UpdateFromDisk:
         """Remember the engine, and the checkpoint that it was started with."""
         self._adapters.init(engine_client, state)
         self._engine, self._model = engine_client, args.model
+        self._host = VLLMHost(engine_client, pause_mode="keep", loop=asyncio.get_running_loop(), timeout_s=_STEP_S)
         self._keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def update(self, request: Request) -> JSONResponse:
@@ -89,96 +87,51 @@ class UpdateFromDisk:
             body = await request.json()
             if not isinstance(body, Mapping) or not isinstance(body.get("model_path"), str):
                 raise ConfigError("the body names no model_path", expected='{"model_path": "...", ...}')
+            path, load_format, label = body["model_path"], body.get("load_format"), body.get("weight_version")
+            if load_format not in (None, "auto", "safetensors", "delta"):
+                raise ConfigError(f"there is no load_format {load_format!r}", expected='"delta", "auto" or null')
+            label = None if label is None else str(label)
             async with self._one_at_a_time:
-                message = await self._update(body)
+                if load_format == "delta":
+                    return _answer(True, await self._land(path, label, body.get("files")))
+                return _answer(True, await self._reload(path, label))
         except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
             return _answer(False, str(error) if isinstance(error, WeightSyncError) else f"{error or type(error)}")
-        return _answer(True, message)
-
-    async def _update(self, body: Mapping[str, Any]) -> str:
-        load_format = body.get("load_format")
-        if load_format not in (None, "auto", "safetensors", "delta"):
-            raise ConfigError(f"there is no load_format {load_format!r}", expected='"delta", "auto" or null')
-        label = body.get("weight_version")
-        if load_format == "delta":
-            return await self._land(body["model_path"], None if label is None else str(label), body.get("files"))
-        return await self._reload(body["model_path"], None if label is None else str(label))
 
     async def _land(self, path: str, label: str | None, files: Any) -> str:
         root, version = await asyncio.to_thread(locate, path)
         params = await asyncio.to_thread(parameters, root, version, self._model, files)
-        target = (root, params)
-        known = self._joined == target
-        if not known:
-            await self._join(root, params)
+        known = self._joined == (root, params)
         try:
-            await self._stage(version)
+            if not known:
+                await asyncio.to_thread(self._join, root, params)
+            await self._tell(Prefetch(version=version))
         except Exception:
             self._joined = None
             if not known:
                 raise
-            await self._join(root, params)  # a trainer had the workers join something else meanwhile
-            await self._stage(version)
-        self._joined = target
-        await self._commit(Load(version=version, handoff={"params": params}), label or str(version))
-        return f"version {version} of {root} is in service"
-
-    async def _join(self, root: str, params: list[Any]) -> None:
-        probe = SharedRoot(open_store(root), f"reader-{os.getpid()}")
-        base = self._model if os.path.isdir(self._model) else None
+            await asyncio.to_thread(self._join, root, params)  # a trainer had the workers join something else meanwhile
+            await self._tell(Prefetch(version=version))
+        self._joined = (root, params)
+        served = not await self._engine.is_paused()
+        await asyncio.to_thread(self._host.pause)
         try:
-            info = {"transport": "delta", "base": base, "needs_base": False, "params": params}
-            await self._begin(Join.of({**info, **await asyncio.to_thread(probe.invite)}), f"join {root}")
-        finally:
-            await asyncio.to_thread(probe.clear)
-
-    async def _stage(self, version: int) -> None:
-        await self._begin(Prefetch(version=version), f"stage version {version}")
-
-    async def _begin(self, message: Message, what: str) -> None:
-        """Let the workers begin something, and wait until it is over."""
-        until, pause_s = time.monotonic() + _STAGING_S, 0.01
-        await self._init(message)
-        while True:
-            try:
-                return await self._init(Poll())
-            except Exception as error:
-                if not merged(answers_in(str(error))).get("working"):
-                    raise
-            if time.monotonic() > until:
-                raise DeadlineError(f"to {what} takes longer than {_STAGING_S:g} s")
-            pause_s = min(_LONGEST_S, 1.5 * pause_s)
-            await asyncio.sleep(pause_s)
-
-    async def _commit(self, message: Load, label: str) -> None:
-        engine, version = self._engine, message.version
-        served = await self._pause()
-        try:
-            await engine.start_weight_update()
+            await self._tell(Start())
         except Exception as error:
             self._joined = None
             raise StoreError(f"version {version} was not begun: {error}", state=await self._undone(served)) from error
-        held = "part of an update"
-        try:
-            for step in (message, Seal()):
-                await engine.update_weights(WeightTransferUpdateRequest(update_info=step.to_json()))
-            await engine.finish_weight_update(label)
-            held = f"version {version}, and what was cached of older weights"
-            await drop_cached(engine)
-        except Exception as error:
-            self._joined = None
-            raise StoreError(
-                f"version {version} did not land: {error}",
-                state=f"the engine is paused, and holds {held}",
-                hint="send a full version; the next good update resumes it",
-            ) from error
-        await engine.resume_generation()
+        with self._landing(f"version {version}"):
+            await self._tell(Load(version=version, handoff={"params": params}))
+            await self._tell(Finish(version=version))
+            if label is not None:
+                await self._engine.update_weight_version(label)
+        await asyncio.to_thread(self._host.resume)
+        return f"version {version} of {root} is in service"
 
-    async def _pause(self) -> bool:
-        """Pause; returns whether the engine served before."""
-        served = not await self._engine.is_paused()
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
-        return served
+    def _join(self, root: str, params: list[Any]) -> None:
+        base = self._model if os.path.isdir(self._model) else None
+        with invited(root, f"reader-{os.getpid()}", base, params) as message:
+            self._host.handle(message)
 
     async def _undone(self, served: bool) -> str:
         """No weight was changed: an engine that served before serves again. Returns what holds then."""
@@ -197,27 +150,32 @@ class UpdateFromDisk:
         folder = Path(path)
         if not folder.is_dir() or not any(folder.glob("*.safetensors")):
             raise StoreError(f"{path} is no checkpoint directory", state="the engine serves what it served")
-        await self._pause()
+        await asyncio.to_thread(self._host.pause)
         self._joined = None
-        held = "part of an update"
-        try:
+        with self._landing(path):
             await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder.absolute())})
-            await self._init(Reset(weights="reloaded"))
+            await self._tell(Reset(weights="reloaded"))
             if label is not None:
                 await self._engine.update_weight_version(label)
-            held = "these weights, and what was cached of older ones"
-            await drop_cached(self._engine)
-        except Exception as error:
-            raise StoreError(
-                f"{path} did not land: {error}",
-                state=f"the engine is paused, and holds {held}",
-                hint="send it again; the next good update resumes the engine",
-            ) from error
-        await self._engine.resume_generation()
+            await asyncio.to_thread(self._host.drop_cached)
+        await asyncio.to_thread(self._host.resume)
         return f"{path} is in service"
 
-    async def _init(self, message: Message) -> None:
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=message.to_json()))
+    @contextmanager
+    def _landing(self, what: str) -> Iterator[None]:
+        """The engine is paused, and stays so where something fails."""
+        try:
+            yield
+        except Exception as error:
+            self._joined = None
+            raise StoreError(
+                f"{what} did not land: {error}",
+                state="the engine is paused, and holds part of an update, or what was cached of older weights",
+                hint="send it again, as a full version; the next good update resumes the engine",
+            ) from error
+
+    async def _tell(self, message: Message) -> None:
+        await asyncio.to_thread(self._host.handle, message)
 
 
 def _answer(success: bool, message: str) -> JSONResponse:

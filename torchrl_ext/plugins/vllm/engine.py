@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,20 +24,17 @@ from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from torchrl_ext.errors import ConfigError, EngineError, ManifestError
+from torchrl_ext.errors import EngineError, ManifestError
 from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, CheckAdapter, Finish, Join, Start, read
+from torchrl_ext.plugins.roots import check_adapter
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree
-from torchrl_ext.stores import open_store
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
-from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import Info, adapter_rank
+from torchrl_ext.types import Info
 
 __all__ = ["TorchRLExtEngine"]
 
 log = logging.getLogger("torchrl_ext")
-
-_VISIBLE_S = 2.0
 
 
 @dataclass
@@ -178,19 +174,12 @@ def _check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
         StoreError: the adapters' root cannot be seen from here.
     """
     manager = getattr(model, "lora_manager", None)
-    if manager is None:
-        raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
-    params = message.params
-    rank, most = adapter_rank(params), manager.lora_config.max_lora_rank
-    if rank > most:
-        raise ConfigError(
-            f"LoRA rank {rank} is greater than max_lora_rank {most}",
-            hint=f"start the server with --max-lora-rank {rank} or more",
-        )
+    most = None if manager is None else manager.lora_config.max_lora_rank
+    check_adapter(message, enabled=manager is not None, max_rank=most)
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     mapper = None if mapper is None else mapper.get_rename_mapper()
     wrapped = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
-    for meta in params if vllm_config.parallel_config.pipeline_parallel_size == 1 else ():
+    for meta in message.params if vllm_config.parallel_config.pipeline_parallel_size == 1 else ():
         try:
             layer = parse_fine_tuned_lora_name(meta.name, mapper)[0]
         except ValueError as error:
@@ -201,5 +190,3 @@ def _check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
                 expected=f"some of {', '.join(sorted({name.rpartition('.')[2] for name in wrapped}))}",
                 hint="leave it out of target_modules, or start the server so that --lora-target-modules has it",
             )
-    if message.root is not None:
-        SharedRoot(open_store(message.root["root"]), "").find(message.root, _VISIBLE_S, threading.Event())
