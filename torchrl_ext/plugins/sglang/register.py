@@ -19,14 +19,15 @@ import json
 import logging
 import os
 import pkgutil
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.messages import CHANNEL, CheckAdapter, CheckLoaded, Prefetch, read
 from torchrl_ext.plugins.found import attempt, grant_tiles, say
 from torchrl_ext.plugins.sglang import adapters as sglang_adapters
-from torchrl_ext.plugins.sglang import cpu as sglang_cpu
 
 __all__ = ["register"]
 
@@ -80,7 +81,7 @@ def _register_hooks() -> None:
         **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         **sglang_adapters.HOOKS,
-        **({} if torch.accelerator.is_available() else sglang_cpu.HOOKS),
+        **({} if torch.accelerator.is_available() else _WITHOUT_GPU),
     }
     absent = []
     for target, hook in hooks.items():
@@ -116,7 +117,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         runner = manager.tp_worker.model_runner
         message = read(json.loads(request.action.removeprefix(CHANNEL)))
         if isinstance(message, (CheckAdapter, CheckLoaded)):
-            failure = _united(_objection(runner.lora_manager, message))
+            failure = _united(lambda: sglang_adapters.check_worker(runner.lora_manager, message))
             return CheckWeightsReqOutput(success=not failure, message=failure)
         worker = _worker(runner)
         if _unseen and isinstance(message, Prefetch):  # the first word of an update
@@ -141,12 +142,21 @@ def update_weights_from_disk(
         return False, f"{type(error).__name__}: {error}"
     if kwargs.get("weight_name_filter") or any(args):  # not a trainer's call
         return load_past_us(original, updater, model_path, load_format, *args, **kwargs)
-    words, success, message = "", False, ""
-    try:
+    message = ""
+
+    def load() -> None:
+        nonlocal message
         success, message = load_past_us(original, updater, model_path, load_format, *args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - it would end the server
-        words = f"{type(error).__name__}: {error}"
-    return _agreed(success, message, words)
+        if not success:
+            raise EngineError(message)
+
+    failure = _united(load)
+    if not failure:
+        return True, message
+    return False, (
+        f"{failure}. State: the model may hold part of an update. "
+        "Next: load a whole version before requests are served again."
+    )
 
 
 def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,35 +169,20 @@ def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
             worker.invalidate()
 
 
-def _objection(lora_manager: Any, message: Any) -> str:
-    """Why this worker could not serve an adapter; "" where it can."""
-    try:
-        sglang_adapters.check_worker(lora_manager, message)
-    except Exception as error:  # noqa: BLE001 - it would end the server
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _united(words: str) -> str:
-    """What all workers have to say; "" where no worker has anything."""
+def _united(step: Callable[[], None]) -> str:
+    """Take a step on every worker; returns what they have to say of it, "" where it went well on all of them."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     from torchrl_ext.plugins.workers import agree
-    from torchrl_ext.sync.worker_end import joined
+    from torchrl_ext.sync.worker_end import joined, words_of
 
-    said = agree(words, get_tp_group().cpu_group)
+    words = ""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - it would end the server
+        words = words_of(error)
+    said = agree(words, get_tp_group().cpu_group)  # SGLang would give the answer of the first
     return joined(said) if any(said) else ""
-
-
-def _agreed(success: bool, message: str, words: str) -> tuple[bool, str]:
-    """One answer of all workers; SGLang would give that of the first."""
-    failure = _united(words or ("" if success else message))
-    if not failure:
-        return True, message
-    return False, (
-        f"{failure}. State: the model may hold part of an update. "
-        "Next: load a whole version before requests are served again."
-    )
 
 
 def _worker(runner: Any) -> Any:
@@ -212,7 +207,6 @@ def _unfit(runner: Any) -> Any:
     """Why an engine of these settings takes no update; None where it does."""
     from sglang.srt.distributed.parallel_state import get_pp_group
 
-    from torchrl_ext.errors import ConfigError
     from torchrl_ext.plugins.loader import UNCHANGED, rebalanced
 
     if get_pp_group().world_size > 1:
@@ -229,3 +223,49 @@ def _exists(target: str) -> bool:
     except Exception:
         log.debug("%s cannot be imported", target, exc_info=True)
         return False
+
+
+# what SGLang (0.5.23) needs to compute on a machine without a GPU, beyond what its own start does there
+
+_HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
+
+
+def load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `ModelRunner.load_model`: latent attention is computed in its absorbed form, for fresh prompts as well.
+
+    The backend ``torch_native`` reads keys and values from the cache alone, which holds latents. It has no entry among
+    those that say how DeepSeek's attention is computed, and is taken for Triton's, which is handed full keys.
+    """
+    found = original(runner, *args, **kwargs)
+    handlers = sys.modules.get(_HANDLERS)  # there where a model of that family was imported
+    try:
+        if handlers is not None and "torch_native" not in handlers.AttentionBackendRegistry._handlers:
+            absorbed = handlers.AttnForwardMethod.MLA
+            handlers.AttentionBackendRegistry.register("torch_native", lambda attention, batch: absorbed)
+    except AttributeError:
+        log.warning("this SGLang keeps its attention methods elsewhere: DeepSeek may not run on a CPU")
+    return found
+
+
+def experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `moe_forward_native`: an expert of another worker (expert parallelism) is -1, which it takes for an index.
+
+    Such a token goes to the first expert of this worker, with weight zero. As the function counts a token once per
+    expert, each of a token's choices is computed in a call of its own.
+    """
+    if getattr(layer, "moe_ep_size", 1) == 1:
+        return original(layer, x, topk_output, *args, **kwargs)
+    elsewhere = topk_output.topk_ids < 0
+    ids = topk_output.topk_ids.masked_fill(elsewhere, 0).split(1, dim=1)
+    weights = topk_output.topk_weights.masked_fill(elsewhere, 0).split(1, dim=1)
+    parts = [
+        original(layer, x, topk_output._replace(topk_ids=own, topk_weights=weight), *args, **kwargs)
+        for own, weight in zip(ids, weights, strict=True)
+    ]
+    return sum(parts[1:], parts[0])
+
+
+_WITHOUT_GPU: dict[str, Callable[..., Any]] = {
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": load_model,
+    "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": experts,
+}
