@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.embedded.scheduler import PauseMode, Scheduler
+from torchrl_ext.embedded.scheduler import Scheduler
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
 from torchrl_ext.landing.dormant import Dormant
 from torchrl_ext.landing.loader import TensorsLoader
@@ -26,6 +26,8 @@ __all__ = ["Engine"]
 
 _NUMBER = re.compile("[0-9]{1,18}")
 _BUSY_S = 30.0  # that a control call waits for the one before it
+
+_SEND_AGAIN = "send the weights again; the next update that arrives whole resumes the engine"
 
 TAGS = frozenset({"weights", "kv_cache"})
 """What can sleep, as vLLM calls it."""
@@ -52,12 +54,9 @@ class Engine:
         self.context = context or model.config.max_position_embeddings
         self._model = model
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.scheduler = Scheduler(
-            model,
-            end_ids=_end_ids(model),
-            vocabulary=self._vocabulary,
-            context=self.context,
-        )
+        ends = model.generation_config.eos_token_id
+        end_ids = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.scheduler = Scheduler(model, end_ids=end_ids, vocabulary=self._vocabulary, context=self.context)
         self._loader = TensorsLoader(model)
         self._receiver = WeightReceiver(self._loader)
         self._control = threading.Lock()
@@ -68,11 +67,7 @@ class Engine:
         self.asleep: frozenset[str] = frozenset()
         """What of `TAGS` gave its memory up."""
 
-    def transports(self) -> tuple[str, ...]:
-        """Names of the transports that this engine can follow: all but the one within a single process."""
-        return tuple(followed())
-
-    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+    def pause(self, mode: str, timeout_s: float) -> None:
         """See `Scheduler.pause`."""
         self.scheduler.pause(mode, timeout_s)
 
@@ -88,7 +83,7 @@ class Engine:
             self._refuse_unfit()
             self.scheduler.resume()
 
-    def sleep(self, level: int, mode: PauseMode, timeout_s: float) -> None:
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
         """Pause, and give memory back: nothing at level 0, keys and values at 1, the weights as well at 2.
 
         At level 1 weights would go to the host, which is where a CPU engine has them.
@@ -105,7 +100,7 @@ class Engine:
             self.scheduler.forget()
             if level == 2:
                 self._receiver.invalidate(empty=True)
-                with self.scheduler.weights():
+                with self.scheduler.weights:
                     self._dormant.drop()
             self.asleep = TAGS
 
@@ -142,24 +137,21 @@ class Engine:
             return not self.asleep
 
     def _refuse_unfit(self) -> None:
+        """Generate with nothing that is half an update, or about to be."""
         if self._updating:
             raise EngineRefusedError(
                 "a weight update is open, and its weights must not be served half",
                 expected="POST /finish_weight_update first",
                 state="paused",
-                hint="send the weights again; an update that arrives whole resumes the engine",
+                hint=_SEND_AGAIN,
             )
         self._refuse_torn()
 
     def _refuse_torn(self) -> None:
         if self._torn or self._receiver.empty:
-            raise EngineRefusedError(
-                "the engine slept at level 2 and holds no weights"
-                if self._receiver.empty
-                else "the engine holds half an update and cannot serve it",
-                state="paused",
-                hint="send the weights again; the next update that arrives whole resumes the engine",
-            )
+            lacks = "the engine slept at level 2 and holds no weights"
+            half = "the engine holds half an update and cannot serve it"
+            raise EngineRefusedError(lacks if self._receiver.empty else half, state="paused", hint=_SEND_AGAIN)
 
     def handle(self, message: Message) -> Info:
         """Do what a message says, and return when it is done; returns the answer.
@@ -190,10 +182,10 @@ class Engine:
             ConfigError: the transport cannot reach this process.
             WeightSyncError: what the transport says.
         """
-        if message.transport not in self.transports():
+        if message.transport not in followed():
             raise ConfigError(
                 f"the embedded engine cannot follow by transport {message.transport!r}",
-                expected=f"one of {', '.join(self.transports())}",
+                expected=f"one of {', '.join(followed())}",
             )
         self._receiver.abort()
         with self._alone():
@@ -245,7 +237,7 @@ class Engine:
         Raises:
             EngineRefusedError: it holds none.
         """
-        with self._alone(), self.scheduler.weights():
+        with self._alone(), self.scheduler.weights:
             if self._receiver.empty:
                 self._refuse_torn()
             return self._loader.digests()
@@ -262,7 +254,7 @@ class Engine:
                 raise ConfigError(f"a prompt has {len(prompt)} tokens", expected=f"1 to {self.context}")
             if not all(0 <= token < self._vocabulary for token in prompt):
                 raise ConfigError("a prompt has a token that the model does not know", expected=f"< {self._vocabulary}")
-        with self._alone(), self.scheduler.weights():
+        with self._alone(), self.scheduler.weights:
             self._refuse_torn()
             return score(self._model, prompts)
 
@@ -291,7 +283,7 @@ class Engine:
         with self._alone():
             if not self._updating:
                 raise NotConnectedError("no weight update is open", hint="POST /start_weight_update first")
-            with self.scheduler.weights():
+            with self.scheduler.weights:
                 yield
 
 
@@ -301,21 +293,10 @@ def _load(model_dir: str, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     wanted = "auto" if dtype == "auto" else dtype_from_name(dtype)
-    if dtype == "bfloat16":
-        _allow_amx()
+    allow_amx = getattr(torch.cpu, "_init_amx", None)
+    if dtype == "bfloat16" and allow_amx is not None:
+        allow_amx()  # where the processor has AMX, the kernel wants a request before bfloat16 products may use it
     try:
         return AutoModelForCausalLM.from_pretrained(model_dir, dtype=wanted, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no causal LM can be loaded from {model_dir}: {error}") from error
-
-
-def _allow_amx() -> None:
-    """Where the processor has AMX, the kernel wants a request before bfloat16 products may use it."""
-    init = getattr(torch.cpu, "_init_amx", None)
-    if init is not None:
-        init()
-
-
-def _end_ids(model: Any) -> frozenset[int]:
-    found = model.generation_config.eos_token_id
-    return frozenset(found if isinstance(found, list) else [] if found is None else [found])

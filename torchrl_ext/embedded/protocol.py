@@ -1,18 +1,16 @@
-"""Requests and answers of `/inference/v1/generate`, as vLLM 0.32 writes them (`vllm.entrypoints.scale_out`)."""
+"""Requests to `/inference/v1/generate`, as vLLM 0.32 reads them (`vllm.entrypoints.scale_out`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import Info
 
-__all__ = ["GenerateRequest", "Output", "Sampling", "TokenLogprobs", "answer", "is_token"]
+__all__ = ["GenerateRequest", "Sampling", "is_token"]
 
 _WITHOUT_EFFECT = {  # about text, which this engine never makes
     "detokenize",
@@ -137,81 +135,3 @@ class GenerateRequest:
             raise ConfigError("sampling_params is missing")
         sampling = Sampling.from_json(body["sampling_params"])
         return cls(request_id=str(body.get("request_id") or default_id), token_ids=tuple(ids), sampling=sampling)
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: the sampled token's, its rank (1 is best), and the best candidates'."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-    def to_json(self, asked: int) -> Info:
-        """The entry of ``logprobs.content``; candidates start with the sampled token and are ``asked`` in all."""
-        entries = [(self.token_id, self.logprob, self.rank)]
-        entries += [(token, value, i + 1) for i, (token, value) in enumerate(self.top) if token != self.token_id]
-        rows = [_entry(*entry) for entry in entries]
-        return rows[0] | {"top_logprobs": rows[: max(asked, 1)]}
-
-
-def _entry(token_id: int, logprob: float, rank: int) -> Info:
-    return {"token_id": token_id, "logprob": max(logprob, -9999.0), "rank": rank}  # JSON has no -inf
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """One finished sequence.
-
-    Attributes:
-        token_ids: new tokens only.
-        logprobs: one entry per token, or None where none were asked for.
-        finish_reason: ``"stop"``, ``"length"`` or ``"abort"``.
-        stop_reason: the stop token of the request that ended it; None for end of sequence, length and abort.
-        versions: `(weight version, first token)` wherever the version changed.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish_reason: str
-    stop_reason: int | None = None
-    versions: tuple[tuple[str, int], ...] = ()
-
-    def spans(self) -> list[Info]:
-        """Contiguous ``{version, start, end}`` over the output's tokens."""
-        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
-        return [
-            {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(self.versions, ends, strict=True)
-        ]
-
-    def to_json(self, asked: int | None) -> Info:
-        """The output as an entry of ``choices``."""
-        content = None if self.logprobs is None else [entry.to_json(asked or 0) for entry in self.logprobs]
-        return {
-            "index": self.index,
-            "token_ids": list(self.token_ids),
-            "logprobs": None if content is None else {"content": content},
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            "weight_versions": self.spans(),
-        }
-
-
-def answer(request: GenerateRequest, outputs: Sequence[Output], model: str) -> Info:
-    """The body of a response."""
-    new = sum(len(output.token_ids) for output in outputs)
-    return {
-        "request_id": request.request_id,
-        "created": int(time.time()),
-        "model": model,
-        "output_mode": "tokens",
-        "choices": [output.to_json(request.sampling.logprobs) for output in outputs],
-        "usage": {
-            "prompt_tokens": len(request.token_ids),
-            "completion_tokens": new,
-            "total_tokens": len(request.token_ids) + new,
-        },
-    }

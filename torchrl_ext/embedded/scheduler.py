@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.embedded.sequences import Batch, Job, Sequence
 from torchrl_ext.errors import ConfigError, DeadlineError
 
-__all__ = ["PauseMode", "Scheduler"]
-
-PauseMode = Literal["abort", "wait", "keep"]
+__all__ = ["Scheduler"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -22,7 +18,7 @@ log = logging.getLogger("torchrl_ext")
 class Scheduler:
     """Steps every running sequence token by token.
 
-    Two locks: ``_changed`` guards what waits and the state; ``_model`` is held during a round of forward passes and by
+    Two locks: ``_changed`` guards what waits and the state; ``weights`` is held during a round of forward passes and by
     whoever changes weights, so that weights never change inside a forward pass.
 
     Args:
@@ -39,7 +35,7 @@ class Scheduler:
         self._llm, self._end_ids, self._max_rows = model, end_ids, max_rows
         self._vocabulary, self._context = vocabulary, context
         self._changed = threading.Condition()
-        self._model = threading.Lock()
+        self.weights = threading.Lock()
         self._arrived: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._batch = Batch(model)
@@ -50,12 +46,12 @@ class Scheduler:
 
     @property
     def paused(self) -> bool:
-        """Whether no token is made."""
+        """No token is made."""
         return self._state in ("paused", "stopped")
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """The thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -83,7 +79,7 @@ class Scheduler:
             self._changed.notify_all()
         return job
 
-    def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
+    def pause(self, mode: str, timeout_s: float = 600.0) -> None:
         """Make no more tokens; returns when none is being made.
 
         Args:
@@ -94,8 +90,8 @@ class Scheduler:
             ConfigError: there is no such mode.
             DeadlineError: requests were still running; they are frozen.
         """
-        if mode not in get_args(PauseMode):
-            raise ConfigError(f"there is no pause mode {mode!r}", expected=f"one of {', '.join(get_args(PauseMode))}")
+        if mode not in ("abort", "wait", "keep"):
+            raise ConfigError(f"there is no pause mode {mode!r}", expected="one of abort, wait, keep")
         late = False
         with self._changed:
             if mode == "wait" and self._state == "serving":
@@ -109,7 +105,7 @@ class Scheduler:
             self._state = "paused"
             self._changed.notify_all()
         if not frozen:
-            with self._model:  # a round that was under way is over
+            with self.weights:  # a round that was under way is over
                 pass
         if mode == "abort":
             self._abort()
@@ -137,14 +133,8 @@ class Scheduler:
 
     def forget(self) -> None:
         """Drop the keys and values of what runs: old weights made them. The next step computes them anew."""
-        with self._model:
+        with self.weights:
             self._batch.forget()
-
-    @contextmanager
-    def weights(self) -> Iterator[None]:
-        """Hold the weights still (no forward pass runs) or change them."""
-        with self._model:
-            yield
 
     def _has_work(self) -> bool:
         return bool(self._batch.sequences or self._waiting or (self._arrived and self._state == "serving"))
@@ -155,7 +145,7 @@ class Scheduler:
                 self._changed.wait_for(
                     lambda: self._state == "stopped" or (self._state != "paused" and self._has_work())
                 )
-            with self._model:
+            with self.weights:
                 with self._changed:
                     if self._state == "stopped":
                         return
@@ -181,7 +171,7 @@ class Scheduler:
             self._batch = Batch(self._llm)
 
     def _abort(self) -> None:
-        with self._model, self._changed:
+        with self.weights, self._changed:
             running = self._batch.sequences + self._waiting + self._arrived
             self._batch, self._waiting, self._arrived = Batch(self._llm), [], []
         for sequence in running:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,10 +22,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import torchrl_ext
 from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.embedded.protocol import GenerateRequest, answer, is_token
+from torchrl_ext.embedded.protocol import GenerateRequest, is_token
+from torchrl_ext.embedded.sequences import answer
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
 from torchrl_ext.messages import read
 from torchrl_ext.messages.routes import bears_key, refusal
+from torchrl_ext.sync.inspection import followed
+from torchrl_ext.types import Info
 
 __all__ = ["make_app"]
 
@@ -42,37 +47,60 @@ def make_app(engine: Engine, *, api_key: str | None = None) -> Starlette:
         engine: what the routes call.
         api_key: wanted by every route but ``/health``, as a bearer token; None lets everybody in.
     """
-    routes = _Routes(engine)
+    scheduler = engine.scheduler
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=200 if scheduler.alive else 503)
+
+    async def generate(request: Request) -> Response:
+        asked = GenerateRequest.from_json(_parsed(await request.body()), default_id=uuid.uuid4().hex)
+        job = await asyncio.to_thread(scheduler.submit, asked)
+        outputs = asyncio.wrap_future(job.future)
+        gone = asyncio.ensure_future(_disconnect(request))
+        try:
+            either: set[asyncio.Future[Any]] = {outputs, gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not outputs.done():
+                return Response(status_code=499)  # nobody is left to read it
+            return JSONResponse(answer(asked, outputs.result(), engine.model_dir))
+        finally:
+            job.cancelled = True
+            gone.cancel()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(engine.close)
 
-    table: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
-        ("GET", "/health"): routes.health,
-        ("GET", "/load"): routes.load_now,
-        ("GET", "/server_info"): routes.server_info,
-        ("GET", "/get_world_size"): routes.world_size,
-        ("GET", "/weight_info"): routes.weight_info,
-        ("GET", "/weights_digest"): routes.weights_digest,
-        ("POST", "/prompt_logprobs"): routes.prompt_logprobs,
-        ("GET", "/is_paused"): routes.is_paused,
-        ("POST", "/pause"): routes.pause,
-        ("POST", "/resume"): routes.resume,
-        ("POST", "/sleep"): routes.sleep,
-        ("POST", "/wake_up"): routes.wake_up,
-        ("POST", "/release_kv_cache_memory"): routes.release_kv_cache,
-        ("GET", "/is_sleeping"): routes.is_sleeping,
-        ("POST", "/init_weight_transfer_engine"): routes.connect,
-        ("POST", "/start_weight_update"): routes.start,
-        ("POST", "/update_weights"): routes.load,
-        ("POST", "/finish_weight_update"): routes.finish,
-        ("POST", "/reset_prefix_cache"): routes.reset_prefix_cache,
-        ("POST", "/inference/v1/generate"): routes.generate,
+    routes = {
+        "GET /health": health,
+        "GET /load": _told(lambda: {"server_load": scheduler.running}),
+        "GET /server_info": _told(lambda: _server_info(engine)),
+        "GET /get_world_size": _told(lambda: {"world_size": 1}),
+        "GET /weight_info": _told(lambda: {"weight_version": scheduler.version, "paused": scheduler.paused}),
+        "GET /is_paused": _told(lambda: {"is_paused": scheduler.paused}),
+        "GET /is_sleeping": _told(lambda: {"is_sleeping": bool(engine.asleep), "tags": sorted(engine.asleep)}),
+        "GET /weights_digest": _done(lambda asked: _digests(engine)),
+        "POST /prompt_logprobs": _done(lambda asked: _logprobs(engine, asked.field("prompts", list))),
+        "POST /pause": _done(lambda asked: engine.pause(asked.mode, _DRAIN_TIMEOUT_S), status="paused"),
+        "POST /resume": _done(lambda asked: engine.resume(), status="resumed"),
+        "POST /sleep": _done(lambda asked: _sleep(engine, asked), status="sleeping"),
+        "POST /wake_up": _done(lambda asked: _wake_up(engine, asked.query.getlist("tags") or None)),
+        "POST /release_kv_cache_memory": _done(lambda asked: engine.release_kv_cache(), status="kv_cache_released"),
+        "POST /init_weight_transfer_engine": _done(lambda asked: _connect(engine, asked)),
+        "POST /start_weight_update": _done(lambda asked: engine.start(), message="Weight update started"),
+        "POST /update_weights": _done(
+            lambda asked: engine.handle(read(asked.field("update_info", dict))), message="Weights updated"
+        ),
+        "POST /finish_weight_update": _done(
+            lambda asked: engine.finish(asked.field("weight_version", str, optional=True)),
+            message="Weight update finished",
+        ),
+        "POST /reset_prefix_cache": _done(lambda asked: _reset(engine, asked), success=True),
+        "POST /inference/v1/generate": generate,
     }
     return Starlette(
-        routes=[Route(path, handler, methods=[method]) for (method, path), handler in table.items()],
+        routes=[Route(route.split()[1], handler, methods=route.split()[:1]) for route, handler in routes.items()],
         exception_handlers={WeightSyncError: _refuse, Exception: _refuse},
         middleware=[Middleware(_Guard, api_key=api_key)],
         lifespan=lifespan,
@@ -92,168 +120,133 @@ class _Guard:
             if not passes:
                 await JSONResponse(refusal(), status_code=401)(scope, receive, send)
                 return
-            receive = _Bounded(receive)
+            receive = _bounded(receive)
         await self._app(scope, receive, send)
 
 
-@final
-class _Bounded:
+def _bounded(receive: Receive) -> Receive:
     """Counts the bytes of a body, and gives up before they are all in memory."""
+    seen = 0
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self._seen = receive, 0
-
-    async def __call__(self) -> Message:
-        message = await self._receive()
-        self._seen += len(message.get("body", b""))
-        if self._seen > _MAX_BODY_BYTES:
+    async def bounded() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > _MAX_BODY_BYTES:
             raise ConfigError(f"the body has more than {_MAX_BODY_BYTES} bytes", state="unchanged")
         return message
 
+    return bounded
 
-class _Routes:
-    """One method per route."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+@dataclass(frozen=True)
+class _Asked:
+    query: QueryParams
+    body: bytes
 
-    async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._engine.scheduler.alive else 503)
+    @property
+    def mode(self) -> str:
+        """The pause mode that the query names."""
+        return self.query.get("mode", "abort")
 
-    async def load_now(self, request: Request) -> Response:
-        return JSONResponse({"server_load": self._engine.scheduler.running})
+    def field(self, name: str, kind: type, *, optional: bool = False) -> Any:
+        """A field of the body.
 
-    async def server_info(self, request: Request) -> Response:
-        engine = self._engine
-        return JSONResponse(
-            {
-                "engine": "embedded",
-                "version": torchrl_ext.__version__,
-                "worker_type": "regular",
-                "model": engine.model_dir,
-                "dtype": engine.dtype,
-                "max_model_len": engine.context,
-                "parallel_config": {
-                    "tensor_parallel_size": 1,
-                    "pipeline_parallel_size": 1,
-                    "data_parallel_size": 1,
-                    "world_size": 1,
-                },
-                "transports": list(engine.transports()),
-                "weight_version": engine.scheduler.version,
-            }
-        )
+        Raises:
+            ConfigError: it is not there, or of another kind.
+        """
+        body = _parsed(self.body)
+        value = body.get(name) if isinstance(body, dict) else None
+        if value is None and optional:
+            return None
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} is a {type(value).__name__}", expected=f'a body {{"{name}": {kind.__name__}}}')
+        return value
 
-    async def world_size(self, request: Request) -> Response:
-        return JSONResponse({"world_size": 1})
 
-    async def weight_info(self, request: Request) -> Response:
-        scheduler = self._engine.scheduler
-        return JSONResponse({"weight_version": scheduler.version, "paused": scheduler.paused})
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body) if body else {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the body is no JSON: {error}") from None
 
-    async def weights_digest(self, request: Request) -> Response:
-        digests = await asyncio.to_thread(self._engine.digests)
-        return JSONResponse({"weight_version": self._engine.scheduler.version, "digests": digests})
 
-    async def prompt_logprobs(self, request: Request) -> Response:
-        prompts = await _field(request, "prompts", list)
-        if not all(isinstance(row, list) and all(map(is_token, row)) for row in prompts):
-            raise ConfigError("prompts are not token ids", expected="a list of lists of token ids")
-        found = await asyncio.to_thread(self._engine.logprobs, prompts)
-        return JSONResponse({"logprobs": [[value if math.isfinite(value) else None for value in row] for row in found]})
+def _told(tell: Callable[[], Info]) -> Callable[[Request], Awaitable[Response]]:
+    """A route that is answered at once."""
 
-    async def is_paused(self, request: Request) -> Response:
-        return JSONResponse({"is_paused": self._engine.scheduler.paused})
+    async def handler(request: Request) -> Response:
+        return JSONResponse(tell())
 
-    async def pause(self, request: Request) -> Response:
-        mode: Any = request.query_params.get("mode", "abort")
-        await asyncio.to_thread(self._engine.pause, mode, _DRAIN_TIMEOUT_S)
-        return JSONResponse({"status": "paused"})
+    return handler
 
-    async def resume(self, request: Request) -> Response:
-        await asyncio.to_thread(self._engine.resume)
-        return JSONResponse({"status": "resumed"})
 
-    async def sleep(self, request: Request) -> Response:
-        level = request.query_params.get("level", "1")
-        mode: Any = request.query_params.get("mode", "abort")
-        if level not in ("0", "1", "2"):
-            raise ConfigError(f"there is no sleep level {level!r}", expected="0, 1 or 2")
-        await asyncio.to_thread(self._engine.sleep, int(level), mode, _DRAIN_TIMEOUT_S)
-        return JSONResponse({"status": "sleeping", "level": int(level)})
+def _done(step: Callable[[_Asked], Info | None], **answer: Any) -> Callable[[Request], Awaitable[Response]]:
+    """A route that may take its time, in a thread, and answers so."""
 
-    async def wake_up(self, request: Request) -> Response:
-        tags = request.query_params.getlist("tags") or None
-        awake = await asyncio.to_thread(self._engine.wake_up, tags)
-        return JSONResponse({"status": "awake" if awake else "sleeping", "tags": tags})
+    async def handler(request: Request) -> Response:
+        found = await asyncio.to_thread(step, _Asked(request.query_params, await request.body()))
+        return JSONResponse({**answer, **(found or {})})
 
-    async def release_kv_cache(self, request: Request) -> Response:
-        await asyncio.to_thread(self._engine.release_kv_cache)
-        return JSONResponse({"status": "kv_cache_released"})
+    return handler
 
-    async def is_sleeping(self, request: Request) -> Response:
-        return JSONResponse({"is_sleeping": bool(self._engine.asleep), "tags": sorted(self._engine.asleep)})
 
-    async def connect(self, request: Request) -> Response:
-        message = read(await _field(request, "init_info", dict))
-        answer = await asyncio.to_thread(self._engine.handle, message)
-        return JSONResponse({"message": "Weight transfer initialized", **({"answer": answer} if answer else {})})
+def _server_info(engine: Engine) -> Info:
+    return {
+        "engine": "embedded",
+        "version": torchrl_ext.__version__,
+        "worker_type": "regular",
+        "model": engine.model_dir,
+        "dtype": engine.dtype,
+        "max_model_len": engine.context,
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "world_size": 1,
+        },
+        "transports": followed(),
+        "weight_version": engine.scheduler.version,
+    }
 
-    async def start(self, request: Request) -> Response:
-        await asyncio.to_thread(self._engine.start)
-        return JSONResponse({"message": "Weight update started"})
 
-    async def load(self, request: Request) -> Response:
-        message = read(await _field(request, "update_info", dict))
-        await asyncio.to_thread(self._engine.handle, message)
-        return JSONResponse({"message": "Weights updated"})
+def _digests(engine: Engine) -> Info:
+    digests = engine.digests()
+    return {"weight_version": engine.scheduler.version, "digests": digests}
 
-    async def finish(self, request: Request) -> Response:
-        label = await _field(request, "weight_version", str, optional=True)
-        await asyncio.to_thread(self._engine.finish, label)
-        return JSONResponse({"message": "Weight update finished"})
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        if request.query_params.get("reset_running_requests", "").lower() in ("true", "1"):
-            await asyncio.to_thread(self._engine.scheduler.forget)
-        return JSONResponse({"success": True})  # requests share no cache, so there is nothing else to drop
+def _logprobs(engine: Engine, prompts: list[Any]) -> Info:
+    if not all(isinstance(row, list) and all(map(is_token, row)) for row in prompts):
+        raise ConfigError("prompts are not token ids", expected="a list of lists of token ids")
+    found = engine.logprobs(prompts)
+    return {"logprobs": [[value if math.isfinite(value) else None for value in row] for row in found]}
 
-    async def generate(self, request: Request) -> Response:
-        asked = GenerateRequest.from_json(await _body(request), default_id=uuid.uuid4().hex)
-        job = await asyncio.to_thread(self._engine.scheduler.submit, asked)
-        outputs = asyncio.wrap_future(job.future)
-        gone = asyncio.ensure_future(_disconnect(request))
-        try:
-            either: set[asyncio.Future[Any]] = {outputs, gone}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not outputs.done():
-                return Response(status_code=499)  # nobody is left to read it
-            return JSONResponse(answer(asked, outputs.result(), self._engine.model_dir))
-        finally:
-            job.cancelled = True
-            gone.cancel()
+
+def _sleep(engine: Engine, asked: _Asked) -> Info:
+    level = asked.query.get("level", "1")
+    if level not in ("0", "1", "2"):
+        raise ConfigError(f"there is no sleep level {level!r}", expected="0, 1 or 2")
+    engine.sleep(int(level), asked.mode, _DRAIN_TIMEOUT_S)
+    return {"level": int(level)}
+
+
+def _wake_up(engine: Engine, tags: list[str] | None) -> Info:
+    return {"status": "awake" if engine.wake_up(tags) else "sleeping", "tags": tags}
+
+
+def _connect(engine: Engine, asked: _Asked) -> Info:
+    found = engine.handle(read(asked.field("init_info", dict)))
+    return {"message": "Weight transfer initialized", **({"answer": found} if found else {})}
+
+
+def _reset(engine: Engine, asked: _Asked) -> None:
+    """Requests share no cache, so that there is nothing to drop but what running ones have."""
+    if asked.query.get("reset_running_requests", "").lower() in ("true", "1"):
+        engine.scheduler.forget()
 
 
 async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _body(request: Request) -> Any:
-    try:
-        return await request.json() if await request.body() else {}
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body is no JSON: {error}") from None
-
-
-async def _field(request: Request, name: str, kind: type, *, optional: bool = False) -> Any:
-    body = await _body(request)
-    value = body.get(name) if isinstance(body, dict) else None
-    if value is None and optional:
-        return None
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name} is a {type(value).__name__}", expected=f'a body {{"{name}": {kind.__name__}}}')
-    return value
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
