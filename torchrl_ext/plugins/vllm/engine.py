@@ -173,7 +173,7 @@ def _check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
         ManifestError: names the first layer that has no LoRA here.
         StoreError: the adapters' root cannot be seen from here.
     """
-    manager = getattr(model, "lora_manager", None)
+    manager: Any = getattr(model, "lora_manager", None)
     most = None if manager is None else manager.lora_config.max_lora_rank
     check_adapter(message, enabled=manager is not None, max_rank=most)
     mapper = getattr(model, "hf_to_vllm_mapper", None)
