@@ -33,10 +33,10 @@ from fastapi.responses import JSONResponse
 
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Finish, Load, Message, Prefetch, Reset, Start
+from torchrl_ext.messages.routes import bears_key
 from torchrl_ext.plugins.roots import invited, locate, parameters
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.messages.routes import bears_key
 from torchrl_ext.sync.hosts import VLLMHost
 
 __all__ = ["UpdateFromDisk"]
