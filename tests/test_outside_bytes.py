@@ -23,9 +23,10 @@ from torchrl_ext.codecs.slime.current import DeltaIndex, build_shard, checksum, 
 from torchrl_ext.codecs.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import version_name
-from torchrl_ext.stores.chain import Route, Version
-from torchrl_ext.stores.delta_manifest import DeltaManifest, read_manifest
+from torchrl_ext.stores.chain import Route
+from torchrl_ext.stores.manifest import DeltaManifest, read_manifest
 from torchrl_ext.stores.memory import MemoryStore
+from torchrl_ext.stores.versions import Version
 from torchrl_ext.types import ParamMeta, adapter_version, dtype_from_name
 from torchrl_ext.versions.containers import NewDelta
 from torchrl_ext.versions.open_route import OpenRoute
@@ -281,7 +282,7 @@ def read_delta(manifest, files):
     for name, data in files.items():
         store.put(f"{version_name(2)}/{name}", data)
     chain = FilesOf(manifest, store)
-    route = Route(start=("r", 1), keyframe=None, deltas=((version_name(2), manifest),), nbytes=0)
+    route = Route(start=("r", 1), keyframe=None, deltas=((version_name(2), manifest),), nbytes=0, first=2)
     steps = OpenRoute(chain, route, 2, None, ("r", 1), None)
     held = {key: tensor.clone() for key, tensor in OLD.items()}
     for row in manifest.params:
@@ -298,7 +299,8 @@ class FilesOf:
         store.put(f"{version_name(2)}/manifest.json", b"")
 
     def version(self, number):
-        return Version(delta=self.manifest, folder=version_name(number))
+        params = tuple(row.meta for row in self.manifest.params)
+        return Version(run_id="r", params=params, delta=self.manifest, folder=version_name(number))
 
 
 def right_delta(held):
@@ -317,7 +319,7 @@ def test_files_of_others(name, chance):
         files = {"m.safetensors": build_shard({"b.weight": payload}, {"b.weight": checksum("xxh3-128", new)})}
         codecs = (make_codec("xor").to_json(),)
         rows = {"b.weight": {"changed": 1, "file": "m.safetensors", "checksum": "xxh3-128"}}
-    from torchrl_ext.stores.delta_manifest import DeltaParam
+    from torchrl_ext.stores.manifest import DeltaParam
 
     params = tuple(DeltaParam(meta=meta, digest="", **rows.get(key, {})) for key, meta in METAS.items())
     manifest = DeltaManifest(

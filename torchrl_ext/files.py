@@ -8,7 +8,7 @@ import stat
 
 from torchrl_ext.errors import IntegrityError
 
-__all__ = ["open_regular", "read_regular"]
+__all__ = ["open_regular"]
 
 _Path = str | os.PathLike[str]
 
@@ -49,27 +49,6 @@ def open_regular(path: _Path, *, within: _Path | None = None) -> tuple[int, int]
         os.close(descriptor)
         raise _special(path)
     return descriptor, found.st_size
-
-
-def read_regular(path: _Path, *, within: _Path | None = None, at_most: int | None = None) -> bytes:
-    """All of a file; arguments and errors as `open_regular`.
-
-    Args:
-        at_most: bytes that the file may have; None for any number.
-
-    Raises:
-        IntegrityError: also a file with more bytes than ``at_most``.
-    """
-    descriptor, size = open_regular(path, within=within)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        if at_most is not None and size > at_most:
-            raise IntegrityError(
-                f"{os.fspath(path)} has {size:,} bytes",
-                expected=f"at most {at_most:,}",
-                state="it was not read",
-                hint="write it again",
-            )
-        return file.readall()
 
 
 def _special(path: _Path) -> IntegrityError:

@@ -15,8 +15,7 @@ import torchrl_ext as tx
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.delta_manifest import DeltaManifest
-from torchrl_ext.stores.manifest import Manifest
+from torchrl_ext.stores.manifest import DeltaManifest, Manifest
 from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import version_name
 from torchrl_ext.testing import WAIT_S, same_bits
@@ -105,7 +104,7 @@ class TestCollection:
 
     def test_a_lease_holds_what_its_reader_needs_until_it_ends(self):
         chain = chain_of(v1="f", v2="d", v3="b")
-        with chain.leases.held(chain.route(2).first):
+        with chain.leased(chain.route(2).first):
             assert chain.collect() == []
         assert chain.collect() == [1, 2]
         assert chain.store.list("readers") == []
@@ -159,10 +158,10 @@ class TestLeases:
         lease.write_text(json.dumps({"first": 1, "until": time.time() + 600}))
         for _ in range(3):
             trainer.send_weights(weights)
-        assert Chain(LocalStore(tmp_path)).versions.numbers() == [1, 2, 3, 4]
+        assert Chain(LocalStore(tmp_path)).numbers() == [1, 2, 3, 4]
         lease.write_text(json.dumps({"first": 1, "until": time.time() - 1}))
         trainer.send_weights(weights)
-        assert Chain(LocalStore(tmp_path)).versions.numbers() == [5]
+        assert Chain(LocalStore(tmp_path)).numbers() == [5]
         assert not lease.exists()
         trainer.shutdown()
 
@@ -180,7 +179,7 @@ class Counting(LocalStore):
         return data
 
     def local(self, folder, names):
-        self.nbytes += sum(self.path(f"{folder}/{name}").stat().st_size for name in names)
+        self.nbytes += sum((self.root / folder / name).stat().st_size for name in names)
         return super().local(folder, names)
 
 
@@ -242,7 +241,7 @@ class TestAThousandVersions:
         root, kept = thousand
         chain = Chain(LocalStore(root))
         removed = chain.collect()
-        left = chain.versions.numbers()
+        left = chain.numbers()
         assert len(removed) + len(left) == VERSIONS
         assert len(left) <= EVERY
         received = tx.make_transport("delta", root=root).receive_weights(WAIT_S)

@@ -13,8 +13,7 @@ from xxhash import xxh3_128_hexdigest
 
 from tests.hostile import at_most_more_bytes
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam, read_manifest
-from torchrl_ext.stores.manifest import Manifest, Placed
+from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, Manifest, Placed, read_manifest
 from torchrl_ext.types import ParamMeta
 
 

@@ -251,7 +251,7 @@ def test_a_new_writer_sweeps_only_temporaries(store):
 
 def test_a_folder_that_is_read_stays_readable_while_it_is_deleted(store):
     store.put("folder/one", b"1234")
-    with open(store.path("folder/one"), "rb") as file:
+    with open(store.root / "folder/one", "rb") as file:
         store.delete("folder")
         assert file.read() == b"1234"
 

@@ -84,7 +84,7 @@ def test_a_chain_is_published_followed_joined_and_collected(place, encoding):
         own["w"][torch.rand(50, 60) < 0.05] += 1
     assert trainer.check_connection()
     store = open_store(url, options)
-    assert Chain(store).versions.numbers() == [4, 5]
+    assert Chain(store).numbers() == [4, 5]
     assert store.list("readers") == []
 
 

@@ -14,9 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.errors import StoreError, WeightSyncError
-from torchrl_ext.stores import open_store, owners
+from torchrl_ext.stores import Chain, open_store, owners
 from torchrl_ext.stores.object import ObjectStore
-from torchrl_ext.stores.versions import Versions, version_name, version_number
+from torchrl_ext.stores.versions import version_name, version_number
 
 RUNS = 500
 PATIENCE = (300.0, 1e-9)  # seconds until an owner counts as dead: long enough here, and taken over at every turn
@@ -154,7 +154,7 @@ class Bucket:
         newest = newest if "latest" in objects else 0
         if newest != int(objects.get("latest", 0)):  # what a reader makes of it
             WRITER.reading = True
-            assert Versions(ObjectStore("shaken://root")).latest() == newest
+            assert Chain(ObjectStore("shaken://root")).latest() == newest
             WRITER.reading = False
         assert newest >= self.newest, f"readers went back from {self.newest} to {newest}"
         self.newest = newest
@@ -170,7 +170,7 @@ class Bucket:
                 store.disown()
 
     def publish(self, store):
-        versions, content = Versions(store), uuid.uuid4().hex.encode()
+        versions, content = Chain(store), uuid.uuid4().hex.encode()
         number = versions.newest() + 1
         try:
             with store.draft(version_name(number)) as draft:
@@ -195,7 +195,7 @@ class Bucket:
             store = ObjectStore("shaken://root")
             store.own()
             self.publish(store)
-            numbers.append(Versions(store).latest())
+            numbers.append(Chain(store).latest())
 
         numbers = []
         self.turns.calm = True

@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.stores import LocalStore, Manifest, Placed, Versions, version_name, version_number
-from torchrl_ext.stores.delta_manifest import read_manifest
+from torchrl_ext.stores import Chain, LocalStore, Manifest, Placed, version_name, version_number
+from torchrl_ext.stores.manifest import read_manifest
+from torchrl_ext.stores.versions import read_version
 from torchrl_ext.types import ParamMeta
 
 
 @pytest.fixture
 def versions(tmp_path):
-    return Versions(LocalStore(tmp_path))
+    return Chain(LocalStore(tmp_path))
 
 
 def manifest(version, **changes):
@@ -81,9 +82,9 @@ def test_a_manifest_survives_its_bytes():
 
 def test_a_manifest_is_read_by_version(versions):
     publish(versions, 4)
-    assert versions.manifest(4) == manifest(4)
+    assert read_version(versions.store, 4).full == manifest(4)
     with pytest.raises(FileNotFoundError):
-        versions.manifest(5)
+        read_version(versions.store, 5)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class TestKilled:
 
 KILLED_TRAINER = """
 import os, sys, torch, torchrl_ext as tx
-from torchrl_ext.stores.versions import Versions
+from torchrl_ext.stores import Chain
 from torchrl_ext.weights.source import MappingSource
 root, point = sys.argv[1:]
 weights = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
@@ -74,7 +74,7 @@ if point.startswith("in"):
 if point == "before the rename":
     os.rename = stop
 else:
-    Versions.advance = stop
+    Chain.advance = stop
 trainer.send_weights(weights)
 """
 
@@ -153,12 +153,12 @@ class TestCollection:
     def test_a_lease_keeps_versions_and_an_expired_one_does_not(self, root):
         trainer, own, _ = published(root, 2, keyframe_every=2)
         chain = Chain(LocalStore(root))
-        with chain.leases.held(chain.route(2).first):
+        with chain.leased(chain.route(2).first):
             for version in range(3, 8):
                 step(own, version)
                 trainer.send_weights("policy", own)
             assert folder(root, 2).exists()
         expired = Chain(LocalStore(root), lease_s=-1.0)
-        with expired.leases.held(expired.route(7).first):
+        with expired.leased(expired.route(7).first):
             trainer.send_weights("policy", own)
             assert not folder(root, 2).exists()

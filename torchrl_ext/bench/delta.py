@@ -137,7 +137,7 @@ def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
     )
     with MemoryStore().draft(version_name(2)) as draft:
         manifest = delta.write(encode_tensors(pair, codec, threads=threads), draft)
-    return manifest.nbytes + len(manifest.to_bytes())
+    return sum(manifest.files.values()) + len(manifest.to_bytes())
 
 
 def _shard_bytes(pair: Pair, name: str, threads: int) -> int:

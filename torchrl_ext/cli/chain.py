@@ -86,7 +86,7 @@ class Reader:
 
     def numbers(self) -> list[int]:
         """Every version there is; not what somebody began to write."""
-        return [number for number in self.chain.versions.numbers() if self._is_there(number)]
+        return [number for number in self.chain.numbers() if self._is_there(number)]
 
     def _is_there(self, number: int) -> bool:
         try:
@@ -123,7 +123,7 @@ class Reader:
             "version": number,
             "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
             "base": delta.base_version if delta else None,
-            "bytes": delta.nbytes if delta else 0,
+            "bytes": sum(delta.files.values()) if delta else 0,
             "keyframe_bytes": sum(full.files.values()) if full else 0,
             "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
             "density": telling.changed / max(1, total) if telling else None,
@@ -207,9 +207,7 @@ def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
             follower = reader.follower(keep=True)
         print(f"version {number}: {_FOUND[rows[-1]['ok']]}", file=sys.stderr)
     good, damaged, unchecked = ([row["version"] for row in rows if row["ok"] is ok] for ok in (True, False, None))
-    incomplete = [
-        number for number in reader.chain.versions.numbers() if number not in {row["version"] for row in rows}
-    ]
+    incomplete = [number for number in reader.chain.numbers() if number not in {row["version"] for row in rows}]
     document = {
         "root": reader.store.url,
         "versions": rows,
@@ -233,7 +231,7 @@ def _gc(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
         removed = reader.chain.collect(keep_keyframes=args.keep)
     finally:
         reader.store.disown()
-    document = {"root": reader.store.url, "removed": removed, "kept": reader.chain.versions.numbers()}
+    document = {"root": reader.store.url, "removed": removed, "kept": reader.chain.numbers()}
     return document, [f"removed {len(removed)} versions, kept {len(document['kept'])}"]
 
 

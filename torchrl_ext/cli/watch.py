@@ -148,7 +148,7 @@ class Watch:
             reader = Reader(open_store(root), None)
             if not reader.store.available():
                 raise ConfigError("there is nothing here yet")
-            rows = [reader.summary(number) for number in reader.chain.versions.numbers()[-self._versions :]]
+            rows = [reader.summary(number) for number in reader.chain.numbers()[-self._versions :]]
             return {"root": root, "latest": reader.chain.latest(), "versions": rows}
         except FileNotFoundError:
             return {"root": root, "error": "a version went away while it was read"}

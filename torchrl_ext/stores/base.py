@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torchrl_ext.errors import StoreError
 
-__all__ = ["Draft", "Store", "checked_key"]
+__all__ = ["Draft", "Store", "checked_key", "seconds_left"]
 
 _LEADS_OUT = re.compile(r"(^|/)\.{0,2}(/|$)|[\0\\]")
 
@@ -35,7 +37,7 @@ class Store(ABC):
 
     Keys are ``/``-joined relative names (``weight_v000007/manifest.json``). A reader never sees a half-written value.
     What makes a *set* of keys appear as a whole is the writer's order: the last key put is the one that readers look
-    for first (see `torchrl_ext.stores.versions`).
+    for first (see `torchrl_ext.stores.chain`).
 
     Attributes:
         url: where it is, in words that a person recognises: a path or an address.
@@ -154,3 +156,10 @@ def checked_key(key: str) -> str:
     if _LEADS_OUT.search(key):
         raise StoreError(f"{key!r} is not a name inside a store", expected="a relative name without '..'")
     return key
+
+
+def seconds_left(until: Any) -> float | None:
+    """Return how long it is to a moment that somebody else wrote down, in seconds since 1970; None where it is none."""
+    if isinstance(until, bool) or not isinstance(until, (int, float)) or abs(until) > 1e15 or math.isnan(until):
+        return None
+    return until - time.time()

@@ -1,100 +1,44 @@
-"""Chains of versions: full keyframes, deltas that each name their base, and what may be deleted.
+"""Versions in a store: full ones, deltas that each name their base, the pointer to the newest, and what may be deleted.
 
-    weight_v000001/                 full
+    latest                          number of the newest version; moved last, and never back
+    weight_v000001/...              files of one version, here a full one
+    weight_v000001/manifest.json    its last file: a directory without one is not a version
     weight_v000002/                 delta on 1
     weight_v000003/                 delta on 2
     weight_v000004/                 full (a keyframe), and in delta/ the delta on 3
+    readers/<id>                    the lease of a reader that is under way: collection leaves what it needs
 
 A reader that follows reads one delta per version, keyframes or not; one that joins reads the newest keyframe and the
-deltas after it. A reader that is under way says so in a lease, `readers/<id>`, and collection leaves what it needs.
+deltas after it. Nothing is ever rewritten in place. A reader that has a version's files open may read on while it is
+removed; one that comes too late sees `FileNotFoundError` and takes the newest instead.
+
+In an object store the pointer could be put late by a writer that has lost the root. There the newest complete version
+counts, which is as good: its manifest was created last, and nobody removes it before there is a newer one.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import json
+import logging
+import time
+import uuid
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.delta_manifest import DeltaManifest
-from torchrl_ext.stores.leases import Leases
-from torchrl_ext.stores.manifest import Manifest
-from torchrl_ext.stores.versions import Versions, version_name
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.errors import IntegrityError, StoreError, WeightSyncError
+from torchrl_ext.stores.base import Store, seconds_left
+from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
+from torchrl_ext.stores.versions import NAME, Foreign, Held, Version, read_version, version_name
 
-__all__ = ["BESIDE", "Chain", "Foreign", "Held", "Route", "Version"]
+__all__ = ["Chain", "Route"]
 
-BESIDE = "delta"
+log = logging.getLogger("torchrl_ext")
 
-Held = tuple[str, int]
-"""Run id and number of a version: numbers alone could belong to a run before."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Version:
-    """One version of a chain: a keyframe may have both manifests, other versions have one.
-
-    Attributes:
-        full: its full manifest.
-        delta: the manifest of its delta.
-        folder: where the files of the delta are, under the store.
-    """
-
-    full: Manifest | None = None
-    delta: DeltaManifest | None = None
-    folder: str = ""
-
-    @property
-    def run_id(self) -> str:
-        """The run that published it."""
-        return (self.full or self.delta).run_id  # type: ignore[union-attr]
-
-    @property
-    def params(self) -> tuple[ParamMeta, ...]:
-        """Every parameter, in order."""
-        return tuple(row.meta for row in (self.full or self.delta).params)  # type: ignore[union-attr]
-
-
-class Foreign(Protocol):
-    """Reads versions that another library wrote, which have no manifest of ours."""
-
-    def finished(self, number: int) -> bool:
-        """Return whether all of a version is there, as far as whoever was not told of it can know.
-
-        Raises:
-            FileNotFoundError: there is no such version.
-            IntegrityError: it is damaged.
-        """
-
-    def replaced(self, number: int, run_id: str) -> bool:
-        """Return whether all of another version is there than the one that was read, under its number, as ``run_id``.
-
-        Raises:
-            FileNotFoundError: there is none, or a part of it only.
-            IntegrityError: it is damaged.
-        """
-
-    def base(self, number: int) -> int | None:
-        """Return the earlier version that is a version's base, 0 being the first checkpoint; None for a full version.
-
-        Raises:
-            FileNotFoundError: there is no such version, or a part of it only, and it is being written.
-            IntegrityError: it is damaged, or was left unfinished.
-        """
-
-    def read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
-        """Return a version.
-
-        Args:
-            number: the version.
-            params: those of its base; None where that is the checkpoint that everything began with.
-
-        Raises:
-            FileNotFoundError: there is no such version.
-            IntegrityError: it is damaged.
-            ConfigError: the checkpoint that everything began with is needed, and was not given.
-        """
+_LATEST = "latest"
+_READERS = "readers"
+_LONGEST, _LARGEST_LEASE = 64, 4096  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,61 +50,103 @@ class Route:
         keyframe: the full version to start from.
         deltas: the deltas to apply, in order, each with the folder of its files.
         nbytes: bytes of all payload files on it.
+        first: the oldest version on it, which a reader needs until it is there.
     """
 
     start: Held | None
     keyframe: Manifest | None
     deltas: tuple[tuple[str, DeltaManifest], ...]
     nbytes: int
-
-    @property
-    def first(self) -> int:
-        """The oldest version on it, which a reader needs until it is there."""
-        if self.keyframe is not None:
-            return self.keyframe.version
-        return self.deltas[0][1].version if self.deltas else self.start[1] if self.start else 0
+    first: int
 
 
 class Chain:
-    """The routes through the versions of a store.
+    """The versions of a store, and the routes through them.
 
     Args:
-        store: where the versions are.
+        store: where the versions are; one writer at a time.
         foreign: reads versions without a manifest of ours.
         lease_s: how long a reader's lease holds, in seconds; a reader that takes longer starts over.
+
+    Attributes:
+        known: what was read of versions, by number. Clear it to look at the store again, where versions may be those of
+            another run.
     """
 
     def __init__(self, store: Store, *, foreign: Foreign | None = None, lease_s: float = 600.0) -> None:
-        self.store, self.versions, self.leases = store, Versions(store), Leases(store, lease_s)
-        self._foreign = foreign
-        self._known: dict[int, Version] = {}
+        self.store = store
+        self.known: dict[int, Version] = {}
+        self._foreign, self._lease_s = foreign, lease_s
         self._keyframes: dict[int, bool] = {}
+        self._offered: tuple[int, str | None] = (0, None)
+        self._told: set[str] = set()
+
+    # which versions there are
+
+    def numbers(self) -> list[int]:
+        """Return every version there is, oldest first."""
+        found = []
+        for name in self.store.list():
+            if match := NAME.fullmatch(name):
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def newest(self) -> int:
+        """Return the highest number that was ever used here, pointer moved or not; 0 before the first."""
+        return max([self._pointed(), *self.numbers()])
 
     def latest(self) -> int:
-        """Return the newest version: what the pointer says, else the newest that another library completed, or 0.
+        """Return the newest version that is published, also by another library; 0 before the first.
 
         Raises:
             IntegrityError: the pointer holds something else than a number.
         """
-        pointed = self.versions.latest()
-        if pointed or self._foreign is None:
-            return pointed
-        for number in reversed(self.versions.numbers()):
+        newest = self._complete(self._pointed())
+        if newest or self._foreign is None:
+            return newest
+        for number in reversed(self.numbers()):
             with suppress(FileNotFoundError):
                 if self._foreign.finished(number):
                     return number
         return 0
 
-    def replaced(self, number: int, run_id: str) -> bool:
-        """Return whether a version, read as one of the run ``run_id``, is another one now; only then is it read.
+    def advance(self, version: int) -> None:
+        """Move the pointer forward.
 
         Raises:
-            FileNotFoundError: it is gone meanwhile, or a part of it only is there.
-            IntegrityError: it is damaged.
+            StoreError: it is at a newer version already.
         """
-        if self.versions.replaced(number, run_id):
-            return True
-        return self._foreign is not None and self._foreign.replaced(number, run_id)
+        pointed = self._pointed()
+        now = pointed if self.store.locked else self._complete(pointed)
+        if version < now:
+            raise StoreError(
+                f"the pointer in {self.store.url} would go back from version {now} to {version}",
+                expected="versions that only grow",
+            )
+        if version > pointed:
+            self.store.put(_LATEST, b"%d\n" % version)
+
+    def _pointed(self) -> int:
+        try:
+            text = self.store.get(_LATEST, at_most=_LONGEST)
+        except FileNotFoundError:
+            return 0
+        if not text.strip().isdigit() or len(text.strip()) > 18:  # as many digits as a name takes
+            raise IntegrityError(
+                f"the pointer {_LATEST!r} in {self.store.url} holds {text[:40]!r}",
+                expected="a version number",
+                hint="write the number of the newest version into it",
+            )
+        return int(text)
+
+    def _complete(self, pointed: int) -> int:
+        """Return the newest version of ours, where ``pointed`` is what the pointer says."""
+        for number in reversed(self.numbers()) if pointed and not self.store.locked else ():
+            if MANIFEST in self.store.list(version_name(number)):
+                return number
+        return pointed
+
+    # what one of them is
 
     def version(self, number: int) -> Version:
         """Return what a version is.
@@ -169,33 +155,17 @@ class Chain:
             FileNotFoundError: there is no such version (any more).
             IntegrityError: its manifest is damaged, or says that it is another version.
         """
-        if number not in self._known:
+        below: list[tuple[int, int | None]] = []
+        at = number
+        while at not in self.known:
             try:
-                self._known[number] = self._own(number)
+                self.known[at] = read_version(self.store, at)
+                break
             except FileNotFoundError:
                 if self._foreign is None:
                     raise
-                self._read_foreign(self._foreign, number)
-        return self._known[number]
-
-    def _own(self, number: int) -> Version:
-        folder, found = version_name(number), self.versions.manifest(number)
-        if isinstance(found, DeltaManifest):
-            return Version(delta=found, folder=folder)
-        try:
-            beside = self.versions.manifest(number, f"/{BESIDE}")
-        except FileNotFoundError:
-            return Version(full=found)
-        if not isinstance(beside, DeltaManifest):
-            raise IntegrityError(f"{self.store.url}/{folder}/{BESIDE} holds a full version, and no delta")
-        return Version(full=found, delta=beside, folder=f"{folder}/{BESIDE}")
-
-    def _read_foreign(self, foreign: Foreign, number: int) -> None:
-        """Their deltas do not say what does not change, so what a version holds is known from its base on only."""
-        below, at = [], number
-        while at not in self._known:
-            try:
-                base = foreign.base(at)
+            try:  # another library's deltas do not say what does not change: what one holds is known from its base on
+                base = self._foreign.base(at)
             except FileNotFoundError as error:
                 if at == number:
                     raise
@@ -207,15 +177,37 @@ class Chain:
             if not base:
                 break
             at = base
-            with suppress(FileNotFoundError):
-                self._known[at] = self._known.get(at) or self._own(at)
-        for version, base in reversed(below):
-            self._known[version] = foreign.read(version, self.version(base).params if base else None)
+        for at, base in reversed(below):
+            assert self._foreign is not None
+            self.known[at] = self._foreign.read(at, self.known[base].params if base else None)
+        return self.known[number]
 
-    def forget(self) -> None:
-        """Look at the store again: its versions may be those of another run."""
-        self._known.clear()
-        self._keyframes.clear()
+    def offered(self, version: int) -> None:
+        """Note that a reader is about to read ``version`` anew; `replaced` compares with what is there then."""
+        self.known.clear()
+        self._offered = version, self._stamp(version)
+
+    def replaced(self, version: int, run_id: str) -> bool:
+        """Return whether ``version``, read as one of the run ``run_id``, is another run's now.
+
+        A number does not say that: somebody may have emptied the root, and the next run got as far. What is there is
+        read only when it was put anew.
+
+        Raises:
+            FileNotFoundError: it is gone meanwhile, or a part of it only is there.
+            IntegrityError: it is damaged.
+        """
+        seen = version, self._stamp(version)
+        if seen[1] is not None and seen != self._offered:
+            if read_version(self.store, version).run_id != run_id:
+                return True
+            self._offered = seen
+        return self._foreign is not None and self._foreign.replaced(version, run_id)
+
+    def _stamp(self, version: int) -> str | None:
+        return self.store.stamp(f"{version_name(version)}/{MANIFEST}")
+
+    # how to get to one
 
     def route(self, target: int, held: Held | None = None, *, based: bool = False) -> Route:
         """Return the route to ``target`` that reads the fewest bytes.
@@ -230,7 +222,7 @@ class Chain:
             IntegrityError: a link is missing, and neither a keyframe nor the version held lies after it; names it.
         """
         deltas: list[tuple[str, DeltaManifest]] = []
-        best: Route | None = None
+        best: tuple[int, Held | None, Manifest | None, int] | None = None  # bytes, two starts, how many of the deltas
         number, nbytes = target, 0
         while True:
             base_run = deltas[-1][1].base_run_id if deltas else ""
@@ -239,11 +231,11 @@ class Chain:
                     with suppress(FileNotFoundError, IntegrityError):  # where it can still be found out
                         base_run = self.version(number).run_id
                 if base_run in ("", held[0]):
-                    if best is None or nbytes < best.nbytes:
-                        best = Route(start=held, keyframe=None, deltas=tuple(reversed(deltas)), nbytes=nbytes)
+                    if best is None or nbytes < best[0]:
+                        best = nbytes, held, None, len(deltas)
                     break
             if based and deltas and not number and best is None:
-                best = Route(start=(base_run, 0), keyframe=None, deltas=tuple(reversed(deltas)), nbytes=nbytes)
+                best = nbytes, (base_run, 0), None, len(deltas)
                 break
             try:
                 version = self.version(number)
@@ -266,13 +258,12 @@ class Chain:
                     hint="let the trainer publish a keyframe",
                 )
             if version.full is not None and best is None:
-                total = nbytes + sum(version.full.files.values())
-                best = Route(start=None, keyframe=version.full, deltas=tuple(reversed(deltas)), nbytes=total)
+                best = nbytes + sum(version.full.files.values()), None, version.full, len(deltas)
             if version.delta is None or (best is not None and (held is None or number <= held[1])):
                 break
             deltas.append((version.folder, version.delta))
-            number, nbytes = version.delta.base_version, nbytes + version.delta.nbytes
-            if best is not None and nbytes > best.nbytes:
+            number, nbytes = version.delta.base_version, nbytes + sum(version.delta.files.values())
+            if best is not None and nbytes > best[0]:
                 break  # further down it gets no shorter
         if best is None:
             raise IntegrityError(
@@ -283,10 +274,34 @@ class Chain:
                 state="nothing was read",
                 hint="wait for the next keyframe, or let the trainer publish one",
             )
-        return best
+        nbytes, start, keyframe, count = best
+        steps = tuple(reversed(deltas[:count]))
+        first = keyframe.version if keyframe else steps[0][1].version if steps else target
+        return Route(start=start, keyframe=keyframe, deltas=steps, nbytes=nbytes, first=first)
+
+    # what may go
+
+    @contextmanager
+    def leased(self, first: int) -> Iterator[None]:
+        """Keep version ``first`` and those after it while the block runs, by a small file that ends by itself.
+
+        It holds ``{"first": version, "until": seconds since 1970}``, so that its reader may die. A store that this
+        process may not write to gives no lease: the reader starts over when something is gone.
+        """
+        key = f"{_READERS}/{uuid.uuid4().hex}"
+        with suppress(StoreError):
+            self.store.put(key, json.dumps({"first": first, "until": time.time() + self._lease_s}).encode())
+        try:
+            yield
+        finally:
+            with suppress(StoreError):
+                self.store.delete(key)
 
     def collect(self, keep_keyframes: int = 1) -> list[int]:
         """Remove versions that neither the newest keyframes nor readers under way need.
+
+        Leases that have run out are removed too. A lease is a word of somebody else's: one that would hold for longer
+        than any reader of ours asks for, or that names no version, is passed over with a warning.
 
         Args:
             keep_keyframes: how many of the newest keyframes stay, with everything after the oldest of them.
@@ -294,19 +309,59 @@ class Chain:
         Returns:
             The versions that were removed.
         """
-        keyframes, numbers = 0, self.versions.numbers()
+        keyframes, numbers = 0, self.numbers()
         needed = numbers[0] if numbers else 0
         for number in reversed(numbers):
             if number not in self._keyframes:
                 with suppress(FileNotFoundError, IntegrityError):
                     self._keyframes[number] = self.version(number).full is not None
-                    self._known.pop(number)  # a long chain's manifests are not kept for this
+                    del self.known[number]  # a long chain's manifests are not kept for this
             keyframes += self._keyframes.get(number, False)
             if keyframes >= keep_keyframes:
                 needed = number
                 break
-        removed = self.versions.prune(before=min([needed, *self.leases.firsts()]))
-        for number in removed:
-            self._known.pop(number, None)
+        for name in self.store.list(_READERS):
+            key = f"{_READERS}/{name}"
+            try:
+                lease = json.loads(self.store.get(key, at_most=_LARGEST_LEASE))
+                first, left_s = lease["first"], seconds_left(lease["until"])
+                if type(first) is not int or first < 0 or left_s is None or left_s > 2 * self._lease_s:
+                    raise ValueError(f"it holds version {first!r} until {lease['until']!r}")
+            except FileNotFoundError:
+                continue
+            except (WeightSyncError, ValueError, TypeError, KeyError, RecursionError) as error:
+                if name not in self._told:
+                    self._told.add(name)
+                    log.warning("%s/%s is no lease, and holds nothing: %s", self.store.url, key, error)
+                continue
+            if left_s > 0:
+                needed = min(needed, first)
+            else:  # its reader died, or takes longer than it said
+                with suppress(StoreError):
+                    self.store.delete(key)
+        return self.prune(before=needed, numbers=numbers)
+
+    def prune(self, before: int, numbers: list[int] | None = None) -> list[int]:
+        """Remove versions older than ``before``; what cannot be removed is logged, since newer ones serve already.
+
+        Args:
+            before: the oldest version that stays.
+            numbers: every version there is, where that is known.
+
+        Returns:
+            The versions that were older.
+        """
+        try:
+            numbers = self.numbers() if numbers is None else numbers
+        except StoreError as error:
+            log.warning("old weights versions stay: %s", error)
+            return []
+        older = numbers[: bisect_left(numbers, before)]
+        for number in older:
+            self.known.pop(number, None)
             self._keyframes.pop(number, None)
-        return removed
+            try:
+                self.store.delete(version_name(number))
+            except StoreError as error:
+                log.warning("old weights version %d stays: %s", number, error)
+        return older

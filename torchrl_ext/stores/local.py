@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
@@ -18,8 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrl_ext.errors import StoreError, WeightSyncError
-from torchrl_ext.files import read_regular
+from torchrl_ext.errors import IntegrityError, StoreError, WeightSyncError
+from torchrl_ext.files import open_regular
 from torchrl_ext.stores.base import Draft, Store, checked_key
 
 __all__ = ["TEMPORARY", "LocalStore"]
@@ -40,11 +41,15 @@ class _LocalDraft(Draft):
     path: Path
 
     def write(self, name: str, data: bytes) -> None:
-        path = self.path / checked_key(name)
-        path.parent.mkdir(exist_ok=True)
-        _write_durably(path, data)
-        if path.parent != self.path:
-            _sync_folder(path.parent)
+        path, inner = f"{self.path}/{checked_key(name)}", "/" in name
+        if inner:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if inner:
+            _sync_folder(os.path.dirname(path))
 
 
 class LocalStore(Store):
@@ -69,9 +74,11 @@ class LocalStore(Store):
         """
         if self.owned:
             return
-        with self._reported("open"):
+        try:
             self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._failed("open", error) from error
         try:
             locked = self._lock(descriptor)
         except BaseException:
@@ -90,18 +97,23 @@ class LocalStore(Store):
             self._unlock()
 
     def put(self, key: str, data: bytes) -> None:
-        path = self.path(key)
-        temporary = _temporary(path)
-        with self._reported("write", needed=len(data)):
+        folder, _, name = f"{self.url}/{checked_key(key)}".rpartition("/")
+        temporary = f"{folder}/.{name}{TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            os.makedirs(folder, exist_ok=True)
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _write_durably(temporary, data)
-                os.replace(temporary, path)
+                with open(temporary, "xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, f"{folder}/{name}")
             except BaseException:
                 with suppress(OSError):
-                    temporary.unlink()
+                    os.unlink(temporary)
                 raise
-            _sync_folder(path.parent)
+            _sync_folder(folder)
+        except OSError as error:
+            raise self._failed("write", error, len(data)) from error
 
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
@@ -109,89 +121,114 @@ class LocalStore(Store):
 
         Files must be fsynced by the block; the folder, its rename and the root are fsynced here.
         """
-        path = self.path(folder)
-        if path.exists():
+        path, temporary = f"{self.url}/{checked_key(folder)}", f"{self.url}/.{folder}{TEMPORARY}{uuid.uuid4().hex}"
+        if os.path.lexists(path):
             raise StoreError(f"{path} exists already", state="nothing was written", hint="pick the next version number")
-        temporary = _temporary(path)
-        with self._reported("write", needed=needed_bytes):
-            if needed_bytes and self.free_bytes() < needed_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        try:
+            found = os.statvfs(self.root)
+            if found.f_bavail * found.f_frsize < needed_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             try:
-                temporary.mkdir()
-                yield _LocalDraft(temporary)
+                os.mkdir(temporary)
+                yield _LocalDraft(Path(temporary))
                 _sync_folder(temporary)
                 os.rename(temporary, path)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-            _sync_folder(self.root)
+            _sync_folder(self.url)
+        except WeightSyncError:  # what the block raised; some are OSErrors too
+            raise
+        except OSError as error:
+            raise self._failed("write", error, needed_bytes) from error
 
     def delete(self, key: str) -> None:
-        path = self.path(key)
-        gone = _temporary(path)
-        with self._reported("remove"):
+        folder, _, name = f"{self.url}/{checked_key(key)}".rpartition("/")
+        gone = f"{folder}/.{name}{TEMPORARY}{uuid.uuid4().hex}"
+        try:
             try:
-                os.rename(path, gone)  # at once for whoever opens it next; who has it open reads on
+                os.rename(f"{folder}/{name}", gone)  # at once for whoever opens it next; who has it open reads on
             except FileNotFoundError:
                 return
-            if gone.is_dir() and not gone.is_symlink():
+            if os.path.isdir(gone) and not os.path.islink(gone):
                 shutil.rmtree(gone)
             else:
-                gone.unlink()
-
-    def free_bytes(self) -> int:
-        """Return the bytes that this process may still write on the root's filesystem."""
-        found = os.statvfs(self.root)
-        return found.f_bavail * found.f_frsize
+                os.unlink(gone)
+        except OSError as error:
+            raise self._failed("remove", error) from error
 
     # reader
 
-    def path(self, key: str) -> Path:
-        """Return where the value of ``key`` lies."""
-        return self.root / checked_key(key)
-
     @contextmanager
     def local(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
-        yield self.path(folder)
+        yield self.root / checked_key(folder)
 
     def available(self) -> bool:
         return self.root.is_dir()
 
     def get(self, key: str, at_most: int | None = None) -> bytes:
-        with self._reported("read", missing=True):
-            return read_regular(self.path(key), within=self.root, at_most=at_most)
+        path = f"{self.url}/{checked_key(key)}"
+        try:
+            descriptor, size = open_regular(path, within=self.url)
+            with open(descriptor, "rb", buffering=0) as file:
+                if at_most is not None and size > at_most:
+                    raise IntegrityError(
+                        f"{path} has {size:,} bytes",
+                        expected=f"at most {at_most:,}",
+                        state="it was not read",
+                        hint="write it again",
+                    )
+                return file.readall()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._failed("read", error) from error
 
     def stamp(self, key: str) -> str | None:
-        with self._reported("read"):
-            try:
-                found = os.stat(self.path(key))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        try:
+            found = os.stat(f"{self.url}/{checked_key(key)}")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._failed("read", error) from error
         return f"{found.st_ino} {found.st_ctime_ns} {found.st_size}"
 
     def list(self, folder: str = "") -> list[str]:
-        with self._reported("list"):
-            try:
-                names = os.listdir(self.path(folder) if folder else self.root)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-        return [name for name in sorted(names) if not name.startswith(".")]
+        try:
+            found = os.listdir(f"{self.url}/{checked_key(folder)}" if folder else self.url)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self._failed("list", error) from error
+        names = []
+        for name in sorted(found):
+            if not name.startswith("."):
+                names.append(name)
+        return names
 
     def sizes(self, folder: str) -> dict[str, int]:
         found = {}
         for name in self.list(folder):
-            with suppress(FileNotFoundError), self._reported("list", missing=True):
-                path = self.path(folder) / name
-                if path.is_file():
-                    found[name] = path.stat().st_size
+            try:
+                status = os.stat(f"{self.url}/{folder}/{name}")
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._failed("list", error) from error
+            if stat.S_ISREG(status.st_mode):
+                found[name] = status.st_size
         return found
 
     def changed_at(self, folder: str) -> float | None:
-        path, found = self.path(folder), []
-        with suppress(FileNotFoundError, NotADirectoryError), self._reported("list", missing=True):
-            found.append(path.stat().st_mtime)
+        path, found = f"{self.url}/{checked_key(folder)}", list[float]()
+        try:
+            found.append(os.stat(path).st_mtime)
             with os.scandir(path) as entries:
                 found += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise self._failed("list", error) from error
         return max(found, default=None)
 
     # its helpers
@@ -219,43 +256,35 @@ class LocalStore(Store):
                 path = self.root / name
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
-    def _room(self, needed: int) -> str:
-        """What there should have been, for messages; what a version takes is not known of every version beforehand."""
-        try:
-            free = self.free_bytes()
-        except OSError:  # the root is gone
-            return f"{needed:,} bytes free under {self.root}"
-        if free < needed:
-            return f"{needed:,} bytes free under {self.root}, found {free:,}"
-        what = f"room for {needed:,} bytes" if needed else "room for one more version"
-        limit = ", so that a quota or a limit on the size of files may be what stands in the way" if free else ""
-        return f"{what} under {self.root}, where {free:,} bytes are free{limit}"
-
-    @contextmanager
-    def _reported(self, doing: str, needed: int | None = None, missing: bool = False) -> Iterator[None]:
-        """Operating system errors as `StoreError`, with the space that is needed and free where it ran out.
+    def _failed(self, doing: str, error: OSError, needed: int | None = None) -> StoreError:
+        """Return what to raise for an error of the operating system; where space ran out, with what is needed and free.
 
         Args:
             doing: the verb for the message.
-            needed: bytes that were to be written.
-            missing: let `FileNotFoundError` through.
+            error: what happened.
+            needed: bytes that were to be written; 0 where that is not known beforehand.
         """
-        try:
-            yield
-        except WeightSyncError:  # some are OSErrors too
-            raise
-        except OSError as error:
-            if missing and isinstance(error, FileNotFoundError):
-                raise
-            what = f"cannot {doing} {error.filename or self.root}: {error.strerror or error}"
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or needed is None:
-                raise StoreError(what, hint="check that the path exists and may be written by this user") from error
-            raise StoreError(
-                what,
-                expected=self._room(needed),
-                state="the temporary files were removed; older versions are still in place",
-                hint="free some space, or use another root, and send again",
-            ) from error
+        what = f"cannot {doing} {error.filename or self.root}: {error.strerror or error}"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or needed is None:
+            return StoreError(what, hint="check that the path exists and may be written by this user")
+        expected = f"{needed:,} bytes free under {self.root}"
+        with suppress(OSError):  # the root is gone
+            status = os.statvfs(self.root)
+            free = status.f_bavail * status.f_frsize
+            if free < needed:
+                expected += f", found {free:,}"
+            else:  # what a version takes is not known of every version beforehand
+                room = f"room for {needed:,} bytes" if needed else "room for one more version"
+                limit = (
+                    ", so that a quota or a limit on the size of files may be what stands in the way" if free else ""
+                )
+                expected = f"{room} under {self.root}, where {free:,} bytes are free{limit}"
+        return StoreError(
+            what,
+            expected=expected,
+            state="the temporary files were removed; older versions are still in place",
+            hint="free some space, or use another root, and send again",
+        )
 
 
 def _release(descriptor: int, pid: int) -> None:
@@ -274,19 +303,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}{TEMPORARY}{uuid.uuid4().hex[:12]}")
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with open(path, "xb", buffering=0) as file:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) :]
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
+def _sync_folder(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

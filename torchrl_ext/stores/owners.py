@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.stores.leases import seconds_left
+from torchrl_ext.stores.base import seconds_left
 
 if TYPE_CHECKING:
     from torchrl_ext.stores.object import ObjectStore

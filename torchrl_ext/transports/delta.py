@@ -232,7 +232,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             elements += meta.numel
         for row in () if delta is None else delta.params:
             changed += row.changed
-        self.stats.bytes = None if delta is None else delta.nbytes
+        self.stats.bytes = None if delta is None else sum(delta.files.values())
         self.stats.density = 1.0 if delta is None else changed / max(1, elements)
         self.stats.spans = {"publish": time.perf_counter() - began}
         info = {"transport": self.name, "version": version, "params": rows}
@@ -243,7 +243,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         return replace(handoff, ahead=partial(self._broadcast.send, version, base))
 
     def latest_version(self) -> int:
-        return self._chain.versions.newest()
+        return self._chain.newest()
 
     # worker end
 
@@ -320,8 +320,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             version = self._unseen()
             if version:
                 with suppress(FileNotFoundError):  # collected since: a newer one is coming
-                    self._chain.forget()
-                    self._chain.versions.offered(version)
+                    self._chain.offered(version)
                     self._pin(route := self._reader.open(version))
                     self._connected = True
                     rows = [meta.to_json() for meta in route.params]
@@ -358,7 +357,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         """Wait until a version is here: a shared filesystem may show it late, and a broadcast takes a while."""
         until = time.monotonic() + self._carrier.wait_s
         self._aborted.clear()  # an abort ends the waits of its moment, and this one comes after it
-        self._chain.forget()
+        self._chain.known.clear()
         while True:
             if self._reading is not None:
                 self._reading(self.root)
@@ -379,7 +378,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             )
         return StoreError(
             f"{self.root} holds no version {version}, and none came within {self._carrier.wait_s:g} s",
-            expected=f"{version_name(version)}; the newest here is {self._chain.versions.latest()}",
+            expected=f"{version_name(version)}; the newest here is {self._chain.latest()}",
             state="nothing was read",
             hint="send the weights again",
         )

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
-from torchrl_ext.stores import Manifest, Placed, Versions, version_name
+from torchrl_ext.stores import Chain, Manifest, Placed, version_name
 from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.manifest import MANIFEST, count
+from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import version_number
 from torchrl_ext.transports.carriers import Carrier
@@ -157,7 +157,7 @@ class Broadcast(Carrier):
         self.link, self.wait_s = group, group.timeout_s
         self.store, self.full = MemoryStore(), KeptTensors()
         self.open_full = self.full.open
-        self._versions = Versions(self.store)
+        self._versions = Chain(self.store)
 
     @staticmethod
     def group(info: Info) -> VLLMCollectiveTransport:
@@ -221,8 +221,8 @@ class Broadcast(Carrier):
         if info is None:
             return
         try:
-            version, base = count(info["version"]), count(info["base"] or 0)
-            sizes = {str(name): count(size) for name, size in info["files"].items()}
+            version, base = _count(info["version"]), _count(info["base"] or 0)
+            sizes = {str(name): _count(size) for name, size in info["files"].items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise IntegrityError(f"the trainer announces a version otherwise than it should: {error!r}") from error
         if version_number(version_name(version)) != version or MANIFEST not in sizes:
@@ -266,3 +266,10 @@ class Broadcast(Carrier):
         """Let go of tensors and older files: what the next delta builds on is in the model or in host copies."""
         self._versions.prune(before=self._versions.latest())
         self.full.tensors = {}
+
+
+def _count(value: object) -> int:
+    """Return ``value``, if it is an integer of 0 or more that fits into 8 bytes; else raise a ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not a count")
+    return value

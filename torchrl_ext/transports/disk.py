@@ -14,8 +14,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from torchrl_ext.errors import StoreError
-from torchrl_ext.stores import LocalStore, Manifest, Versions, version_name
-from torchrl_ext.stores.chain import Held
+from torchrl_ext.stores import Chain, LocalStore, Manifest, version_name
+from torchrl_ext.stores.versions import Held
 from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
@@ -72,7 +72,7 @@ class DiskTransport(StandaloneTransport, Incremental):
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._store = LocalStore(root)
-        self._versions = Versions(self._store)
+        self._versions = Chain(self._store)
         self._keep_files = keep_files
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
         self._full = FullWriter(shard_bytes, files, adapter=adapter)
@@ -105,8 +105,10 @@ class DiskTransport(StandaloneTransport, Incremental):
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
         began = time.perf_counter()
-        self._store.own()
-        self._shared.clear()
+        if not self._store.owned:
+            self._store.own()
+        if self._shared.probe is not None:  # whoever came has found it
+            self._shared.clear()
         with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
             manifest = self._full.write(draft, source, version, self._run_id)
         self._versions.advance(version)

@@ -28,30 +28,33 @@ class SharedRoot:
     Args:
         store: the directory (or bucket), as this process sees it.
         token: what the probe holds; names the trainer's run.
+
+    Attributes:
+        probe: the key of the probe that lies there, if one does.
     """
 
     def __init__(self, store: Store, token: str) -> None:
         self._store, self._token = store, token
-        self._probe: str | None = None
+        self.probe: str | None = None
 
     def invite(self) -> Info:
         """Trainer end: write a probe; what workers need to look for it."""
         self.clear()
-        self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
-        self._store.put(self._probe, self._token.encode())
+        self.probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
+        self._store.put(self.probe, self._token.encode())
         return {
             "root": self._store.url,
-            "probe": self._probe,
+            "probe": self.probe,
             "run_id": self._token,
             "host": socket.gethostname(),
         }
 
     def clear(self) -> None:
         """Trainer end: remove the probe."""
-        if self._probe is not None:
+        if self.probe is not None:
             with suppress(StoreError):
-                self._store.delete(self._probe)
-            self._probe = None
+                self._store.delete(self.probe)
+            self.probe = None
 
     def find(self, info: Info, timeout_s: float, aborted: threading.Event) -> None:
         """Worker end: look for the trainer's probe.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores import Manifest, Placed, Store, Versions, version_name
+from torchrl_ext.stores import Manifest, Placed, Store, version_name
+from torchrl_ext.stores.versions import read_version
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
 
@@ -161,11 +162,12 @@ class PublishedVersion:
 
 
 def _full_manifest(store: Store, number: int) -> Manifest:
-    found = Versions(store).manifest(number)
-    if isinstance(found, Manifest):
-        return found
+    found = read_version(store, number)
+    if found.full is not None:
+        return found.full
+    base = found.delta.base_version if found.delta else None
     raise IntegrityError(
-        f"{store.url}/{version_name(number)} is a delta on version {found.base_version}",
+        f"{store.url}/{version_name(number)} is a delta on version {base}",
         expected="a full version",
         hint="follow this root with the delta transport",
     )

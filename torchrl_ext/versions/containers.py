@@ -20,9 +20,8 @@ from torchrl_ext.codecs.patch import Patch, SparsePatch, apply_patch, fold
 from torchrl_ext.codecs.slime import current, first
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.chain import Held
-from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
-from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam
+from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, byte_view, position_digest
 

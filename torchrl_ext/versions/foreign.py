@@ -19,10 +19,9 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, full_index
 from torchrl_ext.codecs.slime.first import flush_name
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.stores import Manifest, Placed, Store, Versions, version_name
-from torchrl_ext.stores.chain import Version
-from torchrl_ext.stores.delta_manifest import DeltaManifest, DeltaParam
-from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
+from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam
+from torchrl_ext.stores.versions import Version
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.tensorfile import TensorFile
@@ -100,14 +99,16 @@ class ForeignVersions:
         folder, names = version_name(number), self._names(number)
         delta, where = self._index(number) if INDEX_NAME in names else (None, None)
         if delta is None and (where is not None or _LONE in names):
-            return Version(full=self._full(number, folder, where))
+            full = self._full(number, folder, where)
+            return Version(run_id=full.run_id, params=tuple(row.meta for row in full.params), full=full)
         params = self._first() if params is None else params
         if delta is not None:
-            return Version(delta=self._changes(folder, delta, params), folder=folder)
+            changes = self._changes(folder, delta, params)
+            return Version(run_id=changes.run_id, params=params, delta=changes, folder=folder)
         rows = tuple(DeltaParam(meta=meta, digest="") for meta in params)
         files = self._sizes(number, _flushes(names))
         changes = _delta(number, number - 1, _run(files), "foreign flushes", (), rows, files)
-        return Version(delta=changes, folder=folder)
+        return Version(run_id=changes.run_id, params=params, delta=changes, folder=folder)
 
     def _first(self) -> tuple[ParamMeta, ...]:
         if self._base is None:
@@ -141,7 +142,7 @@ class ForeignVersions:
         return {name: sizes[name] for name in sorted(names)}
 
     def _followed(self, number: int) -> bool:
-        return any(other > number for other in Versions(self._store).numbers())
+        return any(other > number for other in Chain(self._store).numbers())
 
     def _over(self, number: int, names: Collection[str]) -> bool:
         """Whether the writer is done with a version of the first format."""
@@ -163,7 +164,7 @@ class ForeignVersions:
 
     def _unchanged(self, number: int, names: frozenset[str]) -> bool:
         """Whether a folder is a version without changes: empty, complete, and between others of the first format."""
-        numbers = Versions(self._store).numbers()
+        numbers = Chain(self._store).numbers()
         if names - {_DONE} or number not in numbers or not self._over(number, names):
             return False
         sides = [other for other in numbers if other > number], [other for other in numbers[::-1] if other < number]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
 from torchrl_ext.codecs.pipeline import decode_tensors, spare_threads
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores.chain import Chain, Held, Route
-from torchrl_ext.stores.delta_manifest import DeltaManifest
-from torchrl_ext.stores.manifest import MANIFEST, Manifest
+from torchrl_ext.stores.chain import Chain, Route
+from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
+from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.containers import CONTAINERS, Decode
 from torchrl_ext.weights.digests import position_digest

@@ -15,8 +15,9 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, apply_patch
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
 from torchrl_ext.landing.loader import Changes
-from torchrl_ext.stores.chain import Chain, Held
-from torchrl_ext.stores.delta_manifest import DeltaManifest
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.manifest import DeltaManifest
+from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -154,11 +155,11 @@ class ChainReader:
                     raise FileNotFoundError(f"version {target} in {self.chain.store.url}") from error
                 raise
             try:
-                with self.chain.leases.held(route.first):
+                with self.chain.leased(route.first):
                     opened = OpenRoute(self.chain, route, target, self._open_full, held, self._base)
                 break
             except FileNotFoundError:
-                self.chain.forget()
+                self.chain.known.clear()
                 if not last:
                     raise
         if held is not None and opened.base is not None:  # what is held was replaced under its number

@@ -15,9 +15,9 @@ from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.chain import BESIDE, Chain, Held
-from torchrl_ext.stores.delta_manifest import DeltaManifest
-from torchrl_ext.stores.manifest import Manifest
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.manifest import DeltaManifest, Manifest
+from torchrl_ext.stores.versions import BESIDE, Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.containers import NewDelta
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -115,7 +115,7 @@ class ChainWriter:
                 manifest = delta.write(changes, draft, f"{BESIDE}/" if keyframe else "")
             if keyframe:
                 self._full.write(draft, baseline, version, self._run_id)
-        self._chain.versions.advance(version)
+        self._chain.advance(version)
         baseline.version = (self._run_id, version)
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
         return manifest
@@ -140,7 +140,7 @@ class ChainWriter:
 
     def _first_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
         baseline = Baseline(self._baseline_device)
-        if self._base is not None and self._chain.versions.newest() == 0:  # later ones follow on other versions
+        if self._base is not None and self._chain.newest() == 0:  # later ones follow on other versions
             baseline.start(CheckpointSource(self._base), params)
             hasher = xxhash.xxh3_128()  # one name for the content of a whole checkpoint
             for name, digest in sorted(_in_hex(baseline.digests).items()):
