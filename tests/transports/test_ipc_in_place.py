@@ -149,11 +149,11 @@ sys.stdin.readline()
 
 
 def test_what_a_worker_cannot_map_is_staged_the_next_time(make, monkeypatch):
-    def refused(handle):
+    def refused(handle, sealed):
         raise TransportError("too many mappings")
 
     trainer, worker, tensors = make(), make(), shared(weights())
-    monkeypatch.setattr(in_place, "attach_plain", refused)
+    monkeypatch.setattr(in_place, "attach", refused)
     with ThreadPoolExecutor(1) as pool:
         arriving = pool.submit(worker.receive_weights, WAIT_S)
         with pytest.raises(TransportError, match=r"not taken by .*too many mappings|no worker is left.*many mappings"):

@@ -16,7 +16,7 @@ import torch
 import torchrl_ext as tx
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import LocalStore
-from torchrl_ext.transports.ipc.host_memory import attach, attach_plain, create
+from torchrl_ext.transports.ipc.host_memory import attach, create
 from torchrl_ext.transports.ipc.unix_socket import new_address
 from torchrl_ext.transports.ipc.worker import IPCWorker
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
@@ -192,9 +192,9 @@ def test_any_handle_maps_what_it_says_or_nothing(segment):
     handoff = trainer.prepare(MappingSource({"a": shared}), 1)
     (plain,) = handoff.info["in_place"]["files"]
     for _ in range(ROUNDS):
-        for whole, open_it in ((segment.handle, attach), (plain, attach_plain)):
+        for whole, sealed in ((segment.handle, True), (plain, False)):
             with suppress(WeightSyncError):
-                open_it(mutated(draw, whole)).close()
+                attach(mutated(draw, whole), sealed=sealed).close()
     trainer.shutdown()
     del shared
     assert len(os.listdir("/proc/self/fd")) <= before + 1

@@ -32,7 +32,6 @@ __all__ = [
     "HostSegment",
     "Segment",
     "attach",
-    "attach_plain",
     "create",
     "host_handle",
     "integer",
@@ -57,8 +56,7 @@ class Segment(ABC):
     flat: Tensor
     handle: Info
 
-    @abstractmethod
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - on the host a copy is over when its call returns
         """Wait until copies into or out of the segment that this thread began are over."""
 
     @abstractmethod
@@ -71,23 +69,22 @@ class HostSegment(Segment):
     """A mapped file without a name.
 
     Args:
-        descriptor: of the file; the segment takes it over.
+        descriptor: of the file. Who made it keeps it open for others, until `close`; who maps that of another process
+            closes it at once, for there may be one per tensor.
         nbytes: its size.
+        handle: as `Segment.handle`, where another process made it.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        mapped = mmap.mmap(descriptor, nbytes)
-        self.handle = host_handle(descriptor, os.fstat(descriptor))
-        self.flat = torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
-        self._give_up = weakref.finalize(self, os.close, descriptor)
+    def __init__(self, descriptor: int, nbytes: int, handle: Info | None = None) -> None:
+        self.flat = torch.from_numpy(np.asarray(_Mapping(descriptor, nbytes)))
+        self.handle = handle or host_handle(descriptor, os.fstat(descriptor))
+        self._give_up = weakref.finalize(self, os.close, descriptor) if handle is None else None
         close_in_children(self)
-
-    def settle(self) -> None:
-        return None
 
     def close(self) -> None:
         self.flat = torch.empty(0, dtype=torch.uint8)
-        self._give_up()
+        if self._give_up is not None:
+            self._give_up()
 
 
 class _Mapping:
@@ -110,28 +107,6 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes = [ctypes.c_void_p, word, number, number, number, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, word]
     return libc
-
-
-@final
-class MappedSegment(Segment):
-    """Memory of another process that is kept mapped. There may be one per tensor, so it holds no descriptor.
-
-    Args:
-        descriptor: of the file; the caller closes it.
-        nbytes: its size.
-        handle: as `Segment.handle`.
-    """
-
-    def __init__(self, descriptor: int, nbytes: int, handle: Info) -> None:
-        self.handle = handle
-        self.flat = torch.from_numpy(np.asarray(_Mapping(descriptor, nbytes)))
-        close_in_children(self)
-
-    def settle(self) -> None:
-        return None
-
-    def close(self) -> None:
-        self.flat = torch.empty(0, dtype=torch.uint8)
 
 
 def host_handle(descriptor: int, about: os.stat_result) -> Info:
@@ -176,30 +151,24 @@ def create(device: str, nbytes: int) -> Segment:
         ) from error
 
 
-def attach(handle: Any) -> Segment:
+def attach(handle: Any, *, sealed: bool = True) -> Segment:
     """Map the segment of another process (or this one).
+
+    Args:
+        handle: `Segment.handle`.
+        sealed: False for memory of the trainer's that nobody sealed: its own tensors on the host.
 
     Raises:
         TransportError: it cannot be reached from here; says why.
         IntegrityError: what is there is not what the handle says.
     """
-    if not isinstance(handle, dict) or handle.get("kind") not in ("host", "cuda"):
-        raise IntegrityError(f"{handle!r} is no handle of a segment", expected='one of kind "host" or "cuda"')
-    if handle["kind"] == "cuda":
+    kind = handle.get("kind") if isinstance(handle, dict) else None
+    if kind == "cuda" and sealed:
         from torchrl_ext.transports.ipc.cuda_memory import attach_cuda
 
         return attach_cuda(handle)
-    return _attach_host(handle, sealed=True)
-
-
-def attach_plain(handle: Any) -> Segment:
-    """As `attach`, for memory of the trainer's that nobody sealed: its own tensors."""
-    if not isinstance(handle, dict) or handle.get("kind") != "host":
-        raise IntegrityError(f"{handle!r} is no handle of host memory", expected='one of kind "host"')
-    return _attach_host(handle, sealed=False)
-
-
-def _attach_host(handle: Info, *, sealed: bool) -> Segment:
+    if kind != "host":
+        raise IntegrityError(f"{handle!r} is no handle of a segment", expected='one of kind "host", or "cuda"')
     pid, number, nbytes = (integer(handle, field) for field in ("pid", "fd", "bytes"))
     path = f"/proc/{pid}/fd/{number}"
     try:
@@ -219,7 +188,6 @@ def _attach_host(handle: Info, *, sealed: bool) -> Segment:
             state="nothing was received",
             hint="run both so, or use transport 'collective' or 'disk'",
         ) from error
-    kept = False
     try:
         fits = os.fstat(descriptor).st_size == nbytes > 0
         if not fits or (sealed and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK):
@@ -227,9 +195,7 @@ def _attach_host(handle: Info, *, sealed: bool) -> Segment:
                 f"{path} is not the memory that its handle describes",
                 expected=f"{nbytes} bytes" + ", sealed" * sealed,
             )
-        segment: Segment = HostSegment(descriptor, nbytes) if sealed else MappedSegment(descriptor, nbytes, handle)
-        kept = sealed
-        return segment
+        return HostSegment(descriptor, nbytes, handle)
     except OSError as error:
         raise TransportError(
             f"{nbytes} bytes of shared memory cannot be mapped: {error}",
@@ -238,8 +204,7 @@ def _attach_host(handle: Info, *, sealed: bool) -> Segment:
             hint="send again; or give the trainer in_place=False",
         ) from error
     finally:
-        if not kept:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def local_devices() -> list[str]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchrl_ext.errors import IntegrityError, ManifestError, TransportError
 from torchrl_ext.transports.buckets import Lander
 from torchrl_ext.transports.copies import CopyBytes, copy_plainly
-from torchrl_ext.transports.ipc.host_memory import Segment, attach_plain, host_handle, integer
+from torchrl_ext.transports.ipc.host_memory import Segment, attach, host_handle, integer
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import Info, ParamMeta
 
@@ -154,12 +154,18 @@ class Borrowed:
         """
         sources = self._sources(info, params)
         lander = Lander(params, into, torch.device("cpu"))
+        if sum(source.nbytes for source in sources) <= _SLICE_BYTES:  # a thread starts for longer than this is copied
+            for first, stop in groups(params, capacity):
+                for index in range(first, stop):
+                    copy(sources[index], lander.begin(index).numpy())
+                yield [lander.end(index) for index in range(first, stop)]
+            return
         running: deque[tuple[range, list[Future[None]]]] = deque()
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ipc-copy") as threads:
             for first, stop in groups(params, capacity):
-                group = range(first, stop)
-                slices = [pair for index in group for pair in _slices(sources[index], lander.begin(index).numpy())]
-                running.append((group, [threads.submit(_copy_all, copy, share) for share in _shares(slices)]))
+                pairs = [(sources[index], lander.begin(index).numpy()) for index in range(first, stop)]
+                copies = [threads.submit(_copy_all, copy, share) for share in _shares(pairs)]
+                running.append((range(first, stop), copies))
                 if len(running) > _AHEAD:
                     yield _finished(lander, *running.popleft())
             while running:
@@ -213,7 +219,7 @@ class Borrowed:
             for handle in handles:
                 keys.append((integer(handle, "pid"), integer(handle, "bytes"), *_inode(handle)))
                 if keys[-1] not in self._files:
-                    self._files[keys[-1]] = attach_plain(handle)
+                    self._files[keys[-1]] = attach(handle, sealed=False)
             for key in self._files.keys() - set(keys):
                 self._files.pop(key).close()
             return [self._files[key] for key in keys]
@@ -244,22 +250,17 @@ def groups(params: Sequence[ParamMeta], capacity: int) -> list[tuple[int, int]]:
     return [*cuts, (first, len(params))]
 
 
-def _slices(source: np.ndarray, target: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [
-        (source[begin : begin + _SLICE_BYTES], target[begin : begin + _SLICE_BYTES])
-        for begin in range(0, source.nbytes, _SLICE_BYTES)
-    ]
-
-
-def _shares(slices: Sequence[tuple[np.ndarray, np.ndarray]]) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-    """What a thread does at a time: a slice, or many small ones."""
+def _shares(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
+    """What a thread copies at a time: a slice of a tensor, or many small ones."""
     share, nbytes = [], 0
-    for pair in slices:
-        share.append(pair)
-        nbytes += pair[0].nbytes
-        if nbytes >= _SLICE_BYTES:
-            yield share
-            share, nbytes = [], 0
+    for source, target in pairs:
+        for begin in range(0, source.nbytes, _SLICE_BYTES):
+            cut = slice(begin, begin + _SLICE_BYTES)
+            share.append((source[cut], target[cut]))
+            nbytes += share[-1][0].nbytes
+            if nbytes >= _SLICE_BYTES:
+                yield share
+                share, nbytes = [], 0
     if share:
         yield share
 
