@@ -76,3 +76,31 @@ def test_every_block_is_python_and_runs_somewhere():
     assert needing == {
         name for test in tests for name in re.findall(r"(?:\bon_servers\(\"|docs/)(\w+)", test.read_text())
     }
+
+
+def test_modules_and_files_that_pages_name_are_there():
+    """The changelog is left out: it says what is gone, too."""
+    files = {
+        str(path.relative_to(ROOT)) for top in ("torchrl_ext", "tests", "docs") for path in (ROOT / top).rglob("*")
+    }
+    missing = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = "" if page.stem == "changelog" else page.read_text()
+        named = {f"{name}.py" for name in re.findall(r"\b(torchrl_ext/[\w/]+)\.py\b", text)}
+        named |= {match.rstrip("/") for match in re.findall(r"`(tests/[\w/.]+)`", text)}
+        missing += [(page.name, name) for name in named if name not in files]
+        for name in set(re.findall(r"\btorchrl_ext(?:\.[a-z_0-9]+)+\b(?![\w(]|\")", text)):
+            path = name.replace(".", "/")
+            if not {path, f"{path}.py", f"{path.rpartition('/')[0]}.py"} & files:
+                missing.append((page.name, name))
+    assert not missing
+
+
+def test_each_hop_of_one_weight_is_a_function_where_the_page_says():
+    page = (ROOT / "docs/one_weight.md").read_text()
+    hops = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", page)
+    assert len(hops) > 15
+    for name, path in hops:
+        source = (ROOT / "torchrl_ext" / path).read_text()
+        for part in name.split("."):
+            assert re.search(rf"\b(?:def|class) {part}\b", source), f"{name} in {path}"

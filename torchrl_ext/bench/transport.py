@@ -90,12 +90,12 @@ class _End:
 
     def __init__(self, rank: int, transport: VLLMCollectiveTransport, info: Info) -> None:
         self.rank, self._transport = rank, transport
-        patience = timedelta(seconds=TIMEOUT_S)
+        longest = timedelta(seconds=TIMEOUT_S)
         own = dist.TCPStore(  # type: ignore[attr-defined]  # torch names its stores, and does not export them
-            info["master_address"], info["plain_port"], None, False, patience, False
+            info["master_address"], info["plain_port"], None, False, longest, False
         )
         store = dist.PrefixStore("plain", own)  # type: ignore[attr-defined]
-        self._plain: Any = dist.ProcessGroupGloo(store, rank, 2, patience)  # torch declares none of its collectives
+        self._plain: Any = dist.ProcessGroupGloo(store, rank, 2, longest)  # torch declares none of its collectives
 
     def compare(self, shapes: Shapes, ways: Mapping[str, int | None], repeats: int) -> dict[str, list[float]]:
         """Seconds of each way (a bucket size, or None for one flat tensor) in each round."""
@@ -154,8 +154,8 @@ class _End:
 def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     transport = VLLMCollectiveTransport(device="cpu", timeout_s=TIMEOUT_S)
     handoff = transport.open(1, ())
-    patience = timedelta(seconds=TIMEOUT_S)
-    plain = dist.TCPStore("127.0.0.1", 0, None, True, patience, False)  # type: ignore[attr-defined]
+    longest = timedelta(seconds=TIMEOUT_S)
+    plain = dist.TCPStore("127.0.0.1", 0, None, True, longest, False)  # type: ignore[attr-defined]
     info = {**handoff.info, "plain_port": plain.port}
     worker = multiprocessing.get_context("spawn").Process(
         target=_work, args=(info, args.size, args.bucket_bytes, args.repeats), daemon=True
