@@ -13,8 +13,8 @@ from tests.models import tiny_checkpoint
 from tests.pages import ROOT, on_servers
 from torchrl_ext.launch.environments import VLLM_CPU
 from torchrl_ext.launch.router import RouterProcess
-from torchrl_ext.launch.server import make_overlay
-from torchrl_ext.launch.vllm import vllm_environ
+from torchrl_ext.launch.server import make_overlay, on_path
+from torchrl_ext.launch.vllm import VLLMSpec
 
 pytestmark = pytest.mark.engine
 
@@ -59,7 +59,7 @@ def test_the_page_about_switching_runs_in_the_process_that_has_vllm(tmp_path):
     done = subprocess.run(
         [python, "-c", ALL, ROOT / "docs/online_switching.md", checkpoint],
         cwd=ROOT,
-        env={**os.environ, **vllm_environ(overlay, python, cpu=True)},
+        env={**os.environ, **VLLMSpec(".").variables(python, ()), "PYTHONPATH": on_path(overlay)},
         capture_output=True,
         text=True,
         timeout=150,

@@ -8,8 +8,8 @@ import pytest
 
 from tests.models import tiny_checkpoint
 from torchrl_ext.launch.environments import VLLM_CPU
-from torchrl_ext.launch.server import make_overlay
-from torchrl_ext.launch.vllm import vllm_environ
+from torchrl_ext.launch.server import make_overlay, on_path
+from torchrl_ext.launch.vllm import VLLMSpec
 
 pytestmark = pytest.mark.engine
 
@@ -144,7 +144,7 @@ def rows_of(script, tmp_path, *arguments):
     file.write_text(script)
     done = subprocess.run(
         [python, file, *arguments],
-        env={**os.environ, **vllm_environ(overlay, python, cpu=True)},
+        env={**os.environ, **VLLMSpec(".").variables(python, ()), "PYTHONPATH": on_path(overlay)},
         capture_output=True,
         text=True,
         timeout=400,

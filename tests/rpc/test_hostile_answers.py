@@ -40,7 +40,7 @@ JUNK = [
 
 
 def calls(engine):
-    more = [engine.loads, engine.checksum] if engine.kind == "sglang" else []
+    more = [engine.loads] if engine.kind == "sglang" else []
     return [
         engine.info,
         lambda: engine.world_size,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,6 @@ __all__ = ["Keeper", "Kept"]
 log = logging.getLogger("torchrl_ext")
 
 _STOP_S = 60.0  # by then a restart that is given up has ended its processes
-
-
-def _nothing(kept: Kept) -> None:
-    return None
 
 
 @dataclass(eq=False)
@@ -78,8 +75,8 @@ class Keeper:
         interval_s: float = 10.0,
         timeout_s: float = 5.0,
         patience: int = 3,
-        on_lost: Callable[[Kept], None] = _nothing,
-        on_restarted: Callable[[Kept], None] = _nothing,
+        on_lost: Callable[[Kept], None] = lambda kept: None,
+        on_restarted: Callable[[Kept], None] = lambda kept: None,
     ) -> None:
         self._launcher, self._timeout_s, self._patience = launcher, timeout_s, patience
         self._on_lost, self._on_restarted = on_lost, on_restarted
@@ -175,19 +172,20 @@ class Keeper:
     def _well(self, kept: Kept) -> bool:
         if not kept.engine.alive():
             return False
-        answers = (self._answers(kept.url + route) for route in launchers.load(kept.plan.kind).spec.probes)
-        kept.failures = 0 if any(answers) else kept.failures + 1
+        kept.failures += 1
+        for route in launchers.load(kept.plan.kind).spec.probes:
+            with suppress(WeightSyncError):
+                if HTTPSession(kept.url, timeout_s=self._timeout_s).call("GET", route).status == 200:
+                    kept.failures = 0
+                    break
         return kept.failures <= self._patience
 
-    def _answers(self, url: str) -> bool:
-        try:
-            return HTTPSession(url, timeout_s=self._timeout_s).call("GET", "").status == 200
-        except WeightSyncError:
-            return False
-
     def _restart(self, kept: Kept) -> None:
-        log.warning("%s at %s is lost and is started again; its log ended with: %s", kept.plan.name, kept.url,
-                    _last_words(kept.engine))  # fmt: skip
+        try:
+            words = kept.engine.log()[-500:]
+        except OSError as error:
+            words = f"(it cannot be read: {error})"
+        log.warning("%s at %s is lost and is started again; its log ended with: %s", kept.plan.name, kept.url, words)
         self._on_lost(kept)
         kept.engine.stop()
         began = time.monotonic()
@@ -196,10 +194,3 @@ class Keeper:
         log.warning("%s is up again after %.1f s", kept.plan.name, time.monotonic() - began)
         if self._over.is_set():
             kept.engine.stop()
-
-
-def _last_words(engine: RunningEngine) -> str:
-    try:
-        return engine.log()[-500:]
-    except OSError as error:
-        return f"(it cannot be read: {error})"

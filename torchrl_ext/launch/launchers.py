@@ -119,7 +119,10 @@ class LocalLauncher(EngineLauncher):
             settings.setdefault("tensor_parallel_size", len(plan.gpus))
         elif len(plan.gpus) > 1:
             raise ConfigError(f"{plan.name}: an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
-        pinned = _pinned(plan, seen_devices() if self._devices is None else self._devices)
+        devices = self._devices
+        if devices is None:
+            devices = named_devices(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        pinned = _pinned(plan, devices)
         settings["environ"] = {**pinned, **secret, **settings.get("environ", {})}
         settings.setdefault("port", self._port(plan.name))
         if self._log_folder is not None:
@@ -130,11 +133,6 @@ class LocalLauncher(EngineLauncher):
     def _port(self, name: str) -> int:
         """A free port, and the same one for every later start."""
         return self._ports.setdefault(name, free_port())
-
-
-def seen_devices() -> tuple[str, ...]:
-    """The GPUs that this process sees, in the words of ``CUDA_VISIBLE_DEVICES``."""
-    return named_devices(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def named_devices(count: int, told: str | None) -> tuple[str, ...]:

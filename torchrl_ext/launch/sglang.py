@@ -27,8 +27,6 @@ _CPU_ARGUMENTS = {
     "max-total-tokens": "4096",
     "max-running-requests": "8",
 }
-
-
 _SIZES = (
     ("--tp-size", "--tensor-parallel-size", "--tp"),
     ("--pp-size", "--pipeline-parallel-size", "--pp"),
@@ -82,7 +80,20 @@ class SGLangSpec(StockSpec):
         return [*command, *(_SLEEP_FLAGS if self.sleep_mode and not cpu else ()), *self.extra_args]
 
     def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
-        return _environ(_workers(command), on_cpu(python))
+        # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
+        environ = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+        environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probes`: keepers and routers ask /health
+        allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
+        if allowed:
+            environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
+        if on_cpu(python):
+            environ["SGLANG_USE_CPU_ENGINE"] = "1"
+            environ["TORCHRL_EXT_UNPINNED"] = "1"  # its LoRA pins memory, which takes a GPU
+            environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
+            workers = _workers(command)
+            if workers > 1:
+                environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(workers)
+        return environ
 
 
 class SGLangServer(Server):
@@ -118,24 +129,6 @@ def _workers(command: Sequence[str]) -> int:
         return 1  # SGLang says itself what is wrong
     tensor, pipeline, data = (max(1, told[names[0]]) for names in _SIZES)
     return tensor * pipeline * (1 if told["shared"] else data)  # replicas of attention alone are workers of the tensors
-
-
-def _environ(workers: int, cpu: bool) -> dict[str, str]:
-    # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
-    environ = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
-    # /health would generate a token, for which it waits in vain while the server is paused for new weights: keepers
-    # and routers would take it for lost
-    environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-    allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
-    if allowed:
-        environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
-    if cpu:
-        environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        environ["TORCHRL_EXT_UNPINNED"] = "1"  # its LoRA pins memory, which takes a GPU
-        environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
-        if workers > 1:
-            environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(workers)
-    return environ
 
 
 def _cores(workers: int) -> str:

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import VLLM_CPU
-from torchrl_ext.launch.server import Server, StockSpec, as_flags, on_cpu, on_path
+from torchrl_ext.launch.server import Server, StockSpec, as_flags, on_cpu
 from torchrl_ext.messages import BACKEND
 
-__all__ = ["VLLMServer", "VLLMSpec", "vllm_environ"]
+__all__ = ["VLLMServer", "VLLMSpec"]
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
@@ -67,7 +67,20 @@ class VLLMSpec(StockSpec):
         return [*command, *(["--enable-sleep-mode"] if self.sleep_mode and not cpu else []), *self.extra_args]
 
     def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
-        return _variables(python, cpu=on_cpu(python), plain_linears=self.plain_linears)
+        environ = {
+            "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins on it
+        others = _installed_plugins(python) if allowed is None else filter(None, allowed.split(","))
+        environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, "torchrl_ext"]))
+        if on_cpu(python):
+            environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if self.plain_linears:
+            environ["TORCHRL_EXT_PLAIN_LINEARS"] = "1"
+        return environ
 
 
 class VLLMServer(Server):
@@ -91,34 +104,6 @@ def _lora(rank: int | None, adapters: int) -> list[str]:
         f"--max-loras={2 * adapters}",
         f"--max-cpu-loras={4 * adapters}",
     ]
-
-
-def vllm_environ(overlay: Path, python: Path, *, cpu: bool) -> dict[str, str]:
-    """Variables under which vLLM, in a process of one's own, has our plugin and its RL routes.
-
-    Args:
-        overlay: filled by `make_overlay`.
-        python: the interpreter with vLLM.
-        cpu: whether it computes on the CPU.
-    """
-    return {"PYTHONPATH": on_path(overlay), **_variables(python, cpu=cpu)}
-
-
-def _variables(python: Path, *, cpu: bool, plain_linears: bool = False) -> dict[str, str]:
-    environ = {
-        "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins that are on it
-    others = _installed_plugins(python) if allowed is None else filter(None, allowed.split(","))
-    environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, "torchrl_ext"]))
-    if cpu:
-        environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if plain_linears:
-        environ["TORCHRL_EXT_PLAIN_LINEARS"] = "1"
-    return environ
 
 
 def _installed_plugins(python: Path) -> list[str]:

@@ -149,14 +149,6 @@ class RouterClient:
         self._accepted(answer, f"remove {url}")
         self._until(lambda: self._find(url) is None, f"let go of {url}")
 
-    def finish_session(self, session_id: str) -> None:
-        """Let the router forget which engine a session belongs to; routers without that route are left alone.
-
-        Raises:
-            EngineUnreachableError, DeadlineError: no answer.
-        """
-        self._http.call("POST", "/finish_session", query={"session_id": session_id})
-
     def _lists(self, url: str) -> bool:
         return self._find(url) is not None
 

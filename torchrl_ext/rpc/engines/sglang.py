@@ -29,22 +29,9 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
+from torchrl_ext import messages
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.messages import (
-    CHANNEL,
-    Finish,
-    Flush,
-    Inspect,
-    Join,
-    ListAdapters,
-    Message,
-    Prefetch,
-    Reset,
-    Start,
-    State,
-    loading,
-    merged,
-)
+from torchrl_ext.messages import CHANNEL, Message, merged
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
@@ -137,7 +124,7 @@ class SGLangEngine(HTTPEngine):
 
     def _has_plugin(self) -> bool:
         try:
-            return any("torchrl_ext" in answer for answer in self._tell(Inspect()))
+            return any("torchrl_ext" in answer for answer in self._tell(messages.Inspect()))
         except EngineRefusedError as error:
             if _is_absent(error):
                 return False
@@ -161,14 +148,6 @@ class SGLangEngine(HTTPEngine):
             ) from error
         return found
 
-    def checksum(self) -> str:
-        """One SHA-256 over the runtime parameters of all workers, by ``/weights_checker``; 64 hex digits.
-
-        It tells whether anything changed; it cannot be compared with a trainer's weights.
-        """
-        told = self._http.post("/weights_checker", {"action": "checksum"}, timeout_s=self._load_timeout_s)
-        return str(self._field("/weights_checker", told, "per_engine_checksum"))
-
     @property
     def verifies(self) -> bool:
         return not self._native
@@ -185,7 +164,7 @@ class SGLangEngine(HTTPEngine):
             self._native = not self._has_plugin()
             if not self._native:
                 self._refuse_replicas(info)
-                self.tell(Join.of(info))
+                self.tell(messages.Join.of(info))
                 self._await_idle("join the transport")
             elif info.get("transport") != "disk":
                 raise EngineRefusedError(
@@ -216,7 +195,7 @@ class SGLangEngine(HTTPEngine):
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if not self._native:
                 self._wake(frozenset({"weights"}), self.sleep_state())  # changes are held against them
-                self.tell(Prefetch(version=version))
+                self.tell(messages.Prefetch(version=version))
                 self._await_idle(f"stage version {version}")
 
     def begin(self, version: int) -> None:
@@ -229,11 +208,11 @@ class SGLangEngine(HTTPEngine):
             self._wake(frozenset({"weights"}), before)
             if not self._native:
                 self._open_session()
-                self.tell(Start(bracketed=self._in_session))
+                self.tell(messages.Start(bracketed=self._in_session))
 
     def _load(self, info: Info) -> None:
         if not self._native:
-            self.tell(loading(info))
+            self.tell(messages.loading(info))
         elif "verify" in info:
             raise ConfigError(
                 f"{self.url} runs SGLang without our plugin, and cannot prove what it holds", hint=_PLUGIN
@@ -245,7 +224,7 @@ class SGLangEngine(HTTPEngine):
 
     def _finish(self, version: int) -> None:
         if not self._native:
-            self.tell(Finish(version=version))
+            self.tell(messages.Finish(version=version))
         if self._in_session:
             self._http.post("/end_weight_update", {}, timeout_s=self._load_timeout_s)
             self._in_session = False
@@ -254,7 +233,7 @@ class SGLangEngine(HTTPEngine):
         label = str(version)
         self._http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         served = self._either("/model_info", "/get_model_info")
-        told = str(self._field("/model_info", served, "weight_version"))
+        told = str(served.get("weight_version")) if isinstance(served, dict) else str(served)[:120]
         if told != label:
             raise EngineRefusedError(f"{self.url} calls its weights {told!r}", expected=repr(label))
 
@@ -285,7 +264,7 @@ class SGLangEngine(HTTPEngine):
                 self._flush()
             with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
                 if level == 2 and "weights" in wanted:
-                    self.tell(Reset(weights="gone"))
+                    self.tell(messages.Reset(weights="gone"))
                 released = {"tags": sorted({*wanted, _GRAPHS} - before.asleep)}
                 self._http.post("/release_memory_occupation", released, timeout_s=self._load_timeout_s)
 
@@ -304,7 +283,7 @@ class SGLangEngine(HTTPEngine):
     def sleep_state(self) -> SleepState:
         told: Info = {}  # without our plugin
         try:
-            told = {} if self._native else merged(self._tell(State()))
+            told = {} if self._native else merged(self._tell(messages.State()))
         except EngineRefusedError as error:
             if not _is_absent(error):
                 raise
@@ -326,7 +305,9 @@ class SGLangEngine(HTTPEngine):
 
     def adapter(self, name: str) -> EngineClient:
         """See `EngineClient.adapter`. The server needs ``--enable-lora`` and our plugin."""
-        return AdapterClient(self, name, lambda: self._tell_adapters(ListAdapters())["adapters"], self._tell_adapters)
+        return AdapterClient(
+            self, name, lambda: self._tell_adapters(messages.ListAdapters())["adapters"], self._tell_adapters
+        )
 
     def _tell_adapters(self, message: Message) -> Info:
         try:
@@ -390,7 +371,7 @@ class SGLangEngine(HTTPEngine):
     def _try_flush(self) -> tuple[int, str]:
         """200, or 400 while requests use the cache; and SGLang's own words."""
         if not self._native:  # its own route collects garbage too, which takes longer than many an update
-            flushed = merged(self._tell(Flush())).get("flushed")
+            flushed = merged(self._tell(messages.Flush())).get("flushed")
             return (200, "") if flushed else (400, "the cache is in use")
         answer = self._http.call("POST", "/flush_cache")
         if answer.ok or answer.status == 400:
@@ -423,13 +404,6 @@ class SGLangEngine(HTTPEngine):
                 f"{self.url} has {replicas} data-parallel replicas, whose workers do not know their ranks in a group",
                 expected="--dp-size 1, or a transport through files",
             )
-
-    def _field(self, route: str, told: Any, name: str) -> Any:
-        if not isinstance(told, dict) or name not in told:
-            raise EngineRefusedError(
-                f"{self.url}{route} answered {str(told)[:120]!r}", expected=f"an object with {name!r}"
-            )
-        return told[name]
 
     def _either(self, route: str, older: str) -> Any:
         """What ``route`` answers, or, where there is none, the one that earlier releases have in its place."""

@@ -30,21 +30,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
+from torchrl_ext import messages
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.messages import (
-    ADAPTERS_ROUTE,
-    ANSWERS,
-    BACKEND,
-    OPEN_UPDATE,
-    Join,
-    Message,
-    Prefetch,
-    Reset,
-    Seal,
-    State,
-    answers_in,
-    loading,
-)
+from torchrl_ext.messages import ADAPTERS_ROUTE, ANSWERS, BACKEND, OPEN_UPDATE, Message, answers_in
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
@@ -139,7 +127,7 @@ class VLLMRoutes(HTTPEngine):
                 size is not the transport's. It keeps serving what it served.
             EngineUnreachableError, DeadlineError: as they say.
         """
-        message = Join.of(info)
+        message = messages.Join.of(info)
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
             try:
                 self.tell(message)
@@ -160,7 +148,7 @@ class VLLMRoutes(HTTPEngine):
         """See `EngineClient.prefetch`. Workers stage beside their generating."""
         self._wake_weights()  # changes are held against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
-            self.tell(Prefetch(version=version))
+            self.tell(messages.Prefetch(version=version))
             self._await_idle(f"stage version {version}")
 
     def begin(self, version: int) -> None:
@@ -181,10 +169,10 @@ class VLLMRoutes(HTTPEngine):
         return undo()
 
     def _load(self, info: Info) -> None:
-        self._update(loading(info))
+        self._update(messages.loading(info))
 
     def _finish(self, version: int) -> None:
-        self._update(Seal())
+        self._update(messages.Seal())
         self._post("/finish_weight_update", {"weight_version": str(version)})
 
     def _label(self, version: int) -> None:
@@ -208,7 +196,7 @@ class VLLMRoutes(HTTPEngine):
                 query = {"level": level, "mode": self._pause_mode}
                 self._post("/sleep", query=query, timeout_s=self._load_timeout_s)
             if level == 2 and "weights" in wanted:
-                self.tell(Reset(weights="gone"))
+                self.tell(messages.Reset(weights="gone"))
             self._state = "paused"
 
     def sleep_state(self) -> SleepState:
@@ -217,7 +205,7 @@ class VLLMRoutes(HTTPEngine):
     def _is_empty(self, state: SleepState) -> bool:
         """One that is awake is not asked."""
         try:
-            return bool(state.asleep) and any(answer.get("empty") for answer in self.tell(State()))
+            return bool(state.asleep) and any(answer.get("empty") for answer in self.tell(messages.State()))
         except EngineRefusedError:
             return False  # other backends know no such question
 
@@ -238,7 +226,7 @@ class VLLMRoutes(HTTPEngine):
         with self._step("wake its weights", state=f"{self.url} sleeps"):
             state = self.sleep_state() if before is None else before
             if state.empty:
-                self.tell(Reset(weights="gone"))  # whoever put it to sleep may not have said so
+                self.tell(messages.Reset(weights="gone"))  # whoever put it to sleep may not have said so
             if "weights" in state.asleep and self._wake(frozenset({"weights"}), state):
                 self.pause()
 
@@ -294,12 +282,9 @@ class VLLMRoutes(HTTPEngine):
             raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
 
     def _explained(self, error: EngineRefusedError) -> EngineRefusedError:
-        missing = "not configured" in error.what or "Invalid init_info" in error.what
-        return (
-            restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS)
-            if missing
-            else error
-        )
+        if "not configured" not in error.what and "Invalid init_info" not in error.what:
+            return error
+        return restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS)
 
 
 @final
