@@ -211,19 +211,15 @@ def free_port() -> int:
     A server may take a minute to come to its port. The system meanwhile hands ports of its own range to whoever asks
     for any, so that this one is from below that range where there is room.
     """
-    below = range(_LOWEST_PORT, _first_ephemeral_port())
+    lowest = _LOWEST_PORT
+    with contextlib.suppress(OSError, ValueError, IndexError):  # ip(7)
+        lowest = max(lowest, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    below = range(_LOWEST_PORT, lowest)
     for port in [*random.SystemRandom().sample(below, min(_PORT_TRIES, len(below))), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return probe.getsockname()[1]
     raise EngineError("there is no free port on 127.0.0.1")
-
-
-def _first_ephemeral_port() -> int:
-    """ip(7), ``ip_local_port_range``."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return max(_LOWEST_PORT, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
-    return _LOWEST_PORT
 
 
 def reachable(host: str) -> str:

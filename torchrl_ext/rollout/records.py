@@ -139,14 +139,6 @@ def _longest(tokens: Sequence[Tensor]) -> int:
     return max(ids.numel() for ids in tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Widths:
-    """Lengths of padded prompts and responses; 0 where nothing is padded, since no sequence is shorter."""
-
-    prompt: int = 0
-    response: int = 0
-
-
 class RecordWriter:
     """Writes one entry per generation.
 
@@ -176,9 +168,9 @@ class RecordWriter:
         """
         each = samples or 1
         longest = max(len(generation.token_ids) for generation in generations)
-        widths = _Widths(prompt=prompts.width, response=longest) if self._pad_output else _Widths()
+        padded = (prompts.width, longest) if self._pad_output else (0, 0)  # no sequence is shorter than 0
         texts = self._texts(generations)
-        rows = [self._row(prompts, i // each, one, texts[i], widths) for i, one in enumerate(generations)]
+        rows = [self._row(prompts, i // each, one, texts[i], padded) for i, one in enumerate(generations)]
         if samples is None:
             return lazy_stack(rows, 0)
         return lazy_stack([lazy_stack(rows[i : i + each], 0) for i in range(0, len(rows), each)], 0)
@@ -193,12 +185,12 @@ class RecordWriter:
         return list(zip(decode(ids, skip_special_tokens=False), decode(ended, skip_special_tokens=False), strict=True))
 
     def _row(
-        self, prompts: Prompts, i: int, generation: Generation, texts: tuple[str, str], widths: _Widths
+        self, prompts: Prompts, i: int, generation: Generation, texts: tuple[str, str], padded: tuple[int, int]
     ) -> TensorDict:
-        """One entry; every tensor called full has the prompt's length plus the response's."""
+        """One entry, padded to the lengths of a prompt and of a response; every tensor called full has both."""
         prompt = prompts.tokens[i]
         response = torch.tensor(generation.token_ids, dtype=torch.long)
-        before, after = max(0, widths.prompt - prompt.numel()), max(0, widths.response - response.numel())
+        before, after = max(0, padded[0] - prompt.numel()), max(0, padded[1] - response.numel())
         padding = 0 if self._padding_value is None else self._padding_value
         padded_prompt, padded_response = _pad(prompt, padding, left=before), _pad(response, padding, right=after)
         heard = _pad(torch.ones_like(prompt, dtype=torch.bool), False, left=before)

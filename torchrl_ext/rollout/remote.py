@@ -162,13 +162,11 @@ class RemoteInferenceClient(EngineControl):
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time.
         """
-        body, session_id = self._body(request_payload)
-        return await self._completed("/v1/chat/completions", ChatContinuation(body), session_id)
+        return await self._completed("/v1/chat/completions", ChatContinuation, request_payload)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> Info:
         """``/v1/completions``; otherwise as `chat_completion`."""
-        body, session_id = self._body(request_payload)
-        return await self._completed("/v1/completions", TextContinuation(body), session_id)
+        return await self._completed("/v1/completions", TextContinuation, request_payload)
 
     async def render(self, request_payload: Mapping[str, Any]) -> Any:
         """The token ids that a chat (``messages``) or a completion (``prompt``) would be asked with.
@@ -274,8 +272,9 @@ class RemoteInferenceClient(EngineControl):
         ]
         return [one for (one,) in await self._requests.here().generations(asked, self._until())]
 
-    async def _completed(self, route: str, request: Continuation, session_id: Any) -> Info:
-        return await self._requests.here().completion(route, request, session_id, self._until())
+    async def _completed(self, route: str, kind: type[Continuation], payload: Mapping[str, Any]) -> Info:
+        body, session_id = self._body(payload)
+        return await self._requests.here().completion(route, kind(body), session_id, self._until())
 
     def _model(self) -> Info:
         return {} if self.model_name is None else {"model": self.model_name}

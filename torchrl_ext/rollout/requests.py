@@ -17,7 +17,7 @@ from torchrl_ext.rollout.completions import Continuation
 from torchrl_ext.rollout.dialects import Dialect, dialects
 from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
 from torchrl_ext.rpc.connections import each
-from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_url
+from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
 
 __all__ = ["Asked", "Requests", "Target", "targets"]
 
@@ -45,16 +45,9 @@ def targets(urls: Sequence[str], kinds: Sequence[str]) -> tuple[Target, ...]:
     """
     if len(kinds) != len(urls):
         raise ConfigError(f"{len(kinds)} kinds for {len(urls)} addresses", expected="one kind, or one per address")
-    if not urls:
-        raise ConfigError("there is no engine to ask")
-    found = tuple(
-        Target(url=normalise_url(url), dialect=dialects.make(kind)) for url, kind in zip(urls, kinds, strict=True)
+    return tuple(
+        Target(url=url, dialect=dialects.make(kind)) for url, kind in zip(normalise_urls(urls), kinds, strict=True)
     )
-    names = [target.url for target in found]
-    twice = sorted({url for url in names if names.count(url) > 1})
-    if twice:
-        raise ConfigError(f"address {twice[0]} is given twice")
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

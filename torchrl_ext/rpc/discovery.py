@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.engines.base import HTTPEngine
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.http import HTTPSession, normalise_url
+from torchrl_ext.rpc.http import HTTPSession, normalise_urls
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.rpc.server_info import is_sglang_info, parse_server_info
 from torchrl_ext.types import EngineInfo
@@ -43,27 +43,21 @@ def discover(
         EngineRefusedError: whoever listens there describes no engine; the message has the answers of both routes.
         DeadlineError: no answer in time.
     """
-    urls = [normalise_url(address) for address in addresses]
-    twice = sorted({url for url in urls if urls.count(url) > 1})
-    if not urls or twice:
-        raise ConfigError(f"address {twice[0]} is given twice" if twice else "there is no address to look at")
 
     def ask(url: str) -> EngineInfo:
         session = HTTPSession(url, timeout_s=timeout_s, api_key=api_key, max_body_bytes=_MAX_BODY_BYTES)
         return _describe(session, api_key, time.monotonic() + timeout_s)
 
-    jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in urls}
-    until = time.monotonic() + timeout_s + _GRACE_S
-    return [_result(job, url, until, timeout_s) for url, job in jobs.items()]
-
-
-def _result(job: Future[EngineInfo], url: str, until: float, timeout_s: float) -> EngineInfo:
-    if not wait([job], max(0.0, until - time.monotonic())).done:
-        raise DeadlineError(
-            f"{url} did not say within {timeout_s:g} s what it is",
-            hint="look at the engine's log, or raise timeout_s",
-        )
-    return job.result()
+    jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)}
+    until, found = time.monotonic() + timeout_s + _GRACE_S, []
+    for url, job in jobs.items():
+        if not wait([job], max(0.0, until - time.monotonic())).done:
+            raise DeadlineError(
+                f"{url} did not say within {timeout_s:g} s what it is",
+                hint="look at the engine's log, or raise timeout_s",
+            )
+        found.append(job.result())
+    return found
 
 
 def connect(
@@ -115,28 +109,20 @@ def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until
         except EngineRefusedError as error:
             answers.append(error.what.rstrip("."))
             statuses.add(error.status)
-    told = "; ".join(answers)
-    status = next(iter(statuses)) if len(statuses) == 1 else None
-    expected = "an answer to GET /server_info or GET /get_server_info"
     if statuses & _WANTS_KEY:
-        raise EngineRefusedError(
-            f"{session.url} wants a key before it says what it is: {told}",
-            expected=expected,
-            hint="give its key as api_key" + (": it does not accept the one that it got" if api_key else ""),
-            status=status,
-        )
-    if _UNAVAILABLE in statuses:
-        raise EngineRefusedError(
-            f"{session.url} does not implement what it is asked: {told}",
-            expected=expected,
-            hint="is another kind of server, or a frontend without these routes, in front of the engine?",
-            status=status,
-        )
+        what, hint = "wants a key before it says what it is", "give its key as api_key"
+        hint += ": it does not accept the one that it got" if api_key else ""
+    elif _UNAVAILABLE in statuses:
+        what = "does not implement what it is asked"
+        hint = "is another kind of server, or a frontend without these routes, in front of the engine?"
+    else:
+        what = "does not say what engine it is"
+        hint = "give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1"
     raise EngineRefusedError(
-        f"{session.url} does not say what engine it is: {told}",
-        expected=expected,
-        hint="give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1",
-        status=status,
+        f"{session.url} {what}: {'; '.join(answers)}",
+        expected="an answer to GET /server_info or GET /get_server_info",
+        hint=hint,
+        status=next(iter(statuses)) if len(statuses) == 1 else None,
     )
 
 

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -33,7 +33,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, E
 from torchrl_ext.rpc.connections import Background, PerLoop, authorities, connections, let_go
 from torchrl_ext.types import is_loopback
 
-__all__ = ["Answer", "AsyncSession", "HTTPSession", "normalise_url"]
+__all__ = ["Answer", "AsyncSession", "HTTPSession", "normalise_url", "normalise_urls"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -64,6 +64,21 @@ def normalise_url(address: str) -> str:
     if parts.query or parts.fragment or parts.username is not None:
         raise ConfigError(f"{address!r} has parts that a base address cannot have", expected=_ADDRESS)
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def normalise_urls(addresses: Iterable[str]) -> list[str]:
+    """`normalise_url` of each.
+
+    Raises:
+        ConfigError: as there, or no address, or one twice.
+    """
+    urls = [normalise_url(address) for address in addresses]
+    twice = sorted({url for url in urls if urls.count(url) > 1})
+    if not urls or twice:
+        raise ConfigError(
+            f"address {twice[0]} is given twice" if twice else "there is no engine to ask: no address was given"
+        )
+    return urls
 
 
 @dataclass(frozen=True, kw_only=True)

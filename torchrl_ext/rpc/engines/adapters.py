@@ -96,13 +96,13 @@ class AdapterClient(EngineClient):
         if "path" not in info:
             raise ConfigError(f"adapters travel as files, not by {info.get('transport')!r}", expected="DiskTransport")
         with self._step(f"load {adapter_label(self.name, info['version'])}"):
-            self._stage(info["version"], info["path"])
+            self._tell(StageAdapter(name=self.name, version=info["version"], path=info["path"]))
 
     def commit(self, version: int) -> None:
         """Point the name at ``version``, and make sure that it is."""
         label = adapter_label(self.name, version)
         with self._step(f"serve {label}"):
-            self._serve(version)
+            self._in_use = self._tell(ServeAdapter(name=self.name, version=version)).get("in_use")
             found = self._serving()
             if found != version:
                 raise EngineRefusedError(
@@ -151,12 +151,6 @@ class AdapterClient(EngineClient):
     def _serving(self) -> int | None:
         """The version that the engine serves under the name; None where it serves none of ours."""
         return self._served().get(self.name, {}).get("version")
-
-    def _stage(self, version: int, path: str) -> None:
-        self._tell(StageAdapter(name=self.name, version=version, path=path))
-
-    def _serve(self, version: int) -> None:
-        self._in_use = self._tell(ServeAdapter(name=self.name, version=version)).get("in_use")
 
     @contextmanager
     def _step(self, what: str) -> Iterator[None]:
