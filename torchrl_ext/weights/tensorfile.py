@@ -23,7 +23,7 @@ from torchrl_ext.files import open_regular
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import byte_view
 
-__all__ = ["CHUNK_BYTES", "Layout", "TensorFile", "plan_shards"]
+__all__ = ["CHUNK_BYTES", "FORMAT_NAMES", "HEADER_DAMAGE", "Layout", "TensorFile", "parse_header", "plan_shards"]
 
 CHUNK_BYTES = 1 << 20
 """Bytes that are read (or written) and checksummed together: the second of the two finds them in the core's own cache.
@@ -32,31 +32,32 @@ At 4 MiB a publication took twice the processor time (two cores with 2 MiB each)
 """
 
 _HEADER_LIMIT = 100_000_000  # of the reference implementation
-_TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
+_TORCH_NAMES = {  # in the order of the reference writer, last first
     "BOOL": "bool",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "I8": "int8",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
 }
 _DTYPES: dict[str, torch.dtype] = {
     ours: getattr(torch, theirs) for ours, theirs in _TORCH_NAMES.items() if theirs in dir(torch)
 }
-_FORMAT_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+FORMAT_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+"""What the format calls a dtype, in the order in which its reference writer lays tensors out, last first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +88,13 @@ class Layout:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at, relative = 0, {}
         for meta in sorted(params, key=lambda meta: -meta.dtype.itemsize):
-            if meta.dtype not in _FORMAT_NAMES or meta.name == "__metadata__":
+            if meta.dtype not in FORMAT_NAMES or meta.name == "__metadata__":
                 raise ManifestError(
                     f"a safetensors file cannot hold {meta}", expected=f"a dtype of {', '.join(sorted(_DTYPES))}"
                 )
             relative[meta.name] = at
             header[meta.name] = {
-                "dtype": _FORMAT_NAMES[meta.dtype],
+                "dtype": FORMAT_NAMES[meta.dtype],
                 "shape": list(meta.shape),
                 "data_offsets": [at, at + meta.nbytes],
             }
@@ -128,12 +129,6 @@ def plan_shards(params: Iterable[ParamMeta], shard_bytes: int, stem: str = "mode
     return [Layout.of(f"{stem}-{i:05d}-of-{total:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    meta: ParamMeta
-    begin: int
-
-
 class TensorFile:
     """One open safetensors file; its header is checked completely before anything is believed.
 
@@ -158,14 +153,14 @@ class TensorFile:
         except (OSError, ValueError) as error:  # a circle of links, no permission
             raise self._damaged(f"cannot be opened: {error}") from error
         try:
-            self._entries, self._metadata = self._parse()
+            self._entries, self._metadata, self._begin = self._parse()
         except BaseException:
             self.close()
             raise
 
     def params(self) -> tuple[ParamMeta, ...]:
         """What the file holds, in the order of its header."""
-        return tuple(entry.meta for entry in self._entries.values())
+        return tuple(meta for meta, _ in self._entries.values())
 
     def no_payloads(self) -> None:
         """Make sure that this is no file of slime's deltas: bytes by name, whose metadata name the same checksums.
@@ -175,8 +170,8 @@ class TensorFile:
         """
         payloads = (
             name
-            for name, entry in self._entries.items()
-            if name in self._metadata and entry.meta.dtype == torch.uint8 and len(entry.meta.shape) == 1
+            for name, (meta, _) in self._entries.items()
+            if name in self._metadata and meta.dtype == torch.uint8 and len(meta.shape) == 1
         )
         name = next(payloads, None)
         if name is not None:
@@ -197,21 +192,21 @@ class TensorFile:
         Raises:
             IntegrityError: the file ends too early, or holds no such tensor.
         """
-        entry = self._entry(name)
-        tensor = torch.empty(entry.meta.shape, dtype=entry.meta.dtype) if into is None else into
+        meta, first = self._entry(name)
+        tensor = torch.empty(meta.shape, dtype=meta.dtype) if into is None else into
         view, hasher = byte_view(tensor).numpy().data, xxhash.xxh3_128()
         for begin in range(0, len(view), CHUNK_BYTES):
             chunk = view[begin : begin + CHUNK_BYTES]
-            self._fill(chunk, entry.begin + begin)
+            self._fill(chunk, first + begin)
             hasher.update(chunk)
         return tensor, hasher.hexdigest()
 
     def checksum(self, name: str, scratch: Tensor) -> str:
         """The xxh3-128 of a tensor's bytes, read through ``scratch`` (uint8) without keeping them."""
-        entry, hasher, memory = self._entry(name), xxhash.xxh3_128(), scratch.numpy().data
-        for begin in range(0, entry.meta.nbytes, len(memory)):
-            chunk = memory[: min(len(memory), entry.meta.nbytes - begin)]
-            self._fill(chunk, entry.begin + begin)
+        (meta, first), hasher, memory = self._entry(name), xxhash.xxh3_128(), scratch.numpy().data
+        for begin in range(0, meta.nbytes, len(memory)):
+            chunk = memory[: min(len(memory), meta.nbytes - begin)]
+            self._fill(chunk, first + begin)
             hasher.update(chunk)
         return hasher.hexdigest()
 
@@ -225,10 +220,12 @@ class TensorFile:
         if "_descriptor" in self.__dict__:
             self.close()
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> tuple[ParamMeta, int]:
+        """What a tensor is, and its first byte in the file."""
         if name not in self._entries:  # it was replaced since somebody looked
             raise self._damaged(f"holds no tensor {name!r}")
-        return self._entries[name]
+        meta, begin = self._entries[name]
+        return meta, self._begin + begin
 
     def _fill(self, view: memoryview, offset: int) -> None:
         while view:
@@ -240,7 +237,7 @@ class TensorFile:
                 raise self._damaged(f"ends at byte {offset:,}")
             view, offset = view[count:], offset + count
 
-    def _parse(self) -> tuple[dict[str, _Entry], dict[str, Any]]:
+    def _parse(self) -> tuple[dict[str, tuple[ParamMeta, int]], dict[str, Any], int]:
         size = bytearray(8)
         if self.nbytes < 8:
             raise self._damaged(f"has only {self.nbytes} bytes")
@@ -251,22 +248,56 @@ class TensorFile:
         text = bytearray(length)
         self._fill(memoryview(text), 8)
         try:
-            rows = json.loads(text, object_pairs_hook=_unique)
-            metadata = dict(rows.pop("__metadata__", {}))
-            entries = [_entry(name, row, 8 + length) for name, row in rows.items()]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError) as error:
-            raise self._damaged(f"has a header that cannot be read: {error}") from None
-        at = 8 + length
-        for entry in sorted(entries, key=lambda entry: (entry.begin, entry.meta.nbytes)):
-            if entry.begin != at:
-                raise self._damaged(f"places {entry.meta.name!r} at byte {entry.begin:,} instead of {at:,}")
-            at += entry.meta.nbytes
-        if at != self.nbytes:
-            raise self._damaged(f"has {self.nbytes:,} bytes instead of the {at:,} that its header describes")
-        return {entry.meta.name: entry for entry in entries}, metadata
+            return *parse_header(text, self.nbytes - 8 - length), 8 + length
+        except HEADER_DAMAGE as error:
+            raise self._damaged(f"has a header that cannot be right: {error}") from None
 
     def _damaged(self, how: str) -> IntegrityError:
         return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint="write it again")
+
+
+HEADER_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError)
+"""What `parse_header` raises."""
+
+
+def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[ParamMeta, int]], dict[str, Any]]:
+    """Read the header of a safetensors file, trusting nothing.
+
+    Args:
+        text: the header.
+        nbytes: of the tensors behind it.
+
+    Returns:
+        What each tensor is, and its first byte behind the header, by name; and the metadata.
+
+    Raises:
+        ValueError: or another one of `HEADER_DAMAGE`; not every reader would understand the file alike.
+    """
+    rows = json.loads(text, object_pairs_hook=_unique)
+    metadata, entries, at = rows.pop("__metadata__", {}), dict[str, tuple[ParamMeta, int]](), 0
+    if not isinstance(metadata, dict):
+        raise ValueError("its metadata is no mapping")
+    for name, row in rows.items():
+        try:
+            word, shape, (begin, end) = row["dtype"], row["shape"], row["data_offsets"]
+            numbers = [*shape, begin, end]
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(f"{name!r} is described by {str(row)[:200]}") from None
+        if word not in _DTYPES:
+            raise ValueError(f"{name!r} has dtype {word!r}, unknown to torch {torch.__version__}")
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"{name!r} has shape {shape} and data_offsets {[begin, end]}")
+        meta = ParamMeta(name, _DTYPES[word], tuple(shape))
+        if end - begin != meta.nbytes:
+            raise ValueError(f"{name!r} takes {end - begin} bytes instead of {meta.nbytes}")
+        entries[name] = meta, begin
+    for meta, begin in sorted(entries.values(), key=lambda entry: (entry[1], entry[0].nbytes)):
+        if begin != at:
+            raise ValueError(f"{meta.name!r} begins at byte {begin:,} instead of {at:,}")
+        at += meta.nbytes
+    if at != nbytes:
+        raise ValueError(f"there are {nbytes:,} bytes instead of the {at:,} that it describes")
+    return entries, metadata
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -274,15 +305,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a name stands twice")
     return found
-
-
-def _entry(name: str, row: dict[str, Any], start: int) -> _Entry:
-    if row["dtype"] not in _DTYPES:
-        raise ValueError(f"{name!r} has dtype {row['dtype']!r}, unknown to torch {torch.__version__}")
-    shape, (begin, end) = row["shape"], row["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-        raise ValueError(f"{name!r} has shape {shape} and data_offsets {[begin, end]}")
-    meta = ParamMeta(name, _DTYPES[row["dtype"]], tuple(shape))
-    if end - begin != meta.nbytes:
-        raise ValueError(f"{name!r} takes {end - begin} bytes instead of {meta.nbytes}")
-    return _Entry(meta, start + begin)

@@ -8,50 +8,27 @@ dtypes first, then by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import zstandard
 
 from torchrl_ext.errors import IntegrityError
+from torchrl_ext.weights.tensorfile import FORMAT_NAMES, HEADER_DAMAGE, parse_header
 
-__all__ = ["DTYPES", "Entry", "build_safetensors", "decompress", "parse_safetensors"]
+__all__ = ["Entry", "build_safetensors", "decompress", "parse_safetensors"]
 
 Buffer = bytes | bytearray | memoryview
 
-DTYPES = {  # in the order of the reference writer, last first
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
-_ORDER = {code: rank for rank, code in enumerate(DTYPES.values())}
-_SIZES = {code: getattr(torch, name).itemsize for name, code in DTYPES.items() if name in dir(torch)}
+_ORDER = {dtype: rank for rank, dtype in enumerate(FORMAT_NAMES)}
 _LARGEST_HEADER = 100_000_000  # the reference reader's limit
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file: the format's dtype code (``"BF16"``), shape, and bytes."""
+class Entry(NamedTuple):
+    """One tensor of a file."""
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     data: Buffer
 
@@ -64,7 +41,7 @@ def build_safetensors(entries: Mapping[str, Entry], metadata: Mapping[str, str])
     for name in names:
         entry = entries[name]
         end = at + memoryview(entry.data).nbytes
-        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": FORMAT_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -88,56 +65,17 @@ def parse_safetensors(
     length = int.from_bytes(view[:8], "little") if len(view) >= 8 else -1
     if not 2 <= length <= min(len(view) - 8, header_bytes):
         raise _bad(where, f"its header would take {length} bytes of {len(view)}")
-    try:
-        header = json.loads(bytes(view[8 : 8 + length]), object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise _bad(where, f"its header is no JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise _bad(where, "its header is no JSON object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _bad(where, "its metadata is no mapping of strings")
     body = view[8 + length :]
-    entries, spans = {}, []
-    for name, row in header.items():
-        entry, span = _entry(where, name, row, body)
-        entries[name] = entry
-        spans.append((*span, name))
-    end = 0
-    for start, stop, name in sorted(spans):
-        if start != end:
-            raise _bad(where, f"tensor {name!r} starts at {start}", f"{end}, without overlap or hole")
-        end = stop
-    if end != len(body):
-        raise _bad(where, f"its tensors end at {end}", f"{len(body)}, the end of the file")
-    return metadata, entries
-
-
-def _entry(where: str, name: str, row: Any, body: memoryview) -> tuple[Entry, tuple[int, int]]:
     try:
-        code, shape, (start, stop) = row["dtype"], row["shape"], row["data_offsets"]
-        numbers = [start, stop, *shape]
-    except (TypeError, KeyError, ValueError):
-        raise _bad(where, f"tensor {name!r} is described by {row!r}", "dtype, shape and data_offsets") from None
-    if not isinstance(code, str) or code not in _SIZES:
-        raise _bad(where, f"tensor {name!r} has dtype {code!r}", f"one of {', '.join(_SIZES)}")
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise _bad(where, f"tensor {name!r} has shape {shape!r} and offsets {[start, stop]!r}", "whole numbers")
-    count = 1
-    for size in shape:
-        count *= size
-    if not start <= stop <= len(body) or stop - start != count * _SIZES[code]:
-        raise _bad(
-            where, f"tensor {name!r} takes bytes {start} to {stop} of {len(body)}", f"{count * _SIZES[code]} bytes"
-        )
-    return Entry(code, tuple(shape), body[start:stop]), (start, stop)
-
-
-def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return result
+        found, metadata = parse_header(bytes(view[8 : 8 + length]), len(body))
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata is no mapping of strings")
+    except HEADER_DAMAGE as error:
+        raise _bad(where, f"its header cannot be right: {error}") from None
+    entries = {
+        name: Entry(meta.dtype, meta.shape, body[begin : begin + meta.nbytes]) for name, (meta, begin) in found.items()
+    }
+    return metadata, entries
 
 
 def _bad(where: str, why: str, expected: str | None = None) -> IntegrityError:

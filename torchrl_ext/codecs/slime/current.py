@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import numpy as np
+import torch
 import xxhash
 
 from torchrl_ext.codecs.slime.container import Buffer, Entry, build_safetensors, parse_safetensors
@@ -32,18 +33,12 @@ __all__ = [
     "parse_shard",
     "shard_name",
     "split_shards",
-    "version_name",
 ]
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 CHECKSUMS: Final = ("xxh3-128", "blake3", "adler32")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _VERSION = re.compile(r"[0-9]{1,18}")
-
-
-def version_name(version: int) -> str:
-    """``weight_v000007``."""
-    return f"weight_v{version:06d}"
 
 
 def shard_name(index: int, total: int) -> str:
@@ -97,7 +92,7 @@ def build_shard(payloads: Mapping[str, Buffer], checksums: Mapping[str, str]) ->
     """
     if set(payloads) != set(checksums):
         raise ConfigError(f"payloads without checksum, or the reverse: {sorted(set(payloads) ^ set(checksums))}")
-    entries = {name: Entry("U8", (memoryview(data).nbytes,), data) for name, data in payloads.items()}
+    entries = {name: Entry(torch.uint8, (memoryview(data).nbytes,), data) for name, data in payloads.items()}
     return build_safetensors(entries, checksums)
 
 
@@ -109,7 +104,7 @@ def parse_shard(data: Buffer, where: str) -> Shard:
     """
     metadata, entries = parse_safetensors(data, where)
     for name, entry in entries.items():
-        if entry.dtype != "U8" or len(entry.shape) != 1:
+        if entry.dtype != torch.uint8 or len(entry.shape) != 1:
             raise IntegrityError(f"{where}: payload of {name!r} is {entry.dtype}{list(entry.shape)}", expected="U8[n]")
         if name not in metadata:
             raise IntegrityError(f"{where}: tensor {name!r} has no checksum")

@@ -24,10 +24,11 @@ import torch
 import zstandard
 
 from torchrl_ext.codecs.patch import SparsePatch, index_dtype
-from torchrl_ext.codecs.slime.container import DTYPES, Buffer, Entry, build_safetensors, decompress, parse_safetensors
+from torchrl_ext.codecs.slime.container import Buffer, Entry, build_safetensors, decompress, parse_safetensors
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.types import ParamMeta, dtype_from_name, dtype_name
+from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.weights.tensorfile import FORMAT_NAMES
 
 __all__ = ["FLUSH_BYTES", "FlushFile", "build_flush", "check_dtype", "flush_buckets", "flush_name", "parse_flush"]
 
@@ -60,7 +61,7 @@ def check_dtype(meta: ParamMeta) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if dtype_name(meta.dtype) not in DTYPES or unit_of(meta.dtype).parts != 1:
+    if meta.dtype not in FORMAT_NAMES:
         raise ConfigError(f"{meta} has a dtype that safetensors cannot name", hint="use 'ulp', 'context' or 'xor'")
 
 
@@ -139,8 +140,8 @@ def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_versio
         "checksum": str(checksum(where, what, dtype)),
     }
     entries = {
-        "__positions__": Entry("U8", where.shape, where.data),
-        "__values__": Entry(DTYPES[dtype_name(dtype)], what.shape, what.view(np.uint8).data),
+        "__positions__": Entry(torch.uint8, where.shape, where.data),
+        "__values__": Entry(dtype, what.shape, what.view(np.uint8).data),
     }
     data = build_safetensors(entries, metadata)
     return zstandard.ZstdCompressor(level=1, threads=-1).compress(data) if encoding == "deltas_zstd" else data
@@ -178,7 +179,7 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
     if bytes(memoryview(data)[:4]) == _MAGIC:
         data = decompress(data, head + sum((4 + meta.dtype.itemsize) * meta.numel for meta in params.values()), where)
     metadata, entries = parse_safetensors(data, where, head)
-    if set(entries) != {"__positions__", "__values__"} or entries["__positions__"].dtype != "U8":
+    if set(entries) != {"__positions__", "__values__"} or entries["__positions__"].dtype != torch.uint8:
         raise _bad(where, f"it holds {sorted(entries)}", "__positions__ (U8) and __values__")
     encoding = metadata.get("encoding")
     if encoding not in ENCODINGS:
@@ -190,8 +191,7 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
             raise ValueError("params is no list")
     except (ValueError, RecursionError) as error:
         raise _bad(where, f"its metadata cannot be read: {error}") from None
-    code = entries["__values__"].dtype
-    dtype = dtype_from_name(next(name for name, known in DTYPES.items() if known == code))
+    dtype = entries["__values__"].dtype
     positions = np.frombuffer(entries["__positions__"].data, np.uint8)
     values = np.frombuffer(entries["__values__"].data, unit_of(dtype).dtype)
     found = checksum(positions.copy(), values.copy(), dtype)
