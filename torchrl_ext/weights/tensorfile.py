@@ -250,7 +250,7 @@ class TensorFile:
         try:
             return *parse_header(text, self.nbytes - 8 - length), 8 + length
         except HEADER_DAMAGE as error:
-            raise self._damaged(f"has a header that cannot be right: {error}") from None
+            raise self._damaged(f"has a header that cannot be read: {error}") from None
 
     def _damaged(self, how: str) -> IntegrityError:
         return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint="write it again")
