@@ -19,23 +19,16 @@ somebody who makes collisions on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.errors import ManifestError
 from torchrl_ext.kernels.base import Place, flat_bits
 from torchrl_ext.kernels.select import kernels_on
 
 __all__ = ["PositionDigest", "byte_view", "position_digest", "tensor_digest"]
-
-_VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-_PIECE = 1 << 20  # elements per task
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -66,100 +59,17 @@ class PositionDigest:
         """The digest after a change that adds ``delta`` (as `Encoded.digest` gives it)."""
         return self + PositionDigest(*delta)
 
-    def updated(self, indices: np.ndarray, old: np.ndarray, new: np.ndarray) -> PositionDigest:
-        """The digest after some elements changed.
-
-        Args:
-            indices: flat positions in the full tensor, any integer dtype, shape (k,), each once.
-            old, new: raw bits before and after, unsigned, shape (k,).
-        """
-        from torchrl_ext.kernels.host_loops import digest_change
-
-        total = np.zeros(2, np.uint64)
-        digest_change(np.ascontiguousarray(indices), np.ascontiguousarray(old), np.ascontiguousarray(new), total)
-        return self.plus((int(total[0]), int(total[1])))
-
     def hex(self) -> str:
         """32 hex digits."""
         return f"{self.first:016x}{self.second:016x}"
 
-    @classmethod
-    def from_hex(cls, text: str) -> PositionDigest:
-        """Inverse of `hex`.
 
-        Raises:
-            ManifestError: not 32 hex digits.
-        """
-        try:
-            if len(text) != 32:
-                raise ValueError
-            return cls(int(text[:16], 16), int(text[16:], 16))
-        except (ValueError, TypeError):
-            raise ManifestError(f"{text!r} is no position digest", expected="32 hex digits") from None
+def position_digest(tensor: Tensor) -> PositionDigest:
+    """Recompute the digest of a full tensor, on its device.
 
-
-def position_digest(
-    tensor: Tensor, *, shape: Sequence[int] | None = None, starts: Sequence[int] | None = None, threads: int = 1
-) -> PositionDigest:
-    """Recompute the digest of a tensor, or of a rectangular shard of one.
-
-    Args:
-        tensor: any dtype of 1, 2, 4 or 8 bytes, or complex128 (as pairs of 8); a full one is read on its device.
-        shape: shape of the full tensor that ``tensor`` is a shard of; default: ``tensor`` is the full one.
-        starts: index of the shard's first element along each dimension of ``shape``.
-        threads: worker threads.
-
-    Raises:
-        ManifestError: the shard does not lie within ``shape``.
+    Elements have 1, 2, 4 or 8 bytes, and complex128 counts as pairs of 8. The digest of a part is that of
+    `torchrl_ext.kernels.base.Kernels.words` at its `Place`.
     """
-    if tensor.device.type != "cpu" and shape is None:
-        live = flat_bits(tensor)
-        place = Place(shape=(live.numel(),), offset=0, strides=(1,), to=(1,))
-        return PositionDigest(*kernels_on(live.device).words(live, place))
-    local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    sizes = tuple(local.shape)
-    full = sizes if shape is None else tuple(shape)
-    begin = (0,) * len(full) if starts is None else tuple(starts)
-    inside = len(sizes) == len(full) == len(begin)
-    if not inside or any(b < 0 or b + n > f for b, n, f in zip(begin, sizes, full, strict=True)):
-        raise ManifestError(f"a shard of shape {sizes} at {begin} does not lie within {full}")
-    if local.is_complex() and local.element_size() == 16:
-        local, sizes, full, begin = torch.view_as_real(local), (*sizes, 2), (*full, 2), (*begin, 0)
-    bits = local.reshape(-1).view(_VIEWS[local.element_size()]).numpy()
-    run, first = _runs(sizes, full, begin)
-    return _total(bits, run, first, threads)
-
-
-def _runs(sizes: tuple[int, ...], full: tuple[int, ...], begin: tuple[int, ...]) -> tuple[int, np.ndarray]:
-    """The shard as runs that are contiguous in the full tensor: their length, and the position of each one's start."""
-    run, axis = 1, len(sizes)
-    while axis and (axis == len(sizes) or sizes[axis] == full[axis]):
-        axis -= 1
-        run *= sizes[axis]
-    strides = np.ones(len(full), np.int64)
-    for a in range(len(full) - 2, -1, -1):
-        strides[a] = strides[a + 1] * full[a + 1]
-    first = np.full(1, sum(int(b) * int(s) for b, s in zip(begin, strides, strict=True)), np.int64)
-    for a in range(axis):
-        first = (first[:, None] + np.arange(sizes[a], dtype=np.int64) * strides[a]).reshape(-1)
-    return run, first
-
-
-def _total(bits: np.ndarray, run: int, first: np.ndarray, threads: int) -> PositionDigest:
-    from torchrl_ext.kernels.host_loops import digest_runs
-
-    if not bits.size:
-        return PositionDigest()
-    if first.size == 1:  # one long run: cut it
-        starts = np.arange(0, bits.size, _PIECE, dtype=np.int64)
-        tasks = [(bits[s : s + _PIECE], min(_PIECE, bits.size - s), first + s) for s in starts]
-    else:
-        rows = max(1, _PIECE // run)
-        cuts = range(0, first.size, rows)
-        tasks = [(bits[c * run : (c + rows) * run], run, first[c : c + rows]) for c in cuts]
-    if threads > 1 and len(tasks) > 1:
-        with ThreadPoolExecutor(threads) as pool:
-            words = list(pool.map(lambda task: digest_runs(*task), tasks))
-    else:
-        words = [digest_runs(*task) for task in tasks]
-    return sum((PositionDigest(int(a), int(b)) for a, b in words), PositionDigest())
+    live = flat_bits(tensor)
+    place = Place(shape=(live.numel(),), offset=0, strides=(1,), to=(1,))
+    return PositionDigest(*kernels_on(live.device).words(live, place))
