@@ -10,12 +10,13 @@ from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.units import unit_of, units
-from torchrl_ext.kernels.base import Words, flat_bits
+from torchrl_ext.kernels.base import flat_bits
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.placement import keeps_values
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import PositionDigest
 
-__all__ = ["announced", "changed", "content", "minus", "places", "plus", "taken_back"]
+__all__ = ["announced", "changed", "content", "places", "taken_back"]
 
 _AT_ONCE = 1 << 22  # elements
 
@@ -99,20 +100,10 @@ def taken_back(
     return Changes(patches=patches, digests=digests, whole=whole)
 
 
-def content(tensor: Tensor) -> Words:
+def content(tensor: Tensor) -> PositionDigest:
     """Sums of the elements' bits and of their squares, modulo 2^64: the same for the same elements in another order."""
-    one = two = 0
+    found = PositionDigest()
     for part in flat_bits(tensor).split(_AT_ONCE):
         wide = part.to(torch.int64)
-        one, two = one + int(wide.sum()), two + int((wide * wide).sum())
-    return one % 2**64, two % 2**64
-
-
-def minus(one: Words, other: Words) -> Words:
-    """What is in one content and not in another."""
-    return (one[0] - other[0]) % 2**64, (one[1] - other[1]) % 2**64
-
-
-def plus(one: Words, other: Words) -> Words:
-    """Two contents together."""
-    return (one[0] + other[0]) % 2**64, (one[1] + other[1]) % 2**64
+        found = found.plus((int(wide.sum()), int((wide * wide).sum())))
+    return found

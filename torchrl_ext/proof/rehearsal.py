@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,11 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.kernels.base import Words
 from torchrl_ext.landing.placement import Landing
 from torchrl_ext.landing.runtime import Reading
-from torchrl_ext.proof.known_weights import changed, content, minus, places, plus, taken_back
+from torchrl_ext.proof.known_weights import changed, content, places, taken_back
 from torchrl_ext.types import Info
-from torchrl_ext.weights.digests import position_digest, tensor_digest
+from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
 
 if TYPE_CHECKING:
     from torchrl_ext.proof.engine_loader import EngineLoader
@@ -120,7 +119,7 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         loader.repairs = frozenset(known)
     return Rehearsal(
         layers=tuple(_verdicts(loader, start, attempt)),
-        repairs=tuple(sorted(attempt.taken)),
+        repairs=tuple(sorted(set(attempt.repaired.values()))),
         changes=attempt.changes,
         restored=attempt.restored,
         seconds=time.perf_counter() - began,
@@ -130,11 +129,8 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
 
 @dataclass
 class _Attempt:
-    wrong: dict[str, str] = field(default_factory=dict)
-    """Layer -> what is wrong with it."""
-    taken: Mapping[str, str] = field(default_factory=dict)
-    """Repair -> kind of layer that it was taken on."""
-    repaired: Mapping[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)  # layer -> what is wrong with it
+    repaired: Mapping[str, str] = field(default_factory=dict)  # layer -> the step
     changes: str = IN_PLACE
     restored: bool = True
     loads: int = 0
@@ -163,12 +159,11 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
     except Exception as error:
         log.warning("the weights that the engine was started with could not be loaded again", exc_info=error)
         found.wrong.setdefault("", f"{type(error).__name__}: {error}")
-    found.repaired = dict(loader.repaired())
-    found.taken = {step: "" for step in found.repaired.values()}
     left = cold.differing(_Snapshot(loader))
-    for layer, names in left.items():
-        found.wrong[layer] = f"{', '.join(sorted(names))} not as after a cold start"
-    found.restored = not left
+    found.wrong.update(
+        {layer: f"{', '.join(sorted(names))} not as after a cold start" for layer, names in left.items()}
+    )
+    found.repaired, found.restored = dict(loader.repaired()), not left
     return found
 
 
@@ -199,10 +194,6 @@ class _Start:
         digests: position digest of each tensor, 32 hex digits.
         arriving: runtime parameter -> what the checkpoint brings to it.
         layers: layer -> names of the checkpoint tensors that land in it.
-
-    Args:
-        loader: whose engine was started with it.
-        cold: what the engine makes of it.
     """
 
     def __init__(self, loader: EngineLoader, cold: _Snapshot) -> None:
@@ -214,11 +205,14 @@ class _Start:
             self.digests[name] = position_digest(before).hex()
             after = changed(name, before)[1] if places(name, before).numel() else None
             for landing in loader.landings(name):
-                self.layers.setdefault(landing.param.rpartition(".")[0], []).append(name)
+                self.layers.setdefault(_parent(landing.param), []).append(name)
                 if after is not None:
-                    summed = landing.param in cold.contents  # else nothing could be held against it
                     what = self.arriving.setdefault(landing.param, _Arriving())
-                    what.add(name, landing, before if summed else None, after)
+                    what.blocks.append((name, landing))
+                    what.exact = what.exact and landing.exact and landing.param in cold.contents
+                    if what.exact:
+                        what.before += content(_block(before, landing))
+                        what.after += content(_block(after, landing))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._loader.start_weights() or ())
@@ -226,6 +220,21 @@ class _Start:
     def changed(self) -> Iterator[tuple[str, Tensor]]:
         """The same with something changed in each tensor."""
         return (changed(name, tensor) for name, tensor in self)
+
+
+@dataclass
+class _Arriving:
+    """What the checkpoint brings to one runtime parameter: the copies that the loader makes, and their content."""
+
+    blocks: list[tuple[str, Landing]] = field(default_factory=list)
+    exact: bool = True
+    before: PositionDigest = field(default_factory=PositionDigest)
+    after: PositionDigest = field(default_factory=PositionDigest)
+
+
+def _block(tensor: Tensor, landing: Landing) -> Tensor:
+    flat = tensor.detach().to(landing.dtype).contiguous().reshape(-1)
+    return flat.as_strided(landing.shape, landing.source_strides, landing.source_offset)
 
 
 class _Snapshot:
@@ -240,11 +249,13 @@ class _Snapshot:
     def __init__(self, loader: EngineLoader, *, contents: bool = False, keep: bool = False) -> None:
         self.readings: dict[str, tuple[str, str]] = {}
         self.tensors: dict[str, Reading] = {}
-        self.contents: dict[str, Words] = {}
+        self.contents: dict[str, PositionDigest] = {}
         self.answers: dict[str, Tensor] = {}
         for reading in loader.runtime():
             key = reading.key
-            self.readings[key] = (reading.layer, _digest(reading.tensor))
+            tensor = reading.tensor  # its digest is taken where it is
+            digest = tensor_digest(tensor) if tensor.device.type == "cpu" else position_digest(tensor).hex()
+            self.readings[key] = (reading.layer, digest)
             if keep:
                 self.tensors[key] = reading
             if contents and not reading.derived:
@@ -262,48 +273,19 @@ class _Snapshot:
         return found
 
 
-def _digest(tensor: Tensor) -> str:
-    """Taken where the tensor is."""
-    return tensor_digest(tensor) if tensor.device.type == "cpu" else position_digest(tensor).hex()
-
-
-@dataclass
-class _Arriving:
-    """What the checkpoint brings to one runtime parameter."""
-
-    names: list[str] = field(default_factory=list)
-    exact: bool = True
-    before: Words = (0, 0)
-    after: Words = (0, 0)
-    blocks: list[tuple[str, Landing]] = field(default_factory=list)
-
-    def add(self, name: str, landing: Landing, before: Tensor | None, after: Tensor) -> None:
-        """One copy that the loader makes, of the start checkpoint's tensor and of the changed one."""
-        self.names.append(name)
-        self.blocks.append((name, landing))
-        self.exact = self.exact and landing.exact and before is not None
-        if self.exact and before is not None:
-            self.before = plus(self.before, content(_block(before, landing)))
-            self.after = plus(self.after, content(_block(after, landing)))
-
-
-def _block(tensor: Tensor, landing: Landing) -> Tensor:
-    flat = tensor.detach().to(landing.dtype).contiguous().reshape(-1)
-    return flat.as_strided(landing.shape, landing.source_strides, landing.source_offset)
-
-
 def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Snapshot) -> dict[str, str]:
     """Layers of which something stayed what it was although every tensor of the checkpoint changed."""
     off = cold.differing(moved)
     found: dict[str, str] = {}
     for key, what in start.arriving.items():
         layer, _, own = key.rpartition(".")
+        names = list(dict.fromkeys(name for name, _ in what.blocks))
         known = key in cold.readings and key in moved.readings
         if own not in off.get(layer, ()) if known else not off.get(layer):
-            found[layer] = f"{what.names[0]} does not reach it when it is loaded again"
-        elif known and what.exact and minus(cold.contents[key], what.before) in _paddings(moved.tensors[key], what):
-            if minus(cold.contents[key], what.before) != minus(moved.contents[key], what.after):
-                found[layer] = f"not all of {', '.join(dict.fromkeys(what.names))} reaches it when it is loaded again"
+            found[layer] = f"{names[0]} does not reach it when it is loaded again"
+        elif known and what.exact and (padding := _padding(cold.contents[key], moved.tensors[key], what)) is not None:
+            if moved.contents[key] != what.after + padding:
+                found[layer] = f"not all of {', '.join(names)} reaches it when it is loaded again"
         elif key in cold.answers and key in moved.answers:
             for name, landing in what.blocks:
                 if not _answers_differ(cold.answers[key], moved.answers[key], landing):
@@ -314,26 +296,28 @@ def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Sna
         if key not in start.arriving and cold.readings.get(key) == moved.readings[key] and _varied(reading.tensor)
     }
     for key, reading in still.items():
-        if reading.derived and reading.tensor.dim() > 1 and not any(word in key.lower() for word in _TABLES):
+        if any(word in key.lower() for word in _TABLES):
+            continue
+        if reading.derived and reading.tensor.dim() > 1:
             found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
-        elif not start.arriving and not reading.derived and not any(word in key.lower() for word in _TABLES):
+        elif not start.arriving and not reading.derived:
             found[reading.layer] = f"{reading.name} stays what it was when everything is loaded again"
     near = [reading for reading in still.values() if reading.layer not in found]
     for name, tensor in start if near else ():
-        parents = {_parent(landing.param.rpartition(".")[0]) for landing in loader.landings(name)}
+        parents = {_parent(_parent(landing.param)) for landing in loader.landings(name)}
         for reading in near:
             if parents & {_parent(reading.layer), reading.layer} and _is_copy(reading.tensor, tensor):
                 found[reading.layer] = f"{reading.name} is a copy of {name}, and no load changes it"
     return found
 
 
-def _paddings(reading: Reading, what: _Arriving) -> tuple[Words, ...]:
-    """What the content of a parameter may have beyond what arrives: nothing, or zeros up to its size."""
-    arrived = sum(landing.numel for _, landing in what.blocks)
-    missing = reading.tensor.numel() - arrived
+def _padding(cold: PositionDigest, reading: Reading, what: _Arriving) -> PositionDigest | None:
+    """What the content of a parameter had beyond what arrived: nothing, or zeros up to its size; None if neither."""
+    missing = reading.tensor.numel() - sum(landing.numel for _, landing in what.blocks)
     if missing < 0 or any(landing.dtype != reading.tensor.dtype for _, landing in what.blocks):
-        return ()
-    return ((0, 0), content(torch.zeros(missing, dtype=reading.tensor.dtype)))
+        return None
+    zeros = content(torch.zeros(missing, dtype=reading.tensor.dtype))
+    return next((padding for padding in (PositionDigest(), zeros) if what.before + padding == cold), None)
 
 
 def _answers_differ(before: Tensor, after: Tensor, landing: Landing) -> bool:
@@ -371,22 +355,18 @@ def _is_copy(tensor: Tensor, of: Tensor) -> bool:
     return bool(torch.isin(sample, every).float().mean() > 0.95)
 
 
-def _parent(layer: str) -> str:
-    return layer.rpartition(".")[0]
-
-
-def _all_in_place(loader: EngineLoader, names: Collection[str]) -> bool:
-    """Whether every tensor of a layer is written where it lies; where nobody knows of any, it is not."""
-    return bool(names) and all(loader.patchable(name) for name in names)
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
     for layer in dict.fromkeys((*start.layers, *attempt.wrong)) or ("",):
         verdict, why = BY_RELOAD, ""
+        names = start.layers.get(layer, ())  # where nobody knows of any, none is written in place
         if layer in attempt.wrong:
             verdict, why = REFUSED, attempt.wrong[layer]
         elif layer in attempt.repaired:
             verdict, why = REPAIRED, attempt.repaired[layer]
-        elif attempt.changes == IN_PLACE and _all_in_place(loader, start.layers.get(layer, ())):
+        elif attempt.changes == IN_PLACE and names and all(map(loader.patchable, names)):
             verdict = IN_PLACE
         yield Layer(name=layer or "the model", kernel=loader.kernel(layer), verdict=verdict, why=why)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -137,22 +138,13 @@ class Adapters:
 _HERE = (CheckAdapter, ListAdapters, ServeAdapter, StageAdapter, UnloadAdapter)
 
 
-def _message(text: str) -> Message | None:
-    """What is asked of the process that looks names up; None where it is asked of workers, or is no message (they say
-    so)."""
-    try:
-        message = read(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, _HERE) else None
-
-
 async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
     """Around the server's part of ``/weights_checker``."""
-    if not request.action.startswith(CHANNEL):
-        return await original(manager, request, *args)
-    message = _message(request.action.removeprefix(CHANNEL))
-    if message is None:
+    message = None
+    if request.action.startswith(CHANNEL):
+        with suppress(ValueError, RecursionError):  # workers say so of what is no message
+            message = read(json.loads(request.action.removeprefix(CHANNEL)))
+    if not isinstance(message, _HERE):
         return await original(manager, request, *args)
     if manager not in _managers:
         _managers[manager] = Adapters(manager, _asking(original, weakref.proxy(manager), type(request)))

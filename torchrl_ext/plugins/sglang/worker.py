@@ -76,19 +76,6 @@ class SGLangWorker:
         except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
             return False, words_of(error)
 
-    @torch.inference_mode()
-    def land(self, path: str) -> tuple[bool, str]:
-        """Bring the model to the version at ``path``, as slime's ``load_format="delta"`` wants it. Never raises.
-
-        Args:
-            path: a version directory ``weight_v000007``, or the root that holds it (then the newest version is taken).
-        """
-        try:
-            return True, self._land(path)
-        except Exception as error:  # noqa: BLE001 - as for `answer`
-            self._joined = None
-            return False, words_of(error)
-
     def invalidate(self) -> None:
         """SGLang loaded the model by itself: the next version does not build on what it holds."""
         self._end.invalidate()
@@ -110,13 +97,21 @@ class SGLangWorker:
             scheduler.record_weight_version_after_update(str(message.version))
         return answer
 
-    def _land(self, path: str) -> str:
+    @torch.inference_mode()
+    def land(self, path: str) -> tuple[bool, str]:
+        """Bring the model to the version at ``path``, as slime's ``load_format="delta"`` wants it. Never raises.
+
+        Args:
+            path: a version directory ``weight_v000007``, or the root that holds it (then the newest version is taken).
+        """
         receiver, together = self._end.receiver, self._end.together
-        found: dict[str, Any] = {}
+        root, version = "", 0
+        params: list[Any] = []
 
         def look() -> None:
-            found["root"], found["version"] = locate(path)
-            found["params"] = parameters(found["root"], found["version"], self._checkpoint)
+            nonlocal root, version, params
+            root, version = locate(path)
+            params = parameters(root, version, self._checkpoint)
 
         def join() -> None:
             with invited(root, f"reader-{distributed.get_rank(self._group)}", self._checkpoint, params) as message:
@@ -128,13 +123,16 @@ class SGLangWorker:
             receiver.load(Load(version=version, handoff={"params": params}))
             receiver.finish(version)
 
-        self._end.settle()
-        together(look)
-        root, version, params = found["root"], found["version"], found["params"]
-        if self._joined != (root, params):
-            together(join)
-            self._joined = (root, params)
-        together(lambda: receiver.prefetch(version))
-        together(receiver.confirm)
-        together(commit)
-        return f"version {version} of {root} is in service"
+        try:
+            self._end.settle()
+            together(look)
+            if self._joined != (root, params):
+                together(join)
+                self._joined = (root, params)
+            together(lambda: receiver.prefetch(version))
+            together(receiver.confirm)
+            together(commit)
+        except Exception as error:  # noqa: BLE001 - as for `answer`
+            self._joined = None
+            return False, words_of(error)
+        return True, f"version {version} of {root} is in service"

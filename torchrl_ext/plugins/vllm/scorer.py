@@ -11,6 +11,15 @@ from vllm.sampling_params import RequestOutputKind
 
 __all__ = ["VLLMScorer"]
 
+_SAMPLING = SamplingParams(  # 0: the prompt's own tokens, whatever their rank
+    prompt_logprobs=0,
+    skip_reading_prefix_cache=True,
+    max_tokens=1,
+    temperature=1.0,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+)
+
 
 class VLLMScorer:
     """Asks a vLLM object.
@@ -22,31 +31,24 @@ class VLLMScorer:
 
     def __init__(self, llm: Any, asynchronous: bool) -> None:
         self._llm, self._asynchronous = llm, asynchronous
-        self._sampling = SamplingParams(  # 0: the prompt's own tokens, whatever their rank
-            prompt_logprobs=0,
-            skip_reading_prefix_cache=True,
-            max_tokens=1,
-            temperature=1.0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def ask(self, prompts: Sequence[Sequence[int]]) -> list[list[float]] | Awaitable[list[list[float]]]:
         """As `EngineClient.logprobs`; of an `AsyncLLM` to be awaited on its loop."""
         if self._asynchronous:
             return self._ask_all(prompts)
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(asked, self._sampling, use_tqdm=False)
+        outputs = self._llm.generate(asked, _SAMPLING, use_tqdm=False)
         return [_read(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
     async def _ask_all(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [_read(prompt, await self._ask_one(prompt)) for prompt in prompts]
-
-    async def _ask_one(self, prompt: Sequence[int]) -> Any:
-        name = f"torchrl-ext-{uuid.uuid4().hex}"
-        answers = self._llm.generate({"prompt_token_ids": list(prompt)}, self._sampling, name)
-        (output,) = [answer async for answer in answers]
-        return output
+        found = []
+        for prompt in prompts:
+            answers = self._llm.generate(
+                {"prompt_token_ids": list(prompt)}, _SAMPLING, f"torchrl-ext-{uuid.uuid4().hex}"
+            )
+            (output,) = [answer async for answer in answers]
+            found.append(_read(prompt, output))
+        return found
 
 
 def _read(prompt: Sequence[int], output: Any) -> list[float]:
