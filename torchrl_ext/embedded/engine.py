@@ -157,17 +157,20 @@ class Engine:
         """Do what a message says, and return when it is done; returns the answer.
 
         Raises:
+            ConfigError: the transport that it names cannot reach this process.
+            EngineRefusedError: weights would change while the engine generates, or while they sleep.
+            NotConnectedError: no update was started.
             WeightSyncError: what the step says.
         """
         match message:
             case Inspect() | State():
                 return self._receiver.handle(message)
             case Join():
-                self.connect(message)
+                self._connect(message)
             case Start():
                 self.start()
             case Load() | Verify() | Seal():
-                self.load(message)
+                self._load(message)
             case Finish():
                 self.finish(str(message.version))
             case _:
@@ -175,13 +178,8 @@ class Engine:
                     return self._receiver.handle(message)
         return {}
 
-    def connect(self, message: Join) -> None:
-        """Join the trainer's transport; a trainer that connects anew ends a receive that is still waiting.
-
-        Raises:
-            ConfigError: the transport cannot reach this process.
-            WeightSyncError: what the transport says.
-        """
+    def _connect(self, message: Join) -> None:
+        """Join the trainer's transport; a trainer that connects anew ends a receive that is still waiting."""
         if message.transport not in followed():
             raise ConfigError(
                 f"the embedded engine cannot follow by transport {message.transport!r}",
@@ -193,11 +191,7 @@ class Engine:
             self._receiver.connect(message)
 
     def start(self) -> None:
-        """Begin an update.
-
-        Raises:
-            EngineRefusedError: the engine still generates.
-        """
+        """Begin an update; see `handle`."""
         with self._alone():
             if not self.scheduler.paused:
                 raise EngineRefusedError(
@@ -211,7 +205,7 @@ class Engine:
             self._arrived = []
             self._updating = True
 
-    def load(self, message: Load | Verify | Seal) -> None:
+    def _load(self, message: Load | Verify | Seal) -> None:
         """Take one step of the update that `start` began; one that fails ends the update."""
         with self._in_update():
             self._torn = self._torn or isinstance(message, Load)
