@@ -11,12 +11,12 @@ import re
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
-from typing import Any, final
+from typing import final
 
 import xxhash
 
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, full_index
+from torchrl_ext.codecs.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, parse_index
 from torchrl_ext.codecs.slime.first import flush_name
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
@@ -97,27 +97,50 @@ class ForeignVersions:
 
     def read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
         folder, names = version_name(number), self._names(number)
-        delta, where = self._index(number) if INDEX_NAME in names else (None, None)
-        if delta is None and (where is not None or _LONE in names):
+        index, where = self._index(number) if INDEX_NAME in names else (None, None)
+        if index is None and (where is not None or _LONE in names):
             full = self._full(number, folder, where)
             return Version(run_id=full.run_id, params=tuple(row.meta for row in full.params), full=full)
-        params = self._first() if params is None else params
-        if delta is not None:
-            changes = self._changes(folder, delta, params)
-            return Version(run_id=changes.run_id, params=params, delta=changes, folder=folder)
-        rows = tuple(DeltaParam(meta=meta, digest="") for meta in params)
-        files = self._sizes(number, _flushes(names))
-        changes = _delta(number, number - 1, _run(files), "foreign flushes", (), rows, files)
-        return Version(run_id=changes.run_id, params=params, delta=changes, folder=folder)
-
-    def _first(self) -> tuple[ParamMeta, ...]:
-        if self._base is None:
+        if params is None and self._base is None:
             raise ConfigError(
                 f"the versions in {self._store.url} lead back to a checkpoint that is not among them",
                 hint="name the directory of the checkpoint with which their trainer started (base=, or --base on the "
                 "command line)",
             )
-        return CheckpointSource(self._base).params()
+        params = CheckpointSource(str(self._base)).params() if params is None else params
+        if index is not None:
+            self._check(index, params, f"{self._store.url}/{folder}/{INDEX_NAME}")
+        places = {} if index is None else index.weight_map
+        files = self._sizes(number, set(places.values()) if index is not None else _flushes(names))
+        delta = DeltaManifest(
+            version=number,
+            base_version=number - 1 if index is None else index.base_version,
+            run_id=_run(files, b"" if index is None else index.to_bytes()),
+            base_run_id="",  # whatever has the number
+            container="foreign flushes" if index is None else "foreign whole",
+            codecs=() if index is None else (make_codec(index.delta_encoding).to_json(),),
+            params=tuple(
+                DeltaParam(meta=meta, digest="", changed=1, file=places[meta.name], checksum=index.checksum_format)
+                if index is not None and meta.name in places
+                else DeltaParam(meta=meta, digest="")
+                for meta in params
+            ),
+            files=files,
+        )
+        return Version(run_id=delta.run_id, params=params, delta=delta, folder=folder)
+
+    def _check(self, index: DeltaIndex, params: tuple[ParamMeta, ...], where: str) -> None:
+        """Be sure that the delta of an index can be read, as one of a model with these parameters."""
+        if index.delta_encoding not in ("xor", "overwrite") or index.compression_format != "zstd":
+            raise ManifestError(
+                f"{where} is coded as {index.delta_encoding!r} in {index.compression_format!r}",
+                expected="'xor' or 'overwrite' in 'zstd'",
+            )
+        if index.checksum_format not in CHECKSUMS:
+            raise ManifestError(f"{where} has checksums {index.checksum_format!r}", expected=", ".join(CHECKSUMS))
+        lost = min(index.weight_map.keys() - {meta.name for meta in params}, default=None)
+        if lost is not None:
+            raise ManifestError(f"{where} changes tensor {lost!r}, which its base has not", state="nothing was read")
 
     def _names(self, number: int) -> frozenset[str]:
         names = frozenset(self._store.list(version_name(number)))
@@ -175,10 +198,9 @@ class ForeignVersions:
         """The index of a delta, if it is one; and which file holds which tensor."""
         key = f"{version_name(number)}/{INDEX_NAME}"
         data, where = self._store.get(key), f"{self._store.url}/{key}"
-        full = full_index(data, where)
-        if full is not None:
-            return None, full
-        index = DeltaIndex.from_bytes(data, where)
+        index, places = parse_index(data, where)
+        if index is None:
+            return None, places
         if index.version != number:
             raise IntegrityError(f"{where} says that it is version {index.version}")
         if index.base_version >= number:
@@ -187,7 +209,7 @@ class ForeignVersions:
                 expected=f"a version before {number}",
                 state="nothing was read",
             )
-        return index, index.weight_map
+        return index, places
 
     def _full(self, number: int, folder: str, where: Mapping[str, str] | None) -> Manifest:
         """A checkpoint; ``where`` is its index, if it has one."""
@@ -208,30 +230,6 @@ class ForeignVersions:
         if not placed:
             raise IntegrityError(f"{self._store.url}/{folder} is a full version without tensors")
         return Manifest(version=number, run_id=_run(files), params=tuple(placed.values()), files=files)
-
-    def _changes(self, folder: str, index: DeltaIndex, params: tuple[ParamMeta, ...]) -> DeltaManifest:
-        where = f"{self._store.url}/{folder}/{INDEX_NAME}"
-        if index.delta_encoding not in ("xor", "overwrite") or index.compression_format != "zstd":
-            raise ManifestError(
-                f"{where} is coded as {index.delta_encoding!r} in {index.compression_format!r}",
-                expected="'xor' or 'overwrite' in 'zstd'",
-            )
-        if index.checksum_format not in CHECKSUMS:
-            raise ManifestError(f"{where} has checksums {index.checksum_format!r}", expected=", ".join(CHECKSUMS))
-        lost = min(index.weight_map.keys() - {meta.name for meta in params}, default=None)
-        if lost is not None:
-            raise ManifestError(f"{where} changes tensor {lost!r}, which its base has not", state="nothing was read")
-        where_is = index.weight_map
-        rows = tuple(
-            DeltaParam(meta=meta, digest="", changed=1, file=where_is[meta.name], checksum=index.checksum_format)
-            if meta.name in where_is
-            else DeltaParam(meta=meta, digest="")
-            for meta in params
-        )
-        codecs = (make_codec(index.delta_encoding).to_json(),)
-        files = self._sizes(index.version, index.files())
-        run_id = _run(files, index.to_bytes())
-        return _delta(index.version, index.base_version, run_id, "foreign whole", codecs, rows, files)
 
 
 def _flushes(names: Iterable[str]) -> list[str]:
@@ -254,24 +252,3 @@ def _lacks(names: Collection[str]) -> str | None:
 def _run(files: Mapping[str, int], index: bytes = b"") -> str:
     """What tells a version from another one that had its number before."""
     return f"{_RUN}{xxhash.xxh3_64_hexdigest(repr(sorted(files.items())).encode() + index)}"
-
-
-def _delta(
-    number: int,
-    base: int,
-    run_id: str,
-    container: str,
-    codecs: tuple[Any, ...],
-    params: tuple[DeltaParam, ...],
-    files: Mapping[str, int],
-) -> DeltaManifest:
-    return DeltaManifest(
-        version=number,
-        base_version=base,
-        run_id=run_id,
-        base_run_id="",  # whatever has the number
-        container=container,
-        codecs=codecs,
-        params=params,
-        files=files,
-    )

@@ -183,16 +183,6 @@ class ChainReader:
                 raise ManifestError(f"{where} does not know tensor {lost!r}", state="nothing was read")
         return opened
 
-    def check(self, route: OpenRoute) -> None:
-        """Read everything on a route that starts at a keyframe or the base, and keep none of it.
-
-        Raises:
-            IntegrityError: something is damaged; names tensor and file.
-        """
-        if route.held is None:  # else it starts at the host copies, and is checked as it is read
-            for _ in self._from_start(route, {}):
-                pass
-
     def tensors(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor at the end of a route that `open` opened, each verified before; then close the route.
 

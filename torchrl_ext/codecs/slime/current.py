@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ __all__ = [
     "Shard",
     "build_shard",
     "checksum",
-    "full_index",
+    "parse_index",
     "parse_shard",
     "shard_name",
     "split_shards",
@@ -71,14 +71,8 @@ def _blake3(raw: Any) -> str:
     return blake3.blake3(raw).hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """One file, read back.
-
-    Attributes:
-        payloads: tensor name -> payload, sharing memory with the file.
-        checksums: tensor name -> hex checksum of the new full tensor.
-    """
+class Shard(NamedTuple):
+    """One file, read back: payloads, which share its memory, and checksums of the new full tensors; both by name."""
 
     payloads: Mapping[str, memoryview]
     checksums: Mapping[str, str]
@@ -108,10 +102,7 @@ def parse_shard(data: Buffer, where: str) -> Shard:
             raise IntegrityError(f"{where}: payload of {name!r} is {entry.dtype}{list(entry.shape)}", expected="U8[n]")
         if name not in metadata:
             raise IntegrityError(f"{where}: tensor {name!r} has no checksum")
-    return Shard(
-        payloads={name: memoryview(entry.data) for name, entry in entries.items()},
-        checksums={name: metadata[name] for name in entries},
-    )
+    return Shard({name: memoryview(entry.data) for name, entry in entries.items()}, {n: metadata[n] for n in entries})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +115,6 @@ class DeltaIndex:
         compression_format: ``"zstd"`` for `xor` and `overwrite`, ``"none"`` for encodings that compress by themselves.
         checksum_format: one of `CHECKSUMS`.
         weight_map: tensor name -> file name.
-        extra: further metadata, JSON-safe; other readers pass over it.
     """
 
     version: int
@@ -133,12 +123,10 @@ class DeltaIndex:
     compression_format: str = "zstd"
     checksum_format: str = "xxh3-128"
     weight_map: Mapping[str, str]
-    extra: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         """The file."""
         metadata = {
-            **(self.extra or {}),
             "version": f"{self.version:06d}",
             "base_version": f"{self.base_version:06d}",
             "delta_encoding": self.delta_encoding,
@@ -147,67 +135,44 @@ class DeltaIndex:
         }
         return json.dumps({"metadata": metadata, "weight_map": dict(self.weight_map)}).encode()
 
-    @classmethod
-    def from_bytes(cls, data: Buffer, where: str) -> DeltaIndex:
-        """Inverse of `to_bytes`, trusting nothing.
-
-        Raises:
-            IntegrityError: no index of a delta version, or file names that lead elsewhere; names the file.
-        """
-        try:
-            document = json.loads(bytes(data))
-            metadata, weight_map = document["metadata"], document["weight_map"]
-            words = [metadata[key] for key in _KEYS]
-        except (ValueError, RecursionError, TypeError, KeyError) as error:
-            raise IntegrityError(f"{where} is no index of a delta version: {error!r}") from None
-        if not all(isinstance(word, str) for word in words) or not isinstance(weight_map, dict):
-            raise IntegrityError(f"{where} is no index of a delta version: {metadata!r}")
-        if not all(_VERSION.fullmatch(word) for word in words[:2]):
-            raise IntegrityError(f"{where} gives versions {words[:2]}", expected="whole numbers")
-        _plain(weight_map, where)
-        extra = {key: value for key, value in metadata.items() if key not in _KEYS}
-        version, base_version, encoding, compression, algorithm = words
-        return cls(
-            version=int(version),
-            base_version=int(base_version),
-            delta_encoding=encoding,
-            compression_format=compression,
-            checksum_format=algorithm,
-            weight_map=weight_map,
-            extra=extra,
-        )
-
-    def files(self) -> list[str]:
-        """File names, each once, in order."""
-        return sorted(set(self.weight_map.values()))
-
 
 _KEYS: Final = ("version", "base_version", "delta_encoding", "compression_format", "checksum_format")
 
 
-def full_index(data: Buffer, where: str) -> Mapping[str, str] | None:
-    """Tensor name -> file name, by the index of a full checkpoint; None where it says that it is one of a delta.
+def parse_index(data: Buffer, where: str) -> tuple[DeltaIndex | None, Mapping[str, str]]:
+    """Read an index, of whichever kind it says that it is, trusting nothing.
+
+    Returns:
+        The index of a delta, None where it is one of a full checkpoint; and tensor name -> file name.
 
     Raises:
-        IntegrityError: neither, or file names that lead elsewhere; names the file.
+        IntegrityError: it is no index, or file names lead elsewhere; names the file.
     """
     try:
         document = json.loads(bytes(data))
         metadata, weight_map = document.get("metadata", {}), document["weight_map"]
         if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
             raise TypeError("metadata and weight_map are no objects")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not _FILE.fullmatch(file):
+                raise ValueError(f"tensor {name!r} is kept in {file!r}, which is no plain file name")
+        if not any(key in metadata for key in _KEYS[1:]):  # a full one may well say its version
+            return None, weight_map
+        words = [metadata[key] for key in _KEYS]
+        if not all(isinstance(word, str) for word in words) or not all(map(_VERSION.fullmatch, words[:2])):
+            raise ValueError(f"a delta is described by {words}")
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise IntegrityError(f"{where} is damaged: {error!r}", state="nothing was read") from None
-    if any(key in metadata for key in _KEYS[1:]):  # a full one may well say its version
-        return None
-    return _plain(weight_map, where)
-
-
-def _plain(weight_map: Mapping[str, Any], where: str) -> Mapping[str, str]:
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise IntegrityError(f"{where} keeps tensor {name!r} in {file!r}", expected="a plain file name")
-    return weight_map
+    version, base_version, encoding, compression, algorithm = words
+    index = DeltaIndex(
+        version=int(version),
+        base_version=int(base_version),
+        delta_encoding=encoding,
+        compression_format=compression,
+        checksum_format=algorithm,
+        weight_map=weight_map,
+    )
+    return index, weight_map
 
 
 def split_shards(sizes: Iterable[tuple[str, int]], shard_bytes: int) -> list[list[str]]:
