@@ -59,6 +59,9 @@ class Routing:
         api_key: sent as a bearer token; of several, the first with requests, and whichever is accepted for control.
         settings: for the router that is started, see `RouterProcess`.
 
+    Attributes:
+        router: the client of the router.
+
     Raises:
         ConfigError: engines that one router cannot serve, or a router that cannot take them.
         EngineError, DeadlineError: an engine or the router does not answer.
@@ -80,12 +83,12 @@ class Routing:
             raise ConfigError(f"{', '.join(settings)} is for a router of ours, and {router} runs already")
         self.name, self.update_weights = name, update_weights
         self._engines = {normalise_url(info.url): info for info in engines}
-        self._max_lag, self._api_key, self._settings = max_lag, api_key, settings
+        self._max_lag, self.api_key, self._settings = max_lag, api_key, settings
         self._process: RouterProcess | None = None
         if router is None:
             self._process = self._started(list(self._engines))
             router = self._process.url
-        self._client = RouterClient(router, api_key=api_key)
+        self.router = RouterClient(router, api_key=api_key)
         try:
             for info in self._routed(list(self._engines)) if self._process is None else ():
                 self._add(info)
@@ -100,24 +103,12 @@ class Routing:
         Raises:
             ConfigError, EngineError, DeadlineError: as for `torchrl_ext.discover` and the class.
         """
-        if not addresses:
-            raise ConfigError("there is no engine to put behind a router")
         return cls(discover(*addresses, api_key=api_key), api_key=api_key, **settings)
 
     @property
     def url(self) -> str:
         """The router's base address."""
-        return self._client.url
-
-    @property
-    def router(self) -> RouterClient:
-        """The client of the router."""
-        return self._client
-
-    @property
-    def api_key(self) -> str | tuple[str, ...] | None:
-        """What engines are sent as a bearer token."""
-        return self._api_key
+        return self.router.url
 
     @property
     def engines(self) -> tuple[EngineInfo, ...]:
@@ -133,10 +124,11 @@ class Routing:
         Raises:
             ConfigError: there is no engine.
         """
-        self._refuse_empty()
+        if not self._engines:
+            raise ConfigError(f"there is no engine behind router {self.url}")
         kind = next(iter(self._engines.values())).kind
         return RemoteInferenceClient(
-            proxy_url=self.url, server_urls=tuple(self._engines), kind=kind, api_key=self._api_key, **settings
+            proxy_url=self.url, server_urls=tuple(self._engines), kind=kind, api_key=self.api_key, **settings
         )
 
     def fleet(self, **settings: Any) -> Fleet:
@@ -155,8 +147,7 @@ class Routing:
                 state="its engines keep the weights that they were started with",
                 hint="set update_weights: true for it",
             )
-        self._refuse_empty()
-        return connect(*self._engines, **{"api_key": self._api_key, **settings})
+        return connect(*self._engines, **{"api_key": self.api_key, **settings})
 
     def adopt(self, info: EngineInfo) -> None:
         """Let an engine belong behind the router; it gets requests once a report shows it with the others' weights.
@@ -239,10 +230,6 @@ class Routing:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _refuse_empty(self) -> None:
-        if not self._engines:
-            raise ConfigError(f"there is no engine behind router {self.url}")
-
     @property
     def _pools(self) -> bool:
         return any(info.worker_type in ("prefill", "decode") for info in self._engines.values())
@@ -254,18 +241,18 @@ class Routing:
     def _started(self, urls: Sequence[str], **more: Any) -> RouterProcess:
         """A router of ours that lists these engines."""
         routed = self._routed(urls)
-        by_type: dict[str, list[str]] = {"regular": [], "prefill": [], "decode": []}
+        pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for info in routed:
-            by_type[info.worker_type].append(normalise_url(info.url))
-        ports = {normalise_url(info.url): info.bootstrap_port for info in routed}
-        prefill = [(url, ports[url]) if ports[url] else url for url in by_type["prefill"]]
+            url = normalise_url(info.url)
+            meets = info.worker_type == "prefill" and info.bootstrap_port
+            pools[info.worker_type].append((url, meets) if meets else url)
         kind = next((info.kind for info in routed), "vllm")
         # SGLang's /health may generate a token, in vain while it is paused; its /ping wants its key
-        health = "/ping" if kind == "sglang" and self._api_key is None else None
+        health = "/ping" if kind == "sglang" and self.api_key is None else None
         settings = {"kind": kind, "health_route": health, **self._settings, **more}
-        process = RouterProcess(by_type["regular"], prefill=prefill, decode=by_type["decode"], **settings)
+        process = RouterProcess(pools["regular"], prefill=pools["prefill"], decode=pools["decode"], **settings)
         try:
-            RouterClient(process.url, api_key=self._api_key).expect(ports)
+            RouterClient(process.url, api_key=self.api_key).expect(normalise_url(info.url) for info in routed)
         except BaseException:
             process.stop()
             raise
@@ -284,27 +271,26 @@ class Routing:
 
     def _listed(self) -> set[str]:
         """The engines that the router uses, by our addresses of them."""
-        used = {engine_key(worker.url) for worker in self._client.workers()}
+        used = {engine_key(worker.url) for worker in self.router.workers()}
         return {url for url in self._engines if engine_key(url) in used}
 
     def _changed(self, out: Sequence[str], back: Sequence[str]) -> Changes:
         added: list[str] = []
         removed: list[str] = []
         problems = []
-        infos = self._routed(back)
-        calls = [(url, removed, functools.partial(self._client.remove, url)) for url in out]
-        calls += [(normalise_url(info.url), added, functools.partial(self._add, info)) for info in infos]
+        calls = [(url, removed, functools.partial(self.router.remove, url)) for url in out]
+        calls += [(info.url, added, functools.partial(self._add, info)) for info in self._routed(back)]
         for url, changed, call in calls:
             try:
                 call()
-                changed.append(url)
+                changed.append(normalise_url(url))
             except WeightSyncError as error:
                 log.warning("router %s and %s: %s", self.url, url, error)
-                problems.append((url, str(error)))
+                problems.append((normalise_url(url), str(error)))
         return Changes(added=tuple(added), removed=tuple(removed), problems=tuple(problems))
 
     def _add(self, info: EngineInfo) -> None:
-        self._client.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
+        self.router.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
 
     def _rebuilt(self, listed: set[str], out: Sequence[str], back: Sequence[str]) -> Changes:
         """A router with pools learns of changes only by a new start, at the same port.
@@ -353,7 +339,7 @@ class Routing:
     def _end_requests(self, url: str) -> None:
         """End what a paused engine has in work, so that clients take it elsewhere."""
         limits = {"timeout_s": _ABORT_TIMEOUT_S, "load_timeout_s": _ABORT_TIMEOUT_S}
-        engine = engines.make(self._engines[url].kind, url=url, api_key=self._api_key, pause_mode="abort", **limits)
+        engine = engines.make(self._engines[url].kind, url=url, api_key=self.api_key, pause_mode="abort", **limits)
         try:
             engine.pause()
         except (EngineError, DeadlineError) as error:

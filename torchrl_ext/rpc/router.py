@@ -22,7 +22,7 @@ import ipaddress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
@@ -37,6 +37,9 @@ WORKER_TYPES = ("regular", "prefill", "decode")
 _ABSENT = (404, 405, 501)
 _LOOK_S = 0.05
 _STATIC = "a router with prefill and decode pools is told its workers when it starts: give them to RouterProcess"
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +115,18 @@ class RouterClient:
             raise ConfigError(f"no router has workers of type {worker_type!r}", expected=" or ".join(WORKER_TYPES))
         known = self._find(url)
         if known is None:
-            self._check_health(url)
-            self._register(url, worker_type, bootstrap_port)
-            self._until(partial(self._lists, url), f"list {url}")
-            known = self._find(url)
-        if known is not None and known.worker_type != worker_type:
+            engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s, check=refuse_router)
+            health = engine.call("GET", "/health")
+            if not health.ok:
+                raise EngineRefusedError(f"{url}/health answered {health.status}", expected="200", status=health.status)
+            body: dict[str, Any] = {"url": url, "worker_type": worker_type}
+            body |= {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
+            answer = self._http.call("POST", "/workers", body)
+            if answer.status in _ABSENT:
+                answer = self._http.call("POST", "/add_worker", query={"url": url})
+            self._accepted(answer, f"add {url} as a {worker_type} worker")
+            known = self._until(lambda: self._find(url), f"list {url}")
+        if known.worker_type != worker_type:
             self.remove(url)  # a router without pools takes any type, and sends it whole requests
             raise ConfigError(
                 f"{self.url} takes {url} as a {known.worker_type} worker", expected=worker_type, hint=_STATIC
@@ -130,7 +140,7 @@ class RouterClient:
             EngineUnreachableError, EngineRefusedError: as for `workers`.
         """
         for url in urls:
-            self._until(partial(self._lists, url), f"list {url}")
+            self._until(partial(self._find, url), f"list {url}")
 
     def remove(self, url: str) -> None:
         """Send no more requests to the engine at ``url``; those that it has in work go on.
@@ -149,25 +159,8 @@ class RouterClient:
         self._accepted(answer, f"remove {url}")
         self._until(lambda: self._find(url) is None, f"let go of {url}")
 
-    def _lists(self, url: str) -> bool:
-        return self._find(url) is not None
-
     def _find(self, url: str) -> RouterWorker | None:
         return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
-
-    def _check_health(self, url: str) -> None:
-        engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s, check=refuse_router)
-        health = engine.call("GET", "/health")
-        if not health.ok:
-            raise EngineRefusedError(f"{url}/health answered {health.status}", expected="200", status=health.status)
-
-    def _register(self, url: str, worker_type: str, bootstrap_port: int | None) -> None:
-        body: dict[str, Any] = {"url": url, "worker_type": worker_type}
-        body |= {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
-        answer = self._http.call("POST", "/workers", body)
-        if answer.status in _ABSENT:
-            answer = self._http.call("POST", "/add_worker", query={"url": url})
-        self._accepted(answer, f"add {url} as a {worker_type} worker")
 
     def _accepted(self, answer: Answer, what: str) -> None:
         if answer.ok or "already exists" in answer.text:
@@ -179,9 +172,9 @@ class RouterClient:
             f"{self.url} did not {what}: it answered {answer.status}: {words}", status=answer.status
         )
 
-    def _until(self, happened: Callable[[], bool], what: str) -> None:
+    def _until(self, happened: Callable[[], _T], what: str) -> _T:
         """Routers may say yes first and act later."""
-        wait_until(
+        return wait_until(
             happened,
             self._timeout_s,
             lambda: DeadlineError(f"{self.url} did not {what} within {self._timeout_s:g} s"),

@@ -12,6 +12,7 @@ from torchrl_ext.types import EngineInfo
 __all__ = ["is_sglang_info", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees", "stores_keys"]
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _MOST = 1 << 20  # workers of one engine
 
 
@@ -47,12 +48,13 @@ def parse_server_info(
     axes = [f"{axis}_parallel_size" for axis in _AXES.values()]
     tp, pp, dp = (_count(url, axis, parallel.get(axis)) for axis in axes)
     workers = _count(url, "world_size", world_size, tp * pp * dp)
+    role = str(_mapping(config, "kv_transfer_config").get("kv_role"))
     backend = _mapping(config, "weight_transfer_config").get("backend")
     return EngineInfo(
         url=url,
         kind=str(told["engine"]) if embedded else "vllm",
         version=str(told.get("version") or _mapping(told, "system_env").get("vllm_version") or ""),
-        worker_type=str(told.get("worker_type") or _role(_mapping(config, "kv_transfer_config"))),
+        worker_type=str(told.get("worker_type") or _ROLES.get(role, "regular")),
         num_gpus=workers,
         tp_size=tp,
         pp_size=pp,
@@ -84,16 +86,6 @@ def _count(url: str, name: str, value: Any, default: int = 1) -> int:
             hint="is this an engine's address?",
         )
     return value
-
-
-def _port(value: Any) -> int | None:
-    """A port that an engine tells; None where it is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535 else None
-
-
-def _role(kv_transfer: Mapping[str, Any]) -> str:
-    """A producer of keys and values prefills; their consumer decodes."""
-    return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(str(kv_transfer.get("kv_role")), "regular")
 
 
 def sees(told: Any) -> bool:
@@ -142,7 +134,7 @@ def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tu
     names = {f"{short}_size": f"{axis}_parallel_size" for short, axis in _AXES.items()}
     tp, pp, dp = (_count(url, name, told.get(name) or told.get(other)) for name, other in names.items())
     replicas = 1 if told.get("enable_dp_attention") else dp  # else each has workers of its own
-    mode = str(told.get("disaggregation_mode"))
+    mode, port = str(told.get("disaggregation_mode")), told.get("disaggregation_bootstrap_port")
     return EngineInfo(
         url=url,
         kind="sglang",
@@ -156,5 +148,5 @@ def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tu
         model=str(model.get("model_path") or told["model_path"]),
         weight_version=str(model.get("weight_version") or told.get("weight_version") or ""),
         transports=transports,
-        bootstrap_port=_port(told.get("disaggregation_bootstrap_port")) if mode == "prefill" else None,
+        bootstrap_port=port if mode == "prefill" and type(port) is int and 1 <= port <= 65535 else None,
     )
