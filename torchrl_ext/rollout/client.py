@@ -58,14 +58,8 @@ class InferenceClient:
         retire_s: float = 30.0,
         adapter: str | None = None,
     ) -> None:
-        self._settings: dict[str, Any] = {
-            "kind": kind,
-            "timeout_s": timeout_s,
-            "max_concurrency": max_concurrency,
-            "api_key": api_key,
-            "retire_s": retire_s,
-            "adapter": adapter,
-        }
+        self._settings: dict[str, Any] = {"kind": kind, "timeout_s": timeout_s, "max_concurrency": max_concurrency}
+        self._settings |= {"api_key": api_key, "retire_s": retire_s, "adapter": adapter}
         if max_concurrency < 1:
             raise ConfigError(f"max_concurrency is {max_concurrency}", expected="at least 1")
         urls = [url] if isinstance(url, str) else list(url)
@@ -152,7 +146,7 @@ class InferenceClient:
             )
             requests += request.split() if apart else [request]
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        groups = self._background.run(self._generate([Asked(request=request) for request in requests], until))
+        groups = self._background.run(self._generate(requests, until), what="generate")
         found = [generation for group in groups for generation in group]
         return found if asked == n else [generation for generation in found for _ in range(n)]
 
@@ -160,8 +154,8 @@ class InferenceClient:
         """Drop the connections, and end what is in work with an error. May be called twice; a later call opens anew."""
         self._background.close(self._requests.close())
 
-    async def _generate(self, asked: Sequence[Asked], until: float) -> list[list[Generation]]:
-        return await self._requests.here().generations(asked, until)
+    async def _generate(self, requests: Sequence[GenerationRequest], until: float) -> list[list[Generation]]:
+        return await self._requests.here().generations([Asked(request=request) for request in requests], until)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(InferenceClient, **self._settings), (list(self.urls),)

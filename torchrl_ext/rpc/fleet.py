@@ -210,7 +210,7 @@ class Fleet(EngineClient):
         self.everywhere("close", lambda engine: engine.close())
 
     def everywhere(
-        self, what: str, call: Callable[[EngineClient], object], on_failure: Callable[[], None] = _nothing
+        self, what: str, call: Callable[[Any], object], on_failure: Callable[[], None] = _nothing
     ) -> list[Any]:
         """What ``call`` returns for each engine that is not lost, in order; all are called at the same time.
 

@@ -126,7 +126,7 @@ class RouterClient:
                 answer = self._http.call("POST", "/add_worker", query={"url": url})
             self._accepted(answer, f"add {url} as a {worker_type} worker")
             known = self._until(lambda: self._find(url), f"list {url}")
-        if known.worker_type != worker_type:
+        if known is not None and known.worker_type != worker_type:
             self.remove(url)  # a router without pools takes any type, and sends it whole requests
             raise ConfigError(
                 f"{self.url} takes {url} as a {known.worker_type} worker", expected=worker_type, hint=_STATIC
