@@ -23,9 +23,9 @@ from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective import group as groups
 from torchrl_ext.transports.collective.backends import torch_store
 from torchrl_ext.transports.collective.handoffs import Announcements
+from torchrl_ext.transports.collective.meeting import Note, host
+from torchrl_ext.transports.collective.meeting import enter as enter_room
 from torchrl_ext.transports.collective.notes import NOTE_BYTES, KeptNotes, RemoteNotes
-from torchrl_ext.transports.collective.rendezvous import Note, host
-from torchrl_ext.transports.collective.rendezvous import enter as enter_room
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.weights.source import as_source
 
@@ -279,7 +279,7 @@ def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more
         assert enter(trainer, worker) == [None, None]
         beside(lambda: trainer.send_weights("policy", weights(count=50)), worker.receive_weights)
         worker.shutdown()
-        trainer._member.leave(0)
+        trainer._member.leave()
         held.append(sorted(trainer._member.notes("lobby")._held))
     assert [len(names) for names in held] == [1, 2, 3, 4] and all("stopped/" in name for name in held[-1])
     trainer.shutdown()

@@ -30,7 +30,7 @@ from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.transports.ipc import transport as ipc
 from torchrl_ext.transports.ipc import worker as ipc_worker
 from torchrl_ext.transports.ipc.host_memory import attach, create
-from torchrl_ext.transports.ipc.unix_socket import shared_address
+from torchrl_ext.transports.links import shared_address
 from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make

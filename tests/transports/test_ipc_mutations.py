@@ -17,10 +17,9 @@ import torchrl_ext as tx
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.transports.ipc.host_memory import attach, create
-from torchrl_ext.transports.ipc.unix_socket import new_address
 from torchrl_ext.transports.ipc.worker import IPCWorker
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
-from torchrl_ext.transports.links import Link
+from torchrl_ext.transports.links import Link, new_address
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.weights.source import MappingSource
 

@@ -1,27 +1,46 @@
-"""Connections between processes: JSON objects both ways, each behind its length in 4 bytes (most significant first)."""
+"""Connections between processes: JSON objects both ways, each behind its length in 4 bytes (most significant first).
+
+Between machines they are TCP; on one machine, Unix sockets without a file. Those have addresses in Linux's abstract
+namespace (unix(7)), which vanish with the process, and only processes of the same user are let in. A peer's death ends
+a wait at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
+import re
 import select
 import socket
+import struct
 import threading
 import time
+import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.types import Info
 
-__all__ = ["Link", "close_in_children", "serve"]
+__all__ = [
+    "Link",
+    "LocalListener",
+    "close_in_children",
+    "connect_locally",
+    "new_address",
+    "ranks_text",
+    "serve",
+    "shared_address",
+]
 
 LONGEST_BYTES = 256 << 20
 """Bound on one message: a list of a million parameters."""
 
+_LOCAL_ADDRESS = re.compile(r"torchrl_ext-ipc2-[0-9]+-[0-9a-f]{32}")
 _SLICE_S = 0.05
 _NO_ROOM_S = 0.05
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
@@ -185,6 +204,94 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
 
     listener.settimeout(None)
     threading.Thread(target=accept, name=name, daemon=True).start()
+
+
+def new_address() -> str:
+    """An address that nobody else uses."""
+    return f"torchrl_ext-ipc2-{os.geteuid()}-{uuid.uuid4().hex}"
+
+
+def shared_address(channel: str) -> str:
+    """The address at which this user's ends with the same channel name meet."""
+    return f"torchrl_ext-ipc2-{os.geteuid()}-{hashlib.sha256(channel.encode()).hexdigest()[:32]}"
+
+
+class LocalListener:
+    """Where workers come in.
+
+    Args:
+        address: from `new_address` or `shared_address`.
+
+    Raises:
+        TransportError: another process listens there.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.bind("\0" + address)
+        except OSError as error:
+            self._socket.close()
+            raise TransportError(
+                f"another trainer of this user sends on this channel ({address}): {error}",
+                state="nothing was sent",
+                hint="shut that one down, or give both ends of this one a channel name of their own",
+            ) from error
+        self._socket.listen(1024)
+        close_in_children(self)
+
+    def accept(self, until: float) -> Link | None:
+        """The next connection, or None when none came in time."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while poll.poll(max(0.0, until - time.monotonic()) * 1e3):
+            with contextlib.suppress(BlockingIOError, TransportError):
+                return _link_to(self._socket.accept()[0], "a worker")
+        return None
+
+    def close(self) -> None:
+        """Close. May be called twice."""
+        self._socket.close()
+
+
+def connect_locally(address: Any) -> Link | None:
+    """Connect to the trainer at ``address``; None where nobody listens (yet).
+
+    Raises:
+        ConfigError: that is no address of ours, or this system has none.
+        TransportError: who listens there is another user.
+    """
+    if not isinstance(address, str) or not _LOCAL_ADDRESS.fullmatch(address):
+        raise ConfigError(f"{address!r} is no address of a trainer", expected="the info of Transport.open")
+    endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    endpoint.setblocking(False)
+    try:
+        endpoint.connect("\0" + address)
+    except OSError:  # nobody there, or too many at once: either way, try again
+        endpoint.close()
+        return None
+    return _link_to(endpoint, "the trainer")
+
+
+def _link_to(endpoint: socket.socket, what: str) -> Link:
+    """A link over a connected Unix socket; ``what`` is at the other end, a process of this user (or of root's)."""
+    raw = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    if uid not in (os.geteuid(), 0):
+        endpoint.close()
+        raise TransportError(
+            f"{what} (pid {pid}) belongs to user {uid}",
+            expected=f"user {os.geteuid()}, as here",
+            state="nothing was read",
+        )
+    return Link(endpoint, f"{what} (pid {pid})")
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``"rank 2"``, ``"ranks 2, 3"``."""
+    listed = sorted(ranks)
+    return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
 
 
 _OURS: weakref.WeakSet[Any] = weakref.WeakSet()

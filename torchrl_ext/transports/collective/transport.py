@@ -25,7 +25,7 @@ from torchrl_ext.transports.buckets import Packer, Plan
 from torchrl_ext.transports.collective import handoffs, stream
 from torchrl_ext.transports.collective.backends import choose_backend
 from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.membership import LOBBY, Membership
+from torchrl_ext.transports.collective.meeting import LOBBY, Membership
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
@@ -338,7 +338,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         return self._member.connected
 
     def shutdown(self) -> None:
-        self._member.close(self.rank)
+        self._member.close()
 
     def _no_trainer(self, what: str) -> TransportError:
         return TransportError(

@@ -18,9 +18,9 @@ from torchrl_ext.transports.buckets import Packer, Plan
 from torchrl_ext.transports.copies import warm_copies
 from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
 from torchrl_ext.transports.ipc.in_place import Offer, groups, offer
-from torchrl_ext.transports.ipc.unix_socket import new_address, shared_address
 from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
+from torchrl_ext.transports.links import new_address, shared_address
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.devices import usable_device

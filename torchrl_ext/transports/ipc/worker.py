@@ -23,8 +23,7 @@ from torchrl_ext.transports.buckets import Lander, Plan
 from torchrl_ext.transports.copies import fastest_copy
 from torchrl_ext.transports.ipc.host_memory import Segment, attach, integer
 from torchrl_ext.transports.ipc.in_place import Borrowed, groups
-from torchrl_ext.transports.ipc.unix_socket import connect
-from torchrl_ext.transports.links import Link
+from torchrl_ext.transports.links import Link, connect_locally
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]
@@ -102,7 +101,7 @@ class IPCWorker:
     def _enter(self, address: Any, until: float) -> Info | None:
         """Get connected, or one step on: the next message, if one came."""
         if self._link is None:
-            self._link = connect(address)
+            self._link = connect_locally(address)
             if self._link is None:
                 self._stop.wait(min(_PAUSE_S, max(0.0, until - time.monotonic())))
                 return None

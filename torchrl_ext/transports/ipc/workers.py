@@ -27,10 +27,8 @@ from typing import Any
 
 from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.rendezvous import ranks_text
 from torchrl_ext.transports.ipc.host_memory import Segment
-from torchrl_ext.transports.ipc.unix_socket import Listener
-from torchrl_ext.transports.links import Link
+from torchrl_ext.transports.links import Link, LocalListener, ranks_text
 from torchrl_ext.types import Info
 
 __all__ = ["ConnectedWorkers"]
@@ -67,7 +65,7 @@ class ConnectedWorkers:
     """
 
     def __init__(self, address: str, session: str, segment: Callable[[list[str]], Segment], timeout_s: float) -> None:
-        self._listener = Listener(address)
+        self._listener = LocalListener(address)
         self._session, self._segment, self._timeout_s = session, segment, timeout_s
         self._workers: list[_Worker] = []
         self._handoff = -1
