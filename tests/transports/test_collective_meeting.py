@@ -256,8 +256,8 @@ def test_whatever_is_announced_or_handed_over_a_worker_ends_with_an_error_of_our
         piece = trainer.prepare(as_source(weights(count=3, numel=9)), 1)
         for number in range(1, 1001):
             kept.put(f"announced/{worker._member.group().generation}/{number}", mutated(piece.info, choice))
-            worker._announcements = Announcements(worker._member.group())
-            worker._announcements._count = number - 1
+            worker._member._announcements = Announcements(worker._member.group())
+            worker._member._announcements._count = number - 1
 
             def read():
                 info = worker.poll(WAIT_S)

@@ -27,15 +27,9 @@ from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, Tr
 from torchrl_ext.types import Info
 
 __all__ = [
-    "Link",
-    "LocalListener",
-    "close_in_children",
-    "connect_locally",
-    "new_address",
-    "ranks_text",
-    "serve",
+    "Link", "LocalListener", "close_in_children", "connect_locally", "new_address", "ranks_text", "serve",
     "shared_address",
-]
+]  # fmt: skip
 
 LONGEST_BYTES = 256 << 20
 """Bound on one message: a list of a million parameters."""
@@ -182,13 +176,7 @@ class Link:
 
 
 def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], name: str) -> None:
-    """Give every connection to ``met``, with its address, in a thread of its own, until ``listener`` is shut down.
-
-    Args:
-        listener: a socket that listens.
-        met: called for each connection.
-        name: of the threads.
-    """
+    """Give every connection to ``met``, with its address, in a thread ``name``, until ``listener`` is shut down."""
 
     def accept() -> None:
         pause = threading.Event()
@@ -217,10 +205,7 @@ def shared_address(channel: str) -> str:
 
 
 class LocalListener:
-    """Where workers come in.
-
-    Args:
-        address: from `new_address` or `shared_address`.
+    """Where workers come in: an address from `new_address` or `shared_address`.
 
     Raises:
         TransportError: another process listens there.

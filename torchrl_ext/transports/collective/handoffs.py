@@ -116,7 +116,7 @@ class Announcements:
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self.group = group
         self._count = 0
         self._rows: list[Any] | None = None
 
@@ -125,8 +125,8 @@ class Announcements:
         self._count += 1
         rows = info["params"]
         short = {**info, "params": None} if rows == self._rows else info  # a model's list of parameters rarely changes
-        self._group.notes.put(self._key(self._count), short)
-        self._group.notes.drop(self._key(self._count - 1))
+        self.group.notes.put(self._key(self._count), short)
+        self.group.notes.drop(self._key(self._count - 1))
         self._rows = rows
 
     def get(self, timeout_s: float) -> Info | None:
@@ -136,7 +136,7 @@ class Announcements:
             NotConnectedError: the trainer ended the group, or is gone, or another thread aborted.
             TransportError: what is announced is no handoff.
         """
-        group, key = self._group, self._key(self._count + 1)
+        group, key = self.group, self._key(self._count + 1)
         until = deadline(timeout_s)
         try:
             while not (found := group.notes.wait(key, min(until, deadline(_LOOK_S)))):
@@ -164,9 +164,9 @@ class Announcements:
         return info
 
     def _ended(self) -> str | None:
-        if self._group.notes.stop.is_set():
+        if self.group.notes.stop.is_set():
             return "this rank aborted"
-        return stop_reason(self._group) or (None if self._group.whole else "a connection of the group was closed")
+        return stop_reason(self.group) or (None if self.group.whole else "a connection of the group was closed")
 
     def _key(self, number: int) -> str:
-        return f"announced/{self._group.generation}/{number}"
+        return f"announced/{self.group.generation}/{number}"

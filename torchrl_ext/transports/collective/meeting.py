@@ -21,7 +21,7 @@ from torchrl_ext import errors
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.handoffs import tell_stopped
+from torchrl_ext.transports.collective.handoffs import Announcements, tell_stopped
 from torchrl_ext.transports.collective.notes import KeptNotes, NoteStore, RemoteNotes
 from torchrl_ext.transports.links import ranks_text
 from torchrl_ext.types import Info, ParamMeta
@@ -56,7 +56,7 @@ class Membership:
     """
 
     def __init__(
-        self, address: str, port: int, *, secret: str, device: torch.device, backend: str, timeout_s: float
+        self, address: str, port: int, secret: str, *, device: torch.device, backend: str, timeout_s: float
     ) -> None:
         self.address, self.port, self.device, self.backend = address, port, device, backend
         self.timeout_s = timeout_s
@@ -64,6 +64,7 @@ class Membership:
         self.stop = threading.Event()
         self._notes: NoteStore | None = None
         self._group: Group | None = None
+        self._announcements: Announcements | None = None
         self._generations = 0
 
     @property
@@ -81,6 +82,13 @@ class Membership:
             closed = "" if self._group is None else ": its group was closed after a failure"
             raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=_AGAIN)
         return self._group
+
+    def announcements(self) -> Announcements:
+        """This rank's place in what is announced to the group of now; errors as `group`."""
+        group = self.group()
+        if self._announcements is None or self._announcements.group is not group:
+            self._announcements = Announcements(group)
+        return self._announcements
 
     def notes(self, room: str) -> NoteStore:
         """Trainer: the notes that it hosts, for those who meet in ``room``.

@@ -97,34 +97,21 @@ class VLLMCollectiveTransport(StandaloneTransport):
         if world_size is not None and not 0 <= self.rank < world_size:
             raise ConfigError(f"rank {self.rank} does not exist in world_size {world_size}")
         self._member = Membership(
-            self.master_address,
-            self.master_port,
-            secret=secret,
-            device=self.device,
-            backend=self.backend,
-            timeout_s=timeout_s,
+            master_address, self.master_port, secret, device=self.device, backend=self.backend, timeout_s=timeout_s
         )
         self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0
         self._plan = Plan()
-        self._announcements: handoffs.Announcements
 
     @classmethod
     def from_info(cls, info: Info) -> VLLMCollectiveTransport:
         info = {"rank": 1, **info}
         _require(info, master_address=str, master_port=int, rank=int, world_size=int, room=str)
         _require(info, backend=str, bucket_bytes=int, timeout_s=float)
-        return cls(
-            info["master_address"],
-            info["master_port"],
-            info["rank"],
-            info["world_size"],
-            backend=info["backend"],
-            device="cpu" if info["backend"] == "gloo" else None,
-            bucket_bytes=info["bucket_bytes"],
-            secret=str(info.get("secret", "")),
-            timeout_s=info["timeout_s"],
-        )
+        device, secret = "cpu" if info["backend"] == "gloo" else None, str(info.get("secret", ""))
+        given = {name: info[name] for name in ("backend", "bucket_bytes", "timeout_s")}
+        place = (info[name] for name in ("master_address", "master_port", "rank", "world_size"))
+        return cls(*place, device, secret=secret, **given)
 
     # forming the group
 
@@ -143,13 +130,12 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self._member.stop.clear()
         if self.rank == 0:
             self._host(LOBBY, self._standalone_size(), params)
+        elif self.master_port == 0:
+            raise ConfigError(
+                f"rank {self.rank} does not know the trainer's port", hint="give the trainer and every worker one port"
+            )
         else:
-            if self.master_port == 0:
-                raise ConfigError(
-                    f"rank {self.rank} does not know the trainer's port",
-                    hint="give the trainer and every worker one port",
-                )
-            self._enter(LOBBY, self.world_size, params)
+            self._member.enter(LOBBY, self.rank, self.world_size, params)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
@@ -191,20 +177,11 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 hint="give each engine the rank offset 1 + workers of the engines before it",
             )
         self._member.stop.clear()
-        self._enter(info["room"], info["world_size"], ())
+        self._member.enter(info["room"], self.rank, info["world_size"], ())
 
     def _host(self, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
         self._member.host(room, size, params)
         self._agreed = {meta.name: meta for meta in params}
-        self._count_anew()
-
-    def _enter(self, room: str, size: int | None, params: tuple[ParamMeta, ...]) -> None:
-        self._member.enter(room, self.rank, size, params)
-        self._count_anew()
-
-    def _count_anew(self) -> None:
-        self._handoffs = 0
-        self._announcements = handoffs.Announcements(self._member.group())
 
     def _standalone_size(self) -> int:
         if self.world_size is None:
@@ -312,8 +289,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
     # alone
 
     def announce(self, info: Info) -> None:
-        self._member.group()
-        self._announcements.put(info)
+        self._member.announcements().put(info)
 
     def poll(self, timeout_s: float) -> Info | None:
         """The next announcement.
@@ -326,8 +302,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
-        self._member.group()
-        return self._announcements.get(timeout_s)
+        return self._member.announcements().get(timeout_s)
 
     # both ends
 
