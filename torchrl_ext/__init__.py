@@ -77,14 +77,14 @@ __all__ = [*sorted(_HOME), "__version__", "engines", "make_engine", "make_transp
 
 
 def transports() -> Mapping[str, str]:
-    """Read-only mapping of the transport names to one line each."""
+    """Return a read-only mapping of the transport names to one line each."""
     from torchrl_ext import registry
 
     return registry.transports.names()
 
 
 def engines() -> Mapping[str, str]:
-    """Read-only mapping of the engine names to one line each."""
+    """Return a read-only mapping of the engine names to one line each."""
     from torchrl_ext import registry
 
     return registry.engines.names()

@@ -32,7 +32,7 @@ Shapes = dict[str, tuple[int, ...]]
 def model_shapes(
     layers: int, hidden: int, vocab: int, *, heads: float = 1.0, kv: float = 0.5, mlp: float = 3.0
 ) -> Shapes:
-    """A Qwen3-like decoder, untied: with 28, 1024 and 32,000 it has 311 tensors and 418 M elements.
+    """Return the shapes of an untied Qwen3-like decoder: with 28, 1024 and 32,000 it has 311 tensors and 418 M elements.
 
     Args:
         layers, hidden, vocab: its size.
@@ -65,12 +65,12 @@ SIZES: dict[str, dict[str, Shapes]] = {
 
 
 def weights_of(shapes: Shapes, fill: int, device: str = "cpu") -> dict[str, Tensor]:
-    """bfloat16 tensors of these shapes."""
+    """Return bfloat16 tensors of these shapes, every element ``fill``."""
     return {name: torch.full(shape, fill, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
 
 
 def shapes_bytes(shapes: Shapes) -> int:
-    """Bytes of `weights_of`."""
+    """Return the bytes that `weights_of` takes."""
     return 2 * sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -103,7 +103,7 @@ def real_chain(
     lr: float = 1e-6,
     seed: int = 0,
 ) -> list[dict[str, Tensor]]:
-    """Consecutive bfloat16 checkpoints of a causal language model, as a trainer with fp32 master weights makes them.
+    """Train a causal language model as with fp32 master weights, and return consecutive bfloat16 checkpoints of it.
 
     The model is trained for ``pretrain_steps`` at 1e-3, then fine-tuned by AdamW at ``lr``: ``warm_steps`` first, so
     that the optimizer's state is that of a run under way, then ``steps_per_sync`` between checkpoints.
@@ -153,7 +153,7 @@ def real_chain(
 def synthetic_pair(
     density: float, *, clustered: bool = False, hidden: int = 1024, layers: int = 28, vocabulary: int = 32_000
 ) -> Pair:
-    """Normal weights of std 0.02 in bfloat16 and a uniform step of the size that changes ``density`` of them.
+    """Draw bfloat16 weights of std 0.02, and take the uniform step whose size changes ``density`` of them.
 
     Args:
         density: share of elements that change, 0 to 1; above 0.995 as for 0.995, since some steps are always too small.
@@ -187,7 +187,7 @@ def _step_for(density: float) -> float:
 
 
 def bounds(old: Tensor, new: Tensor) -> tuple[int, float, float]:
-    """Changed elements of one bfloat16 tensor, and the fewest bits that they can take under two models.
+    """Count the changed elements of a bfloat16 tensor, and the fewest bits that they can take under two models.
 
     Plain: positions as a Bernoulli process, and ulp steps by their order-0 entropy. Conditional: the same for each
     exponent of the base apart. Tables that tell the distributions are not counted.

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Every data set in turn."""
+    """Measure every data set in turn."""
     results = {"cores": worker_threads(), "threads": args.threads, "torch": torch.__version__, "sets": []}
 
     def one(label: str, pair: Pair) -> None:
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
 
 
 def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
-    """Bytes of every encoding with all framing, and both bounds.
+    """Count the bytes of every encoding with all framing, beside both bounds.
 
     Args:
         pair: bfloat16 tensors.
@@ -155,7 +155,7 @@ def _shard_bytes(pair: Pair, name: str, threads: int) -> int:
 
 
 def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = None) -> dict[str, Any]:
-    """Seconds to diff, code, check and write to a file, per way, in turns; and the memory that `ulp` adds.
+    """Time each way to diff, code, check and write to a file, in turns; and measure the memory that `ulp` adds.
 
     Args:
         pair: any dtype.
@@ -235,7 +235,7 @@ class _Summed(Codec):
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-    """First uses, sizes, speeds: what was measured of these."""
+    """Show first uses, sizes and speeds, as far as they were measured."""
     first = [table(results["first_use"])] if "first_use" in results else []
     if not results["sets"]:
         return first

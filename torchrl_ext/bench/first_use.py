@@ -33,7 +33,7 @@ _DEADLINE_S = 600.0
 
 
 def measure_first_use(say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds of each step, with an empty cache and with a warm one; and where loops are kept on this machine."""
+    """Time each step with an empty cache and with a warm one; and say where this machine keeps compiled loops."""
     from torchrl_ext.transports.warming import cache_folder
 
     found: dict[str, Any] = {"cache": cache_folder(), "steps": dict(STEPS)}
@@ -68,7 +68,7 @@ def _both(cache: str) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """Seconds of each step, trainer and engine beside each other."""
+    """Show the seconds of each step, trainer and engine beside each other."""
     columns = [(state, end) for state in ("empty", "warm") for end in ("trainer", "engine")]
     shown = Table(
         "seconds", *(f"{end}, {state} cache" for state, end in columns), title="first updates of a 0.4 M model"

@@ -154,7 +154,7 @@ def _on_host(tensor: Tensor, pinned: bool) -> Tensor:
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Shared memory, then deltas."""
+    """Show shared memory, then deltas."""
     title = f"GB of weights per second on {results['device']}, kernels: {results['kernels']}"
     ipc = Table("ipc between two processes", "copy on the device", "ipc/copy", title=title)
     speeds = results["ipc"]["gb_per_s"]

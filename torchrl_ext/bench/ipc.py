@@ -29,7 +29,7 @@ TARGET = 0.8
 
 
 def measure_ipc(size: str, part: str, repeats: int, device: str = "cpu") -> dict[str, Any]:
-    """Speeds of one set of shapes on ``device``, and host memory.
+    """Measure speeds and host memory for one set of shapes on ``device``.
 
     Raises:
         TransportError: the worker process failed, or got other bytes.
@@ -105,7 +105,7 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int, device: str) -
 
 
 def in_one_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors in one piece of shared memory (a file for each would be more than a process may hold open)."""
+    """Copy the tensors into one piece of shared memory (a file for each would be more than a process may hold open)."""
     flat = torch.empty(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8)
     flat.share_memory_()
     found, begin = {}, 0

@@ -48,7 +48,7 @@ def add_subjects(parser: argparse.ArgumentParser, subjects: Mapping[str, tuple[s
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; tables, or with ``--json`` the numbers behind them. Progress goes to standard error."""
+    """Measure, and print tables, or with ``--json`` the numbers behind them. Progress goes to standard error."""
     subject = importlib.import_module(args.module)
     progress = Console(stderr=True)
     with progress.status("starting") as status:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, after one round that is not counted; every round starts with another way."""
+    """Time each way in each round, after one round that is not counted; every round starts with another way."""
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
@@ -82,7 +82,7 @@ def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, l
 
 
 def ratio(fast_s: Sequence[float], slow_s: Sequence[float], target: float | None = None) -> dict[str, Any]:
-    """How much faster one way is than another, round by round: other jobs weigh on both sides of a round alike.
+    """Compare two ways round by round, as other jobs of the machine weigh on both sides of a round alike.
 
     Returns:
         Median, lowest and highest ratio of the rounds (above 1 the first way is faster), the ratio that was promised if
@@ -95,13 +95,13 @@ def ratio(fast_s: Sequence[float], slow_s: Sequence[float], target: float | None
 
 
 def at_most(found: float, bound: float | None) -> dict[str, Any]:
-    """A figure beside the most that it should be, JSON-safe."""
+    """Hold a figure against the most that it should be; JSON-safe."""
     return {"found": found, "target": bound, "met": bound is None or found <= bound}
 
 
 @contextlib.contextmanager
 def track_peak() -> Iterator[list[int]]:
-    """Most resident memory that the block adds to this process, in bytes; the list stays empty where nobody can tell.
+    """Note the most resident memory that the block adds, in bytes; the list stays empty where nobody can tell.
 
     Linux: writing 5 to ``/proc/self/clear_refs`` resets the high-water mark in ``/proc/self/status`` (proc(5)).
     """
@@ -120,7 +120,7 @@ def track_peak() -> Iterator[list[int]]:
 
 
 def _resident_bytes(field: str) -> int:
-    """A field of ``/proc/self/status``, in bytes."""
+    """Return a field of ``/proc/self/status``, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 

@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """One table: seconds of both, and their ratio."""
+    """Show the seconds of both, and their ratio."""
     title = f"{results['parameters'] / 1e6:.0f} M parameters to {results['workers']} workers"
     seen = "workers see each step of the optimizer at once"
     table = Table("scheme", "send, s", "ours is times as fast", title=title)
@@ -148,7 +148,7 @@ class _Workers:
             child.join(TIMEOUT_S)
 
     def timed(self, way: str) -> float:
-        """Change the policy everywhere, and send it; seconds of the latter."""
+        """Change the policy everywhere, send it, and return the seconds that sending took."""
         self._step()
         scheme, weights = self._way(way)
         began = time.perf_counter()
@@ -166,7 +166,7 @@ class _Workers:
                     raise IntegrityError(f"worker {idx} does not hold what {way!r} sent")
 
     def sees_what_was_not_sent(self) -> dict[str, bool]:
-        """Whether workers see a change of the trainer's tensors that nobody sent."""
+        """Tell whether workers see a change of the trainer's tensors that nobody sent."""
         self._step()
         self._shared.update_(self._weights)
         return {way: any(sums == _sums(self._policy) for sums in self._ask(way)) for way in self._schemes}

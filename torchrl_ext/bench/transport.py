@@ -98,7 +98,7 @@ class _End:
         self._plain: Any = dist.ProcessGroupGloo(store, rank, 2, longest)  # torch declares none of its collectives
 
     def compare(self, shapes: Shapes, ways: Mapping[str, int | None], repeats: int) -> dict[str, list[float]]:
-        """Seconds of each way (a bucket size, or None for one flat tensor) in each round."""
+        """Time each way (a bucket size, or None for one flat tensor) in each round."""
         weights = weights_of(shapes, self.rank)
         flat = torch.ones(shapes_bytes(shapes), dtype=torch.uint8)
 
@@ -115,7 +115,7 @@ class _End:
         return rounds({name: partial(timed, bucket_bytes) for name, bucket_bytes in ways.items()}, repeats)
 
     def peak(self, shapes: Shapes, bucket_bytes: int) -> list[int]:
-        """Memory that one transfer adds on this end (the second one: what the first one loads is the program)."""
+        """Measure the memory that one transfer adds here (the second one, since the first one loads the program)."""
         weights = weights_of(shapes, self.rank)
         self.move(weights, bucket_bytes)
         self.meet()
@@ -125,7 +125,7 @@ class _End:
         return extra
 
     def move(self, weights: Mapping[str, Tensor], bucket_bytes: int) -> None:
-        """One update, received in place."""
+        """Make one update, which is received in place."""
         if self.rank == 0:
             self._transport.bucket_bytes = bucket_bytes
             handoff = self._transport.prepare(MappingSource(weights), 1)
@@ -145,7 +145,7 @@ class _End:
     def steps(
         self, shapes: Mapping[str, Shapes], bucket_bytes: int, repeats: int
     ) -> Iterator[tuple[str, dict[str, list[float]], list[int]]]:
-        """Everything that is measured: part, seconds by way, memory."""
+        """Measure part by part, and yield its name, seconds by way, and memory."""
         ways = {"flat": None, "buckets": bucket_bytes, "one_by_one": 0}
         for part, own in shapes.items():
             yield part, self.compare(own, ways, repeats), self.peak(own, bucket_bytes)
@@ -248,7 +248,7 @@ def _disk(shapes: Shapes, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Speeds; then everything that was promised, with what was found."""
+    """Show speeds; then everything that was promised, with what was found."""
     speeds = Table("tensors", "bytes", "way", "GB/s", title=f"{results['cores']} cores, torch {results['torch']}")
     promises = Table("measured in one run", "median", "spread", "promised", "")
     for part, what in (("model", "collective"), ("small", "collective"), ("ipc", "ipc"), ("disk", "disk")):

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask every address; a list of facts, or with ``--json`` ``{"engines": [...]}`` in the order given."""
+    """Ask every address, and print what it says, or with ``--json`` ``{"engines": [...]}`` in the order given."""
     from torchrl_ext.rpc.discovery import discover
 
     found = discover(*args.addresses, timeout_s=args.timeout_s, api_key=args.api_key)

@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Recommend; a page, or with ``--json`` one document.
+    """Recommend, and print a page, or with ``--json`` one document.
 
     Raises:
         ConfigError: facts that cannot be, or under which nothing works.

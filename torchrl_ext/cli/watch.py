@@ -31,7 +31,7 @@ _COLOURS = {"serving": "green", "paused": "yellow", "asleep": "yellow", "unreach
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLook:
-    """One engine at one moment.
+    """What one engine is at one moment.
 
     Attributes:
         engine: its address.
@@ -77,7 +77,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until Ctrl-C, or for ``--looks``; with ``--json`` one document with the last look.
+    """Watch until Ctrl-C, or for ``--looks``; with ``--json`` print one document with the last look.
 
     Raises:
         ConfigError: numbers that make no sense.

@@ -1,4 +1,4 @@
-"""Our transports among the backends of `torchrl.weight_update.WeightSyncScheme.from_backend`.
+"""Makes our transports known among the backends of `torchrl.weight_update.WeightSyncScheme.from_backend`.
 
 Importing this module adds them, and imports TorchRL for it. `torchrl_ext` does so by itself where TorchRL was imported
 before one of its names is used; it never imports TorchRL for that, since engines have none.

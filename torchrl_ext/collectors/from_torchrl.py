@@ -56,7 +56,7 @@ Device = torch.device | str | int
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """``{name: (dtype, shape)}`` of what a sender sends of ``model``: LoRA merged, tied tensors under one name.
+    """Return ``{name: (dtype, shape)}`` of what a sender sends of ``model``: LoRA merged, tied tensors once.
 
     Args:
         model: a module; TorchRL's LLM wrappers stand for the model inside.
@@ -123,11 +123,11 @@ class VLLMWeightSyncScheme(_GroupScheme):
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
 
     def create_sender(self) -> VLLMWeightSender:
-        """The trainer's end."""
+        """Make the trainer's end."""
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """The engine's end, as `VLLMWeightReceiver` describes it."""
+        """Make the engine's end, as `VLLMWeightReceiver` describes it."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 
@@ -168,11 +168,11 @@ class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
         return DiskTransport(self.remote_addr, seen_at=self.local_addr, **settings)
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
-        """The trainer's end."""
+        """Make the trainer's end."""
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """The engine's end, as `VLLMDoubleBufferWeightReceiver` describes it."""
+        """Make the engine's end, as `VLLMDoubleBufferWeightReceiver` describes it."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
@@ -215,11 +215,11 @@ class SGLangWeightSyncScheme(_GroupScheme):
         self.flush_cache_on_update, self.pause_mode = flush_cache_on_update, pause_mode
 
     def create_sender(self) -> SGLangWeightSender:
-        """The trainer's end."""
+        """Make the trainer's end."""
         return SGLangWeightSender(self)
 
     def create_receiver(self, *_: Any, **__: Any) -> None:
-        """None, as in TorchRL: the server has its receivers."""
+        """Return None, as in TorchRL: the server has its receivers."""
 
 
 @final
@@ -250,7 +250,7 @@ class VLLMDoubleBufferTransport:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> Any | None:
-        """The newest version, also when it was read before, as TorchRL's does; a TensorDict with flat keys.
+        """Return the newest version as a TensorDict with flat keys, also when it was read before, as TorchRL's does.
 
         Args:
             timeout: seconds to wait for the first version; None does not wait, and gives None where there is none.
@@ -266,7 +266,7 @@ class VLLMDoubleBufferTransport:
             reader.shutdown()
 
     def check_connection(self) -> bool:
-        """True: a directory needs no connection."""
+        """Return True, since a directory needs no connection."""
         return True
 
     def shutdown(self) -> None:
@@ -350,7 +350,7 @@ class SGLangCollectiveTransport:
         self._sender.update_weights(weights)
 
     def check_connection(self) -> bool:
-        """Whether the group is formed."""
+        """Tell whether the group is formed."""
         return self._sender is not None and self._sender.check_connection()
 
     def shutdown(self) -> None:

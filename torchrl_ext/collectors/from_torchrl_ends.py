@@ -53,7 +53,7 @@ class _Sender:
         self._collectors: list[Any] = []
 
     def register_model(self, model: Any) -> None:
-        """What `update_weights` sends when no weights are passed; held weakly, where it can be."""
+        """Register what `update_weights` sends when no weights are passed; it is held weakly, where it can be."""
         try:
             self._model = weakref.ref(model)
         except TypeError:  # a plain dict takes no weak reference
@@ -68,7 +68,7 @@ class _Sender:
             self._sender.register_collector(collector)
 
     def update_weights(self, weights: Any = None) -> SyncReport:
-        """Send the registered model's weights, or ``weights``; returns when every engine serves them.
+        """Send the registered model's weights, or ``weights``, and return when every engine serves them.
 
         Raises:
             NotConnectedError: there is nothing to send, or nobody to send it to.
@@ -137,7 +137,7 @@ class SGLangWeightSender(_Sender):
         self._connect(engine).init_all_workers_group(model_metadata)
 
     def flush_cache(self) -> bool:
-        """Drop the server's prefix cache, which every update has done already; False where it cannot now."""
+        """Drop the server's prefix cache, which every update has done already; return False where it cannot now."""
         server = HTTPSession(self._scheme.server_url, timeout_s=30.0)
         try:
             server.post("/flush_cache", {})
@@ -175,7 +175,7 @@ class _Receiver(ABC):
 
     @abstractmethod
     def poll_and_apply(self, timeout: float) -> bool:
-        """Whether weights came within ``timeout`` seconds and are in service."""
+        """Wait ``timeout`` seconds at most, and tell whether weights came and are in service."""
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Land ``weights`` in an engine of this process; one elsewhere has them when its sender's update returns.
@@ -194,7 +194,7 @@ class _Receiver(ABC):
 
 
 class VLLMWeightReceiver(_Receiver):
-    """The engine's end of the collective.
+    """Lands weights that come over the collective, at the engine's end.
 
     Args:
         scheme: a `VLLMWeightSyncScheme`.
@@ -221,7 +221,7 @@ class VLLMWeightReceiver(_Receiver):
         self._transport.init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Whether weights came within ``timeout`` seconds and are in place; False for an engine that is driven."""
+        """Tell whether weights came within ``timeout`` seconds and are in place; False for an engine that is driven."""
         if self._local is None:
             return False
         if self._transport is None:
@@ -250,7 +250,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
         self._handed = None if driven is None else HandedOn(self._transport, driven)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Whether a version newer than the last one was published within ``timeout`` seconds and is in service.
+        """Tell whether a newer version was published within ``timeout`` seconds and is in service.
 
         Raises:
             ManifestError: it has other parameters than the engine; nothing was changed.
@@ -275,5 +275,5 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
 
 
 def sglang_client(server_url: str, pause_mode: str | None) -> EngineClient:
-    """The client of an SGLang server, which pauses as TorchRL's argument says."""
+    """Make the client of an SGLang server, which pauses as TorchRL's argument says."""
     return engines.make("sglang", url=server_url, **({} if pause_mode is None else {"pause_mode": pause_mode}))

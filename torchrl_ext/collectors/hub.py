@@ -30,7 +30,7 @@ _LOOK_S = 0.2
 
 
 class Hub:
-    """Where the workers of one model dial in; accepts them in a thread of its own.
+    """Lets the workers of one model dial in, and accepts them in a thread of its own.
 
     Args:
         host: address to listen on, and the one that workers dial.
@@ -138,7 +138,7 @@ def _close(listener: socket.socket, links: dict[int, Link], owner: int) -> None:
 
 
 def dial(address: tuple[str, int], model_id: str, worker: int, token: str, timeout_s: float) -> tuple[Link, Info]:
-    """Worker end: connect to the trainer's hub.
+    """Connect a worker to the trainer's hub.
 
     Returns:
         The link, and what the trainer says in welcome.

@@ -21,7 +21,7 @@ EXTRA = "__extra_state__"
 
 
 def other_names(weights: Any) -> dict[str, str]:
-    """Names of tied tensors that do not travel -> the name under which they do."""
+    """Map the names of tied tensors that do not travel to the name under which they do."""
     return dict(as_source(weights).tied())
 
 

@@ -61,10 +61,10 @@ class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl ha
 
     @abstractmethod
     def create_transport(self, **settings: Any) -> Transport:
-        """The trainer end, new; ``settings`` come on top of the scheme's own."""
+        """Make a new trainer end; ``settings`` come on top of the scheme's own."""
 
     def worker_transport(self) -> Transport:
-        """The trainer end for the workers of a collector, whose number is known when they are connected."""
+        """Make the trainer end for a collector's workers, whose number is known when they are connected."""
         return self.create_transport()
 
     # trainer end
@@ -239,7 +239,7 @@ class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl ha
         super().shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker needs: settings and the trainer's address."""
+        """Return what a worker needs: settings and the trainer's address."""
         return super().__getstate__() | {"_trainer_end": None, "_worker_end": None, "_weights": None, "_seen": 0}
 
 

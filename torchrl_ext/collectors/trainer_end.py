@@ -34,7 +34,7 @@ log = logging.getLogger("torchrl_ext")
 
 
 class SchemeTrainerEnd:
-    """Workers of one model, and the sender that reaches them.
+    """Knows the workers of one model, and the sender that reaches them.
 
     Args:
         scheme: whose trainer end this is.
@@ -77,7 +77,7 @@ class SchemeTrainerEnd:
 
     @property
     def address(self) -> tuple[str, int, str] | None:
-        """Host, port and token for workers."""
+        """The host, port and token that workers dial."""
         return None if self._hub is None else (*self._hub.address, self._hub.token)
 
     def start(self, weights: Any = None) -> None:
@@ -109,7 +109,7 @@ class SchemeTrainerEnd:
             self._kept = None
 
     def send(self, weights: Any, ids: Sequence[int] | None) -> None:
-        """One update of all workers, or of those in ``ids``."""
+        """Update all workers once, or those in ``ids``."""
         if not self._busy.acquire(blocking=False):
             raise ConcurrentUpdateError(
                 f"send was called while another send of model {self._model_id!r} runs", hint="send from one thread"

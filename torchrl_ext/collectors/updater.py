@@ -78,7 +78,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
 
     @property
     def sender(self) -> WeightSender:
-        """What sends; made on first use, so that an updater can be pickled before.
+        """The sender, which is made on first use, so that an updater can be pickled before.
 
         Raises:
             EngineError: an engine that was given by its address does not answer.
@@ -94,7 +94,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         return 0 if self._sender is None else self._sender.version
 
     def register_model(self, model: Any) -> None:
-        """What is sent when no weights are passed; kept alive."""
+        """Register what is sent when no weights are passed; it is kept alive."""
         self._model = model
 
     def init(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None) -> None:
@@ -108,7 +108,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         self.sender.init_all_workers_group(model_metadata)
 
     def maybe_init_group(self) -> None:
-        """As `init`, for code written for TorchRL's own updaters: without a model the first update does it."""
+        """Do as `init`, for code written for TorchRL's own updaters: without a model the first update does it."""
         if self._model is not None and not self.sender.check_connection():
             self.init()
 
@@ -130,7 +130,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         self._call_post_hooks()
 
     def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        """As `push_weights`, for a collector's `update_policy_weights_`, which bumps its own version afterwards."""
+        """Do as `push_weights`, for a collector's `update_policy_weights_`, which bumps its own version afterwards."""
         self._require_everybody(worker_ids)
         self._push_weights(policy_or_weights=policy_or_weights)
         others = (known for known in self.collectors or () if known is not None and not self._calls(known))
@@ -187,7 +187,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         return policy_or_weights
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what only this process has: the sender, and references to collectors."""
+        """Leave out what only this process has: the sender, and references to collectors."""
         return self.__dict__ | {"_sender": None, "_collector_wrs": None}
 
 

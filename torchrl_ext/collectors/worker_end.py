@@ -1,4 +1,4 @@
-"""A worker of a collector as an engine: the trainer asks over a `Link`, a `WeightReceiver` in the worker answers."""
+"""Drives a worker of a collector as an engine: the trainer asks over a `Link`, a `WeightReceiver` there answers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class WorkerEngine(EngineClient):
             self.ask(Leave())
 
     def ask(self, message: Message) -> Any:
-        """Let the worker do one thing, and wait until it has; returns what it tells.
+        """Let the worker do one thing, wait until it has, and return what it tells.
 
         Raises:
             EngineUnreachableError: the worker is gone.
@@ -136,7 +136,7 @@ class WorkerEngine(EngineClient):
 
 
 class SchemeWorkerEnd:
-    """The worker end: answers the trainer, in the caller's thread until the first weights are in, then in its own.
+    """Answers the trainer at the worker end, in the caller's thread until the first weights are in, then in its own.
 
     Args:
         link: to the trainer.
@@ -180,7 +180,7 @@ class SchemeWorkerEnd:
         return self._thread is not None
 
     def wait_for(self, version: int, timeout_s: float) -> bool:
-        """Whether a version newer than ``version`` is in place, at the latest in ``timeout_s`` seconds."""
+        """Tell whether a version newer than ``version`` is in place, at the latest in ``timeout_s`` seconds."""
         with self._news:
             return self._news.wait_for(lambda: self.version > version, timeout_s)
 

@@ -64,7 +64,7 @@ class Parameter:
 
 
 def parameters(call: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """The named parameters of a class or a function, in order."""
+    """Read off the named parameters of a class or a function, in order."""
     hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call)
     return tuple(
         Parameter(
@@ -91,7 +91,7 @@ def _checkable(hint: Any) -> Any:
 
 
 def scheme_parameters(transport: str) -> tuple[Parameter, ...]:
-    """The settings of ``weight_sync_scheme=<transport>``: the scheme's own first, then the transport's.
+    """Return the settings of ``weight_sync_scheme=<transport>``: the scheme's own first, then the transport's.
 
     Raises:
         ConfigError: no such transport, or its imports fail.
@@ -103,7 +103,7 @@ def scheme_parameters(transport: str) -> tuple[Parameter, ...]:
 
 
 def updater_parameters() -> tuple[Parameter, ...]:
-    """The settings of ``weight_updater=transport``: every transport's, None where the transport's default is meant."""
+    """Return the settings of ``weight_updater=transport``: every transport's; None stands for its own default."""
     kinds: dict[str, set[Any]] = defaultdict(set)
     for fields in _known().values():
         for field in fields:
@@ -167,7 +167,7 @@ def transport_weight_updater(
     max_gap: float | str | None = "dtype",
     **settings: Any,
 ) -> Any:
-    """A `TransportWeightUpdater`, with every setting checked and nothing opened.
+    """Make a `TransportWeightUpdater`, with every setting checked and nothing opened.
 
     Args:
         transport: name of the transport.

@@ -116,7 +116,7 @@ class Route:
 
     @property
     def label(self) -> str:
-        """A name for tables: ``"delta ulp over disk"``."""
+        """The name in tables: ``"delta ulp over disk"``."""
         return " ".join(filter(None, (self.transport, self.encoding, self.carrier and f"over {self.carrier}")))
 
     @property
@@ -140,7 +140,7 @@ class Route:
         return sum(span.seconds * span.spread for span in self.spans)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-safe dictionary."""
+        """Return a JSON-safe dictionary."""
         names = ("label", "transport", "encoding", "carrier", "bytes", "seconds", "pause_s")
         told = {name: getattr(self, name) for name in names}
         return {**told, "seconds_low": self.low_s, "seconds_high": self.high_s, "spans": list(map(vars, self.spans))}
@@ -155,14 +155,14 @@ def routes(facts: Facts) -> list[Route]:
 
 
 def place_bits(density: float) -> float:
-    """Bits per changed element that its place takes at least: a Bernoulli process's entropy, H(p) / p."""
+    """Return the least bits per changed element for its place: a Bernoulli process's entropy, H(p) / p."""
     if density >= 1:
         return 0.0
     return -(math.log2(density) + (1 - density) / density * math.log2(1 - density))
 
 
 def ipc(facts: Facts) -> Route:
-    """Copied into a staging buffer, and from there into the parameters; both on the device that is shared."""
+    """Weights are copied into a staging buffer, and from there into the parameters, on the device that is shared."""
     size = facts.model_bytes
     copied_s = size / (_speed("copy") if facts.on_host else facts.device_bytes_s)
     return Route(
@@ -174,7 +174,7 @@ def ipc(facts: Facts) -> Route:
 
 
 def collective(facts: Facts) -> Route:
-    """Broadcast while engines are paused."""
+    """Weights are broadcast while engines are paused."""
     size = facts.model_bytes
     beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
     pause = _measured("pause", _broadcast(facts, size) + beside_s)
@@ -182,7 +182,7 @@ def collective(facts: Facts) -> Route:
 
 
 def disk(facts: Facts) -> Route:
-    """Written, read by every engine while it generates, and loaded from its page cache."""
+    """Weights are written, read by every engine while it generates, and loaded from its page cache."""
     size = facts.model_bytes
     reload_s = size / facts.workers_per_engine / _speed("reload")
     spans = [Span(name="publish", seconds=_to_host(facts) + _published(facts, size)), *_fetched(facts, size)]
@@ -191,7 +191,7 @@ def disk(facts: Facts) -> Route:
 
 
 def delta(facts: Facts, encoding: str, carrier: str) -> Route:
-    """Coded, published or broadcast and staged while engines generate; then what changed is written in place."""
+    """Changes are coded, published or broadcast and staged while engines generate, then written in place."""
     if encoding == "auto":  # what it does, per tensor: take the one that lands soonest
         best = min((delta(facts, one, carrier) for one in ("ulp", "context")), key=lambda route: route.seconds)
         return replace(best, encoding="auto")

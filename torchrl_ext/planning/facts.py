@@ -99,5 +99,5 @@ class Facts:
         return self.device == "cpu"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-safe dictionary of every field."""
+        """Return a JSON-safe dictionary of every field."""
         return dataclasses.asdict(self)

@@ -139,7 +139,7 @@ class WeightUpdateConfig:
             raise ConfigError(f"rollout_external_engine_addrs has {twice[0]} twice", hint="list each engine once")
 
     def transport_config(self) -> TransportConfig:
-        """The settings of the transport that these options name, under the transport's own names.
+        """Return the settings of the transport that these options name, under the transport's own names.
 
         Full updates of colocated engines over ``nccl`` go by memory handles (``ipc``), as a process group of two
         processes on one device cannot be formed.
@@ -156,7 +156,7 @@ class WeightUpdateConfig:
         return TransportConfig(name="ipc" if self.colocate else "collective", settings={})
 
     def make_transport(self, **settings: Any) -> Any:
-        """The transport that these options name.
+        """Make the transport that these options name.
 
         Args:
             settings: further settings of the transport, or others than the options say, under its own names.
@@ -179,7 +179,7 @@ class WeightUpdateConfig:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> WeightUpdateConfig:
-        """The options that were given on the command line."""
+        """Take the options that were given on the command line."""
         given = {option.name: getattr(args, option.name) for option in dataclasses.fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
         if "rollout_external_engine_addrs" in given:
@@ -188,7 +188,7 @@ class WeightUpdateConfig:
 
 
 def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None = None, **settings: Any) -> Serving:
-    """What `rollout_external_engine_addrs`, `vllm_config` or `sglang_config` describe, behind a router.
+    """Reach or start what `rollout_external_engine_addrs`, `vllm_config` or `sglang_config` describe, behind a router.
 
     Args:
         config: the options. ``vllm_router_ip`` and ``vllm_router_port`` name a router for external engines.

@@ -128,7 +128,7 @@ class Recommendation:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings for ``make_transport(recommendation.chosen.transport, ...)``."""
+        """The settings for ``make_transport(recommendation.chosen.transport, ...)``."""
         if self.chosen.transport == "disk":
             return {"root": self.facts.shared_path}
         if self.chosen.transport != "delta":
@@ -137,7 +137,7 @@ class Recommendation:
         return {**where, "encoding": self.chosen.encoding}
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-safe dictionary of everything."""
+        """Return a JSON-safe dictionary of everything."""
         return {
             "facts": self.facts.to_json(),
             "answers": {name: vars(answer) for name, answer in self.answers.items()},

@@ -66,7 +66,7 @@ class _Result:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, sync, prove; 0 where everything was verified, else 1."""
+    """Train, sync and prove; return 0 where everything was verified, else 1."""
     _check(args)
     started = time.perf_counter()
     with Interrupts() as interrupts, contextlib.ExitStack() as stack:

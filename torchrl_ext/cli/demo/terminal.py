@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Progress:
-    """A live bar and table in a terminal, plain lines elsewhere.
+    """Shows a live bar and table in a terminal, and plain lines elsewhere.
 
     Args:
         steps: how many there will be.
@@ -49,13 +49,13 @@ class Progress:
         self._live.stop()
 
     def say(self, what: str) -> None:
-        """What goes on now."""
+        """Say what goes on now."""
         self._bar.update(self._task, description=what)
         if not self._console.is_terminal:
             self._console.print(what, soft_wrap=True)
 
     def step(self, step: int, reward: float, loss: float, report: SyncReport) -> None:
-        """One training step and the update after it."""
+        """Show one training step and the update after it."""
         pause_s = max((row.pause_s for row in report.engines), default=0.0)
         cells = [str(step), f"{reward:.3f}", f"{loss:+.4f}", str(report.version), f"{report.bytes:,}"]
         cells.append(f"{pause_s * 1e3:.1f} ms")
@@ -66,7 +66,7 @@ class Progress:
             self._console.print("  ".join(f"{n} {c}" for n, c in zip(names, cells, strict=True)), soft_wrap=True)
 
     def conclude(self, verified: bool, weights_equal: bool, greedy_equal: bool, rewards: Sequence[float]) -> None:
-        """The proof."""
+        """Show the proof."""
         self._live.stop()
         self._console.print(f"reward: {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last")
         self._console.print(f"engine's weights bit-equal to the trainer's: {_answer(weights_equal)}")

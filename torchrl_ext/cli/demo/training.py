@@ -58,7 +58,7 @@ class DigitsReward(Transform):  # type: ignore[misc]  # torchrl has no types
 
 
 class DigitsTask:
-    """Continue a prompt with digits only.
+    """The task is to continue a prompt with digits only.
 
     Args:
         tokenizer: of `transformers`.
@@ -72,7 +72,7 @@ class DigitsTask:
         self.turns = len(_PROMPTS) * group
 
     def env(self) -> EnvBase:
-        """One dialog turn of every prompt, ``group`` times: a chat environment of batch size ``(turns,)``."""
+        """Make a chat environment of batch size ``(turns,)``: one dialog turn of every prompt, ``group`` times."""
         prompts = cast("Dataset[str]", _PROMPTS)  # torch takes any sequence, and does not say so
         loader = DataLoader(prompts, batch_size=1, collate_fn=lambda rows: TensorDict(query=rows, batch_size=[1]))
         env = ChatEnv.from_dataloader(
@@ -107,7 +107,7 @@ class Trainer:
         self._group, self._epochs = group, epochs
 
     def step(self, batch: TensorDictBase) -> tuple[float, float]:
-        """Policy-gradient steps on fresh rollouts.
+        """Take policy-gradient steps on fresh rollouts.
 
         Args:
             batch: of an `LLMCollector`; those of each prompt together.
@@ -137,7 +137,7 @@ class Trainer:
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """The trainer's own greedy continuation of ``prompt``, by `transformers`."""
+        """Continue ``prompt`` greedily with the trainer's own model, by `transformers`."""
         ids = torch.tensor([list(prompt)])
         settings = {"do_sample": False, "max_new_tokens": max_tokens, "attention_mask": torch.ones_like(ids)}
         return tuple(self.model.generate(ids, **settings)[0, ids.shape[1] :].tolist())

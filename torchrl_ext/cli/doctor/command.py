@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine everything; a table of what is wrong, or with ``--json`` every finding.
+    """Examine everything, and print a table of findings, or with ``--json`` every finding.
 
     Returns:
         0; 1 when an update would fail.

@@ -259,7 +259,7 @@ def _inside(told: Info, key: str) -> Info:
 
 
 def compare(every: list[Examined]) -> list[Finding]:
-    """What can only be seen in all engines together."""
+    """Note what can only be seen in all engines together."""
     notes = Notes("fleet")
     known = [one for one in every if one.info is not None]
     processes: dict[tuple[Any, Any], list[str]] = {}

@@ -46,7 +46,7 @@ class SharedChecks:
 
     @contextmanager
     def asking(self, addresses: list[str]) -> Iterator[Inspect]:
-        """The question for engines' workers; probes are gone when the block ends."""
+        """Yield the question for engines' workers; probes are gone when the block ends."""
         question: Info = {}
         shared: SharedRoot | None = None
         made: Path | None = None
@@ -98,7 +98,7 @@ class SharedChecks:
             )
 
     def forget(self, answer: Info) -> Inspect | None:
-        """What to ask so that the probe which ``answer`` names is removed."""
+        """Say what to ask so that the probe which ``answer`` names is removed."""
         probe = answer["root"].get("probe") if isinstance(answer.get("root"), dict) else None
         return None if probe is None else Inspect(clear={"root": str(self._root), "probe": probe})
 
@@ -190,7 +190,7 @@ class SharedChecks:
 
 
 def read_checkpoint(directory: str, notes: Notes) -> tuple[int, str]:
-    """Bytes of a full version of the trainer's checkpoint, and the dtype of most of it; 0 and "" where it has none."""
+    """Return the bytes of the trainer's checkpoint, and the dtype of most of it; 0 and "" where there is none."""
     from torchrl_ext.weights.checkpoint import CheckpointSource
 
     try:
@@ -228,7 +228,7 @@ def _config(directory: str) -> dict[str, Any]:
 
 
 def own_address(addresses: list[str]) -> str:
-    """The address of this machine on the way to the first engine whose address can be looked up."""
+    """Find the address of this machine on the way to the first engine whose address can be looked up."""
     for address in addresses:
         with suppress(ConfigError, OSError):
             parts = urlsplit(normalise_url(address))
