@@ -10,7 +10,7 @@ from torch import nn
 from torchrl.modules.llm.backends.vllm import RLvLLMEngine
 
 import torchrl_ext as tx
-from torchrl_ext.collectors.updater import as_engine
+from torchrl_ext.collectors.from_torchrl_ends import as_engine
 from torchrl_ext.errors import ConfigError, DeadlineError, UpdateError
 from torchrl_ext.sync.rlvllm import RLvLLMClient
 from torchrl_ext.weights.digests import tensor_digest

@@ -32,7 +32,7 @@ Shapes = dict[str, tuple[int, ...]]
 def model_shapes(
     layers: int, hidden: int, vocab: int, *, heads: float = 1.0, kv: float = 0.5, mlp: float = 3.0
 ) -> Shapes:
-    """Return the shapes of an untied Qwen3-like decoder: with 28, 1024 and 32,000 it has 311 tensors and 418 M elements.
+    """Return the shapes of an untied Qwen3-like decoder; 28, 1024 and 32,000 make 311 tensors and 418 M elements.
 
     Args:
         layers, hidden, vocab: its size.

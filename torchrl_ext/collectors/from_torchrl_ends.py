@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from torchrl_ext.collectors.updater import as_engine
 from torchrl_ext.errors import NotConnectedError, WeightSyncError
 from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.discovery import connect
+from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.connection import HandedOn
+from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
@@ -35,6 +37,7 @@ __all__ = [
     "VLLMDoubleBufferWeightSender",
     "VLLMWeightReceiver",
     "VLLMWeightSender",
+    "as_engine",
     "sglang_client",
 ]
 
@@ -114,7 +117,7 @@ class VLLMWeightSender(_Sender):
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``, from `get_model_metadata`.
-            vllm_engine: who is driven: anything that `torchrl_ext.collectors.updater.as_engine` takes (addresses,
+            vllm_engine: who is driven: anything that `as_engine` takes (addresses,
                 clients, `AsyncVLLM`); None where receivers form the group themselves, at the same time.
 
         Raises:
@@ -239,7 +242,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
 
     Args:
         scheme: a `VLLMDoubleBufferSyncScheme`.
-        vllm_engine: anything that `torchrl_ext.collectors.updater.as_engine` takes. An engine elsewhere reads what was
+        vllm_engine: anything that `as_engine` takes. An engine elsewhere reads what was
             published itself, so that it must see ``local_addr`` under the same path.
     """
 
@@ -277,3 +280,29 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
 def sglang_client(server_url: str, pause_mode: str | None) -> EngineClient:
     """Make the client of an SGLang server, which pauses as TorchRL's argument says."""
     return engines.make("sglang", url=server_url, **({} if pause_mode is None else {"pause_mode": pause_mode}))
+
+
+def as_engine(engine: Any) -> EngineClient | None:
+    """Make an engine client of whatever names an engine.
+
+    Args:
+        engine: None (data layer only); an `EngineClient`, or several; ``"host:port"``, or several; a module, mapping,
+            loader or receiver of this process; TorchRL's `AsyncVLLM` (any `RLvLLMEngine`).
+
+    Raises:
+        ConfigError: nothing knows how to drive it.
+        EngineError: nobody answers at an address.
+    """
+    if engine is None or isinstance(engine, EngineClient):
+        return engine
+    if isinstance(engine, str):
+        return connect(engine)
+    if isinstance(engine, WeightReceiver):
+        return InProcessEngine(engine)
+    if isinstance(engine, Sequence) and engine and all(isinstance(one, str) for one in engine):
+        return connect(*engine)
+    if isinstance(engine, Sequence) and engine:
+        return Fleet([client for client in map(as_engine, engine) if client is not None])
+    if is_torchrl(engine, "RLvLLMEngine") and "ray" in engines.names():
+        return engines.make("ray", engine=engine)
+    return InProcessEngine(as_loader(engine))

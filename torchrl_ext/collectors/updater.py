@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torchrl.collectors import Collector, WeightUpdaterBase
 
+from torchrl_ext.collectors.from_torchrl_ends import as_engine
 from torchrl_ext.errors import ConfigError, NotConnectedError
-from torchrl_ext.landing.loader import as_loader
-from torchrl_ext.registry import engines, transports
+from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.discovery import connect
-from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.sync.inprocess import InProcessEngine
 from torchrl_ext.sync.outgoing import bump
-from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import SyncReport
-from torchrl_ext.weights.source import is_torchrl
 
-__all__ = ["TransportWeightUpdater", "as_engine", "as_transport"]
+__all__ = ["TransportWeightUpdater"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -68,7 +63,10 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         **settings: Any,
     ) -> None:
         if not isinstance(transport, str) and settings:
-            as_transport(transport, **settings)  # says why not
+            raise ConfigError(
+                f"settings {sorted(settings)} are for a transport that exists already",
+                hint="give the transport's name",
+            )
         self._parts = (transport, engine, settings)
         proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap, "probe": probe}
         self._how: dict[str, Any] = {"mapper": mapper, "dtype": dtype, **proof}
@@ -85,7 +83,8 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         """
         if self._sender is None:
             transport, engine, settings = self._parts
-            self._sender = WeightSender(as_transport(transport, **settings), as_engine(engine), **self._how)
+            made = transports.make(transport, **settings) if isinstance(transport, str) else transport
+            self._sender = WeightSender(made, as_engine(engine), **self._how)
         return self._sender
 
     @property
@@ -189,45 +188,3 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what only this process has: the sender, and references to collectors."""
         return self.__dict__ | {"_sender": None, "_collector_wrs": None}
-
-
-def as_transport(transport: str | Transport, **settings: Any) -> Transport:
-    """A transport by name, or the one that is given.
-
-    Raises:
-        ConfigError: no such name, settings that it does not take, or settings for one that exists already.
-    """
-    if isinstance(transport, str):
-        return transports.make(transport, **settings)
-    if settings:
-        raise ConfigError(
-            f"settings {sorted(settings)} are for a transport that exists already", hint="give the transport's name"
-        )
-    return transport
-
-
-def as_engine(engine: Any, **settings: Any) -> EngineClient | None:
-    """An engine client for whatever names one.
-
-    Args:
-        engine: None (data layer only); an `EngineClient`, or several; ``"host:port"``, or several; a module, mapping,
-            loader or receiver of this process; TorchRL's `AsyncVLLM` (any `RLvLLMEngine`).
-        settings: of the clients that are made from addresses.
-
-    Raises:
-        ConfigError: nothing knows how to drive it.
-        EngineError: nobody answers at an address.
-    """
-    if engine is None or isinstance(engine, EngineClient):
-        return engine
-    if isinstance(engine, str):
-        return connect(engine, **settings)
-    if isinstance(engine, WeightReceiver):
-        return InProcessEngine(engine)
-    if isinstance(engine, Sequence) and engine and all(isinstance(one, str) for one in engine):
-        return connect(*engine, **settings)
-    if isinstance(engine, Sequence) and engine:
-        return Fleet([client for client in map(as_engine, engine) if client is not None])
-    if is_torchrl(engine, "RLvLLMEngine") and "ray" in engines.names():
-        return engines.make("ray", engine=engine)
-    return InProcessEngine(as_loader(engine))
