@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class FullWriter:
         if shard_bytes < 1:
             raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
         self._shard_bytes = sys.maxsize if adapter else shard_bytes
-        self._stem, self._index = ("adapter_model", _no_index) if adapter else ("model", _index)
+        self._adapter = adapter
         self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
 
     def needed_bytes(self, source: WeightSource) -> int:
@@ -70,14 +71,17 @@ class FullWriter:
             ManifestError: the source does not yield what it declares.
         """
         params = source.params()
-        shards = plan_shards(params, self._shard_bytes, self._stem)
+        shards = plan_shards(params, self._shard_bytes, "adapter_model" if self._adapter else "model")
         sizes: dict[str, int] = {}
         where: dict[str, str] = {}
         for shard in shards:
             sizes[shard.name] = shard.nbytes
-            where |= dict.fromkeys(map(attrgetter("name"), shard.params), shard.name)
-        index = self._index(where, sum(map(attrgetter("nbytes"), params)), version)
-        files = {**_checked_files(source.files()), **self._files, **index}
+            for meta in shard.params:
+                where[meta.name] = shard.name
+        files = {**_checked_files(source.files()), **self._files}
+        if not self._adapter:  # which file holds which tensor, as in any Hugging Face checkpoint; and the version
+            total = {"total_size": sum(map(attrgetter("nbytes"), params)), "version": f"{version:06d}"}
+            files[_INDEX] = (json.dumps({"metadata": total, "weight_map": where}, indent=2) + "\n").encode()
         checksums = _write_shards(
             draft.path,
             shards,
@@ -87,8 +91,10 @@ class FullWriter:
         for name, data in files.items():
             sizes[name] = len(data)
             draft.write(name, data)
-        placed = tuple(Placed(meta=meta, file=where[meta.name], checksum=checksums[meta.name]) for meta in params)
-        manifest = Manifest(version=version, run_id=run_id, params=placed, files=sizes)
+        placed = []
+        for meta in params:
+            placed.append(Placed(meta=meta, file=where[meta.name], checksum=checksums[meta.name]))
+        manifest = Manifest(version=version, run_id=run_id, params=tuple(placed), files=sizes)
         draft.write(MANIFEST, manifest.to_bytes())
         return manifest
 
@@ -102,17 +108,6 @@ def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
                 expected="plain names such as config.json",
             )
     return dict(files)
-
-
-def _no_index(where: Mapping[str, str], total: int, version: int) -> dict[str, bytes]:
-    """An adapter is one file."""
-    return {}
-
-
-def _index(where: Mapping[str, str], total: int, version: int) -> dict[str, bytes]:
-    """The index file of Hugging Face checkpoints, which file holds which tensor; and the version, for other readers."""
-    index = {"metadata": {"total_size": total, "version": f"{version:06d}"}, "weight_map": where}
-    return {_INDEX: (json.dumps(index, indent=2) + "\n").encode()}
 
 
 def _write_shards(
@@ -136,31 +131,41 @@ def _write_shards(
         OSError: a write failed; the files are incomplete.
     """
     checksums: dict[str, str] = {}
-    flow = _Flow(in_flight_bytes)
-    files = [_ShardFile(folder / shard.name, shard, flow, checksums) for shard in shards]
+    files: list[FileIO] = []
     writer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-write")  # two would wait for one inode's lock
     syncer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-fsync")
-    finished: list[Future[None]] = []
+    handed, in_flight = deque[tuple[Future[None], int]](), 0  # batches in the order in which they are written
+    synced: list[Future[None]] = []
     try:
-        for file in files:
+        for shard in shards:
+            file = open(folder / shard.name, "xb", buffering=0)
+            files.append(file)
             batch: list[tuple[ParamMeta, Tensor]] = []
             written: list[Future[None]] = []
             waiting = unsynced = 0
-            for last in range(len(file.layout.params) - 1, -1, -1):
+            head = shard.header
+            for last in range(len(shard.params) - 1, -1, -1):
                 meta, tensor = next(pairs)
                 batch.append((meta, tensor.detach().cpu()))
                 waiting += meta.nbytes
                 if waiting >= _BATCH_BYTES or len(batch) >= _MAX_BUFFERS or last == 0:
-                    flow.take(waiting)
-                    written.append(writer.submit(file.write, batch, waiting))
+                    while handed and (handed[0][0].done() or in_flight + waiting > in_flight_bytes):
+                        future, nbytes = handed.popleft()
+                        future.result()
+                        in_flight -= nbytes
+                    written.append(writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums))
+                    handed.append((written[-1], waiting))
+                    in_flight += waiting
                     unsynced += waiting
-                    batch, waiting = [], 0
+                    batch, waiting, head = [], 0, b""
                 if unsynced >= _SYNC_BYTES:  # the device starts while later tensors are still copied
-                    finished.append(syncer.submit(file.sync, written))
+                    synced.append(syncer.submit(_sync, file, written, False))
                     written, unsynced = [], 0
-            finished.append(syncer.submit(file.finish, written))
+            if head:  # a file without tensors
+                written.append(writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums))
+            synced.append(syncer.submit(_sync, file, written, True))
         next(pairs, None)  # lets the source say that it has more than it declared
-        for future in finished:
+        for future in synced:
             future.result()
     finally:
         writer.shutdown(cancel_futures=True)
@@ -170,108 +175,38 @@ def _write_shards(
     return checksums
 
 
-class _Flow:
-    """Bytes on their way to the files; a writer's failure reaches the thread that feeds it."""
+def _write_batch(
+    descriptor: int,
+    head: bytes,
+    offsets: Mapping[str, int],
+    batch: list[tuple[ParamMeta, Tensor]],
+    checksums: dict[str, str],
+) -> None:
+    """Write tensors, neighbours with one system call, and take their checksums while they are in the core's cache.
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._taken = limit, 0
-        self._failure: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def take(self, count: int) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._taken == 0 or self._taken + count <= self._limit
-            )
-            if self._failure is not None:
-                raise self._failure
-            self._taken += count
-
-    def give(self, count: int, failure: BaseException | None = None) -> None:
-        with self._changed:
-            self._taken -= count
-            self._failure = self._failure or failure
-            self._changed.notify_all()
-
-
-class _ShardFile:
-    """One file that one thread writes while another one syncs it."""
-
-    def __init__(self, path: Path, layout: Layout, flow: _Flow, checksums: dict[str, str]) -> None:
-        self.layout = layout
-        self._path, self._flow, self._checksums = path, flow, checksums
-        self._opening = threading.Lock()
-        self._descriptor: int | None = None
-
-    def write(self, batch: list[tuple[ParamMeta, Tensor]], nbytes: int) -> None:
-        failure: BaseException | None = None
-        try:
-            run = _Run(self._open())
-            while batch:
-                meta, tensor = batch.pop(0)
-                self._checksums[meta.name] = _checksum_into(run, self.layout.offsets[meta.name], tensor)
-                del tensor
-            run.flush()
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            self._flow.give(nbytes, failure)
-
-    def sync(self, written: list[Future[None]]) -> None:
-        for future in written:
-            future.result()
-        os.fdatasync(self._open())
-
-    def finish(self, written: list[Future[None]]) -> None:
-        for future in written:
-            future.result()
-        os.fsync(self._open())
-        self.close()
-
-    def close(self) -> None:
-        with self._opening:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
-
-    def _open(self) -> int:
-        with self._opening:
-            if self._descriptor is None:
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                _write(self._descriptor, [memoryview(self.layout.header)], 0)
-            return self._descriptor
-
-
-def _checksum_into(run: _Run, offset: int, tensor: Tensor) -> str:
-    hasher = xxhash.xxh3_128()
-    view = byte_view(tensor).numpy().data
-    for begin in range(0, len(view), CHUNK_BYTES):
-        chunk = view[begin : begin + CHUNK_BYTES]
-        hasher.update(chunk)
-        run.add(chunk, offset + begin)
-    return hasher.hexdigest()
-
-
-class _Run:
-    """Neighbouring pieces, written with one system call."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._pieces: list[memoryview] = []
-        self._begin = self._end = 0
-
-    def add(self, piece: memoryview, offset: int) -> None:
-        if offset != self._end or len(self._pieces) >= _MAX_BUFFERS or self._end - self._begin >= CHUNK_BYTES:
-            self.flush()
-            self._begin = self._end = offset
-        self._pieces.append(piece)
-        self._end += len(piece)
-
-    def flush(self) -> None:
-        if self._pieces:
-            _write(self._descriptor, self._pieces, self._begin)
-        self._pieces = []
+    Args:
+        descriptor: of the file.
+        head: what stands at its beginning, with its first tensors.
+        offsets: where each tensor goes.
+        batch: the tensors; emptied on the way, so that what is written is freed.
+        checksums: takes the xxh3-128 of each.
+    """
+    pieces, begin, end = [memoryview(head)] if head else [], 0, len(head)
+    while batch:
+        meta, tensor = batch.pop(0)
+        hasher, offset = xxhash.xxh3_128(), offsets[meta.name]
+        view = byte_view(tensor).numpy().data
+        for at in range(0, len(view), CHUNK_BYTES):
+            chunk = view[at : at + CHUNK_BYTES]
+            hasher.update(chunk)
+            if offset + at != end or len(pieces) >= _MAX_BUFFERS or end - begin >= CHUNK_BYTES:
+                _write(descriptor, pieces, begin)
+                pieces, begin, end = [], offset + at, offset + at
+            pieces.append(chunk)
+            end += len(chunk)
+        checksums[meta.name] = hasher.hexdigest()
+        del tensor
+    _write(descriptor, pieces, begin)
 
 
 def _write(descriptor: int, pieces: list[memoryview], offset: int) -> None:
@@ -282,3 +217,14 @@ def _write(descriptor: int, pieces: list[memoryview], offset: int) -> None:
             count -= len(pieces.pop(0))
         if pieces:
             pieces[0] = pieces[0][count:]
+
+
+def _sync(file: FileIO, written: list[Future[None]], last: bool) -> None:
+    """Have what was written on the device; close the file behind the last of it."""
+    for future in written:
+        future.result()
+    if last:
+        os.fsync(file.fileno())
+        file.close()
+    else:
+        os.fdatasync(file.fileno())
