@@ -142,7 +142,7 @@ class DiskTransport(StandaloneTransport, Incremental):
             self._pin(opened)
         self._opened = None
         try:
-            opened.check(tuple(ParamMeta.from_json(row) for row in info["params"]), info.get("run_id"))
+            opened.check(tuple(map(ParamMeta.from_json, info["params"])), info.get("run_id"))
             yield from opened.pairs(into)
         finally:
             opened.close()
@@ -204,12 +204,15 @@ class DiskTransport(StandaloneTransport, Incremental):
         return self._versions.replaced(newest, self._received[0])
 
     def _info(self, manifest: Manifest) -> Info:
+        rows = []
+        for placed in manifest.params:
+            rows.append(placed.meta.to_json())
         return {
             "transport": self.name,
             "version": manifest.version,
             "run_id": manifest.run_id,
             "path": str(self._seen_at / version_name(manifest.version)),
-            "params": [placed.meta.to_json() for placed in manifest.params],
+            "params": rows,
         }
 
     def _open_version(self, version: int) -> PublishedVersion:

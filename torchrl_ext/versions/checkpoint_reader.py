@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
 
 __all__ = ["PublishedVersion"]
+
+_AHEAD_BYTES = 8 << 20  # small tensors are read and handed over together
 
 
 class PublishedVersion:
@@ -32,15 +36,44 @@ class PublishedVersion:
     """
 
     def __init__(self, store: Store, number: int, manifest: Manifest | None = None) -> None:
-        self.number = number
-        self.manifest = _full_manifest(store, number) if manifest is None else manifest
+        if manifest is None:
+            found = read_version(store, number)
+            if found.full is None:
+                raise IntegrityError(
+                    f"{store.url}/{version_name(number)} is a delta",
+                    expected="a full version",
+                    hint="follow this root with the delta transport",
+                )
+            manifest = found.full
+        self.number, self.manifest = number, manifest
         self._files: dict[str, TensorFile] = {}
         self._verified = False
         self._staged = ExitStack()
         try:
-            needed = sorted({placed.file for placed in self.manifest.params})
+            needed = sorted(set(map(attrgetter("file"), manifest.params)))
             self._path = self._staged.enter_context(store.local(version_name(number), needed))
-            self._open(needed)
+            for name in needed:
+                try:
+                    file = self._files[name] = TensorFile(self._path / name, within=self._path.parent)
+                except FileNotFoundError as error:
+                    if not self._path.is_dir():  # pruned in between
+                        raise
+                    raise IntegrityError(
+                        f"{self._path / name} is missing",
+                        expected="every file that the manifest names",
+                        hint="send again",
+                    ) from error
+                if file.nbytes != manifest.files[name]:
+                    raise IntegrityError(
+                        f"{file.path} has {file.nbytes:,} bytes",
+                        expected=f"{manifest.files[name]:,}, as in the manifest",
+                    )
+            for placed in manifest.params:
+                entry = self._files[placed.file].entries.get(placed.meta.name)
+                if entry is None or entry[0] != placed.meta:
+                    raise IntegrityError(
+                        f"{self._path / placed.file} does not hold {placed.meta}, as the manifest says"
+                    )
         except BaseException:
             self.close()
             raise
@@ -97,16 +130,20 @@ class PublishedVersion:
         """
         if into:
             self.verify()
+        batches, held = list[list[Placed]]([[]]), 0
+        for placed in self.manifest.params:
+            if batches[-1] and held + placed.meta.nbytes > _AHEAD_BYTES:
+                batches.append([])
+                held = 0
+            batches[-1].append(placed)
+            held += placed.meta.nbytes
         with ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-read") as ahead:
-            rows = iter(self.manifest.params)
-            row = next(rows, None)
-            pending = None if row is None else ahead.submit(self._read, row, into)
-            while row is not None and pending is not None:
-                tensor, name = pending.result(), row.meta.name
-                row = next(rows, None)
-                pending = None if row is None else ahead.submit(self._read, row, into)
-                yield name, tensor
-                del tensor
+            pending = ahead.submit(self._read, batches[0], into)
+            for following in (*batches[1:], []):
+                read = pending.result()
+                pending = ahead.submit(self._read, following, into)
+                while read:  # the consumer alone holds on to what it was given
+                    yield read.popleft()
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -114,42 +151,20 @@ class PublishedVersion:
             file.close()
         self._staged.close()
 
-    def _open(self, names: Iterable[str]) -> None:
-        found: set[tuple[str, ParamMeta]] = set()
-        for name in names:
-            file = self._files[name] = self._open_file(name)
-            if file.nbytes != self.manifest.files[name]:
-                raise IntegrityError(
-                    f"{file.path} has {file.nbytes:,} bytes",
-                    expected=f"{self.manifest.files[name]:,}, as in the manifest",
-                )
-            for meta in file.params():
-                found.add((name, meta))
-        for placed in self.manifest.params:
-            if (placed.file, placed.meta) not in found:
-                raise IntegrityError(f"{self._path / placed.file} does not hold {placed.meta}, as the manifest says")
-
-    def _open_file(self, name: str) -> TensorFile:
-        try:
-            return TensorFile(self._path / name, within=self._path.parent)
-        except FileNotFoundError as error:
-            if not self._path.is_dir():  # pruned in between
-                raise
-            raise IntegrityError(
-                f"{self._path / name} is missing", expected="every file that the manifest names", hint="send again"
-            ) from error
-
-    def _read(self, placed: Placed, into: Mapping[str, Tensor]) -> Tensor:
-        target = into.get(placed.meta.name)
-        direct = (
-            target is not None
-            and target.device.type == "cpu"
-            and target.is_contiguous()
-            and ParamMeta.of(placed.meta.name, target) == placed.meta
-        )
-        tensor, checksum = self._files[placed.file].read(placed.meta.name, target if direct else None)
-        self._compare(placed, checksum)
-        return tensor
+    def _read(self, batch: list[Placed], into: Mapping[str, Tensor]) -> deque[tuple[str, Tensor]]:
+        read = deque[tuple[str, Tensor]]()
+        for placed in batch:
+            target = into.get(placed.meta.name)
+            direct = (
+                target is not None
+                and target.device.type == "cpu"
+                and target.is_contiguous()
+                and ParamMeta.of(placed.meta.name, target) == placed.meta
+            )
+            tensor, checksum = self._files[placed.file].read(placed.meta.name, target if direct else None)
+            self._compare(placed, checksum)
+            read.append((placed.meta.name, tensor))
+        return read
 
     def _compare(self, placed: Placed, checksum: str) -> None:
         if placed.checksum not in ("", checksum):
@@ -159,15 +174,3 @@ class PublishedVersion:
                 state=f"nothing of version {self.number} was used beyond the tensors before it",
                 hint="let the trainer send again, and check the disk",
             )
-
-
-def _full_manifest(store: Store, number: int) -> Manifest:
-    found = read_version(store, number)
-    if found.full is not None:
-        return found.full
-    base = found.delta.base_version if found.delta else None
-    raise IntegrityError(
-        f"{store.url}/{version_name(number)} is a delta on version {base}",
-        expected="a full version",
-        hint="follow this root with the delta transport",
-    )

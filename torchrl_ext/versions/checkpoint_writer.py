@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from io import FileIO
 from operator import attrgetter
 from pathlib import Path
@@ -131,47 +132,46 @@ def _write_shards(
         OSError: a write failed; the files are incomplete.
     """
     checksums: dict[str, str] = {}
-    files: list[FileIO] = []
     writer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-write")  # two would wait for one inode's lock
     syncer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-fsync")
     handed, in_flight = deque[tuple[Future[None], int]](), 0  # batches in the order in which they are written
     synced: list[Future[None]] = []
-    try:
-        for shard in shards:
-            file = open(folder / shard.name, "xb", buffering=0)
-            files.append(file)
-            batch: list[tuple[ParamMeta, Tensor]] = []
-            written: list[Future[None]] = []
-            waiting = unsynced = 0
-            head = shard.header
-            for last in range(len(shard.params) - 1, -1, -1):
-                meta, tensor = next(pairs)
-                batch.append((meta, tensor.detach().cpu()))
-                waiting += meta.nbytes
-                if waiting >= _BATCH_BYTES or len(batch) >= _MAX_BUFFERS or last == 0:
-                    while handed and (handed[0][0].done() or in_flight + waiting > in_flight_bytes):
-                        future, nbytes = handed.popleft()
-                        future.result()
-                        in_flight -= nbytes
+    with ExitStack() as files:
+        try:
+            for shard in shards:
+                file = files.enter_context(open(folder / shard.name, "xb", buffering=0))
+                batch: list[tuple[ParamMeta, Tensor]] = []
+                written: list[Future[None]] = []
+                waiting = unsynced = 0
+                head = shard.header
+                for last in range(len(shard.params) - 1, -1, -1):
+                    meta, tensor = next(pairs)
+                    batch.append((meta, tensor.detach().cpu()))
+                    waiting += meta.nbytes
+                    if waiting >= _BATCH_BYTES or len(batch) >= _MAX_BUFFERS or last == 0:
+                        while handed and (handed[0][0].done() or in_flight + waiting > in_flight_bytes):
+                            future, nbytes = handed.popleft()
+                            future.result()
+                            in_flight -= nbytes
+                        written.append(
+                            writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums)
+                        )
+                        handed.append((written[-1], waiting))
+                        in_flight += waiting
+                        unsynced += waiting
+                        batch, waiting, head = [], 0, b""
+                    if unsynced >= _SYNC_BYTES:  # the device starts while later tensors are still copied
+                        synced.append(syncer.submit(_sync, file, written, False))
+                        written, unsynced = [], 0
+                if head:  # a file without tensors
                     written.append(writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums))
-                    handed.append((written[-1], waiting))
-                    in_flight += waiting
-                    unsynced += waiting
-                    batch, waiting, head = [], 0, b""
-                if unsynced >= _SYNC_BYTES:  # the device starts while later tensors are still copied
-                    synced.append(syncer.submit(_sync, file, written, False))
-                    written, unsynced = [], 0
-            if head:  # a file without tensors
-                written.append(writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums))
-            synced.append(syncer.submit(_sync, file, written, True))
-        next(pairs, None)  # lets the source say that it has more than it declared
-        for future in synced:
-            future.result()
-    finally:
-        writer.shutdown(cancel_futures=True)
-        syncer.shutdown(cancel_futures=True)
-        for file in files:
-            file.close()
+                synced.append(syncer.submit(_sync, file, written, True))
+            next(pairs, None)  # lets the source say that it has more than it declared
+            for future in synced:
+                future.result()
+        finally:
+            writer.shutdown(cancel_futures=True)
+            syncer.shutdown(cancel_futures=True)
     return checksums
 
 

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,13 +87,13 @@ class Layout:
             ManifestError: safetensors has no such dtype, or no such name.
         """
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at, relative = 0, {}
-        for meta in sorted(params, key=lambda meta: -meta.dtype.itemsize):
+        at, offsets = 0, {}
+        for meta in sorted(params, key=attrgetter("dtype.itemsize"), reverse=True):
             if meta.dtype not in FORMAT_NAMES or meta.name == "__metadata__":
                 raise ManifestError(
                     f"a safetensors file cannot hold {meta}", expected=f"a dtype of {', '.join(sorted(_DTYPES))}"
                 )
-            relative[meta.name] = at
+            offsets[meta.name] = at
             header[meta.name] = {
                 "dtype": FORMAT_NAMES[meta.dtype],
                 "shape": list(meta.shape),
@@ -102,7 +103,8 @@ class Layout:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         begin = 8 + len(text)
-        offsets = {name: begin + offset for name, offset in relative.items()}
+        for held in offsets:
+            offsets[held] += begin
         return cls(
             name=name, params=tuple(params), header=len(text).to_bytes(8, "little") + text, offsets=offsets,
             nbytes=begin + at,
@@ -142,7 +144,12 @@ class TensorFile:
         FileNotFoundError: no such file.
         IntegrityError: truncated, a header that cannot be right, or no file but a pipe or a device; or outside of
             ``within``.
+
+    Attributes:
+        entries: what each tensor is, and its first byte behind the header, by name.
     """
+
+    _descriptor = -1
 
     def __init__(self, path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> None:
         self.path = os.fspath(path)
@@ -153,14 +160,26 @@ class TensorFile:
         except (OSError, ValueError) as error:  # a circle of links, no permission
             raise self._damaged(f"cannot be opened: {error}") from error
         try:
-            self._entries, self._metadata, self._begin = self._parse()
+            size = bytearray(8)
+            if self.nbytes < 8:
+                raise self._damaged(f"has only {self.nbytes} bytes")
+            self._fill(memoryview(size), 0)
+            length = int.from_bytes(size, "little")
+            if length > min(_HEADER_LIMIT, self.nbytes - 8):
+                raise self._damaged(f"claims a header of {length:,} bytes")
+            text, self._begin = bytearray(length), 8 + length
+            self._fill(memoryview(text), 8)
+            self.entries, self._metadata = parse_header(text, self.nbytes - self._begin)
+        except HEADER_DAMAGE as error:
+            self.close()
+            raise self._damaged(f"has a header that cannot be read: {error}") from None
         except BaseException:
             self.close()
             raise
 
     def params(self) -> tuple[ParamMeta, ...]:
         """What the file holds, in the order of its header."""
-        return tuple(meta for meta, _ in self._entries.values())
+        return tuple(meta for meta, _ in self.entries.values())
 
     def no_payloads(self) -> None:
         """Make sure that this is no file of slime's deltas: bytes by name, whose metadata name the same checksums.
@@ -170,7 +189,7 @@ class TensorFile:
         """
         payloads = (
             name
-            for name, (meta, _) in self._entries.items()
+            for name, (meta, _) in self.entries.items()
             if name in self._metadata and meta.dtype == torch.uint8 and len(meta.shape) == 1
         )
         name = next(payloads, None)
@@ -192,21 +211,24 @@ class TensorFile:
         Raises:
             IntegrityError: the file ends too early, or holds no such tensor.
         """
-        meta, first = self._entry(name)
+        if name not in self.entries:  # it was replaced since somebody looked
+            raise self._damaged(f"holds no tensor {name!r}")
+        meta, first = self.entries[name]
         tensor = torch.empty(meta.shape, dtype=meta.dtype) if into is None else into
         view, hasher = byte_view(tensor).numpy().data, xxhash.xxh3_128()
         for begin in range(0, len(view), CHUNK_BYTES):
             chunk = view[begin : begin + CHUNK_BYTES]
-            self._fill(chunk, first + begin)
+            self._fill(chunk, self._begin + first + begin)
             hasher.update(chunk)
         return tensor, hasher.hexdigest()
 
     def checksum(self, name: str, scratch: Tensor) -> str:
         """The xxh3-128 of a tensor's bytes, read through ``scratch`` (uint8) without keeping them."""
-        (meta, first), hasher, memory = self._entry(name), xxhash.xxh3_128(), scratch.numpy().data
+        meta, first = self.entries[name]
+        hasher, memory = xxhash.xxh3_128(), scratch.numpy().data
         for begin in range(0, meta.nbytes, len(memory)):
             chunk = memory[: min(len(memory), meta.nbytes - begin)]
-            self._fill(chunk, first + begin)
+            self._fill(chunk, self._begin + first + begin)
             hasher.update(chunk)
         return hasher.hexdigest()
 
@@ -216,16 +238,7 @@ class TensorFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __del__(self) -> None:
-        if "_descriptor" in self.__dict__:
-            self.close()
-
-    def _entry(self, name: str) -> tuple[ParamMeta, int]:
-        """What a tensor is, and its first byte in the file."""
-        if name not in self._entries:  # it was replaced since somebody looked
-            raise self._damaged(f"holds no tensor {name!r}")
-        meta, begin = self._entries[name]
-        return meta, self._begin + begin
+    __del__ = close
 
     def _fill(self, view: memoryview, offset: int) -> None:
         while view:
@@ -236,21 +249,6 @@ class TensorFile:
             if count == 0:
                 raise self._damaged(f"ends at byte {offset:,}")
             view, offset = view[count:], offset + count
-
-    def _parse(self) -> tuple[dict[str, tuple[ParamMeta, int]], dict[str, Any], int]:
-        size = bytearray(8)
-        if self.nbytes < 8:
-            raise self._damaged(f"has only {self.nbytes} bytes")
-        self._fill(memoryview(size), 0)
-        length = int.from_bytes(size, "little")
-        if length > min(_HEADER_LIMIT, self.nbytes - 8):
-            raise self._damaged(f"claims a header of {length:,} bytes")
-        text = bytearray(length)
-        self._fill(memoryview(text), 8)
-        try:
-            return *parse_header(text, self.nbytes - 8 - length), 8 + length
-        except HEADER_DAMAGE as error:
-            raise self._damaged(f"has a header that cannot be read: {error}") from None
 
     def _damaged(self, how: str) -> IntegrityError:
         return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint="write it again")
@@ -275,6 +273,7 @@ def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[
     """
     rows = json.loads(text, object_pairs_hook=_unique)
     metadata, entries, at = rows.pop("__metadata__", {}), dict[str, tuple[ParamMeta, int]](), 0
+    places: list[tuple[int, int, str]] = []
     if not isinstance(metadata, dict):
         raise ValueError("its metadata is no mapping")
     for name, row in rows.items():
@@ -285,16 +284,18 @@ def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[
             raise ValueError(f"{name!r} is described by {str(row)[:200]}") from None
         if word not in _DTYPES:
             raise ValueError(f"{name!r} has dtype {word!r}, unknown to torch {torch.__version__}")
-        if any(type(number) is not int or number < 0 for number in numbers):
-            raise ValueError(f"{name!r} has shape {shape} and data_offsets {[begin, end]}")
+        for number in numbers:
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{name!r} has shape {shape} and data_offsets {[begin, end]}")
         meta = ParamMeta(name, _DTYPES[word], tuple(shape))
         if end - begin != meta.nbytes:
             raise ValueError(f"{name!r} takes {end - begin} bytes instead of {meta.nbytes}")
         entries[name] = meta, begin
-    for meta, begin in sorted(entries.values(), key=lambda entry: (entry[1], entry[0].nbytes)):
+        places.append((begin, end, name))
+    for begin, end, name in sorted(places):
         if begin != at:
-            raise ValueError(f"{meta.name!r} begins at byte {begin:,} instead of {at:,}")
-        at += meta.nbytes
+            raise ValueError(f"{name!r} begins at byte {begin:,} instead of {at:,}")
+        at = end
     if at != nbytes:
         raise ValueError(f"there are {nbytes:,} bytes instead of the {at:,} that it describes")
     return entries, metadata
