@@ -26,11 +26,10 @@ __all__ = ["Entry", "Registry", "engines", "launchers", "scorers", "transports"]
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a class lives, what it is for, and what to install when its imports fail."""
+    """Where a class lives, and what it is for."""
 
     path: str
     summary: str
-    install: str | None = None
 
 
 class Registry:
@@ -45,13 +44,13 @@ class Registry:
         self._kind, self._group = kind, group
         self._entries: dict[str, Entry] = {}
 
-    def register(self, name: str, path: str, summary: str, *, install: str | None = None) -> None:
+    def register(self, name: str, path: str, summary: str) -> None:
         """Add ``name`` for the class at ``path`` (``"package.module:Class"``).
 
         Raises:
             ConfigError: the name stands for another class already.
         """
-        entry = Entry(path, summary, install)
+        entry = Entry(path, summary)
         known = self._entries.get(name)
         if known is not None and known.path != path:
             raise ConfigError(f"{self._kind} name {name!r} is taken by {known.path}", hint="pick another name")
@@ -83,7 +82,7 @@ class Registry:
         except ImportError as error:
             raise ConfigError(
                 f"{self._kind} {name!r} cannot be imported: {error}",
-                hint=entry.install or "install the package that the message names",
+                hint="install the package that the message names",
             ) from error
 
     def make(self, name: str, **settings: Any) -> Any:

@@ -91,8 +91,8 @@ class ParamMeta:
         """
         try:
             name, dtype, shape = row
-            sizes = tuple(operator.index(size) for size in shape)
-            if not isinstance(name, str) or any(not 0 <= size < 1 << 48 for size in sizes):
+            sizes = tuple(map(operator.index, shape))
+            if not isinstance(name, str) or min(sizes, default=0) < 0 or max(sizes, default=0) >= 1 << 48:
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ManifestError(f"{row!r} does not describe a parameter", expected="[name, dtype, [sizes]]") from None

@@ -6,6 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,6 +183,7 @@ class TensorsLoader(WeightLoader):
         self._sent: frozenset[str] | None = None
         self._copied: frozenset[str] = frozenset()
         self._patcher: Patcher | None = None
+        self._patched: dict[str, int] = {}  # where what the patcher writes into lies
         self._whole: dict[str, Tensor] = {}
 
     def targets(self) -> Mapping[str, Tensor]:
@@ -218,7 +220,7 @@ class TensorsLoader(WeightLoader):
     def names(self) -> frozenset[str]:
         """Every name that is taken: the target's own, and those of its checkpoint."""
         own = dict(self._own())
-        groups = () if self._module is None else groups_of(self._module, own.items())
+        groups = () if self._module is None else groups_of(self._module, own.items)
         return frozenset(own).union(*(group.results for group in groups))
 
     def invalidate(self) -> None:
@@ -237,11 +239,13 @@ class TensorsLoader(WeightLoader):
     def stage(self, changes: Changes) -> None:
         from torchrl_ext.landing.patcher import compare
 
-        patcher = self._patches()
-        staged = {name: digest for name, (digest, _) in patcher.stage(changes).items()}
-        copied = [name for name in self._copied if name in changes.digests]
+        found = {}
+        for name, (digest, _) in self._patches().stage(changes).items():
+            found[name] = digest
+        copied = self._copied & changes.digests.keys()
         self._whole = dict(changes.whole(copied)) if copied else {}
-        found = staged | {name: position_digest(tensor) for name, tensor in self._whole.items()}
+        for name, tensor in self._whole.items():
+            found[name] = position_digest(tensor)
         dropped = sorted(changes.digests.keys() - found.keys())
         if dropped:
             raise ManifestError(
@@ -255,28 +259,23 @@ class TensorsLoader(WeightLoader):
     @torch.no_grad()
     def commit(self) -> None:
         self._patches().commit()
-        whole, self._whole = self._whole, {}
-        self._spelled().assemble(whole)
+        if self._whole:
+            self._spelled().assemble(self._whole)
+            self._whole = {}
 
     def _patches(self) -> Patcher:
         """The parameters are looked up anew: training code may have put others in their place."""
         from torchrl_ext.landing.patcher import Patcher, identity
 
-        spelled, once = self._spelled(), {name for name, _, _ in self._target.rows()}
-        wanted = {
-            name: tensor
-            for name, tensor in spelled.places.items()
-            if (spelled.source_of[name] in once if self._sent is None else name in self._sent)
-        }
-        known = self._patcher
-        same = (
-            known is not None
-            and known.pieces.keys() == wanted.keys()
-            and all(piece.destination.data_ptr() == wanted[name].data_ptr() for name, (piece,) in known.pieces.items())
-        )
-        if known is None or not same:
-            known = self._patcher = Patcher(identity(wanted))
-        return known
+        spelled, sent = self._spelled(), self._sent
+        once = set(map(itemgetter(0), self._target.rows())) if sent is None else set()
+        wanted, memory = {}, {}
+        for name, tensor in spelled.places.items():
+            if spelled.source_of[name] in once if sent is None else name in sent:
+                wanted[name], memory[name] = tensor, tensor.data_ptr()
+        if self._patcher is None or self._patched != memory:
+            self._patcher, self._patched = Patcher(identity(wanted)), memory
+        return self._patcher
 
     def resident(self) -> Iterator[tuple[str, Tensor]]:
         spelled = self._spelled()
@@ -304,7 +303,7 @@ class TensorsLoader(WeightLoader):
             sent: names of an update; default: of the one that was checked last.
         """
         own = dict(self._own())
-        groups = () if self._module is None else groups_of(self._module, own.items())
+        groups = () if self._module is None else groups_of(self._module, own.items)
         return Spelling(own, groups, self._sent if sent is None else sent)
 
 

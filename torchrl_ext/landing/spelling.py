@@ -119,16 +119,10 @@ class Spelling:
                 absent |= {name: said or name for name in group.sources if name not in direct}
         return absent
 
-    def assembled(self, copied: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint tensors that are no part of a live one, made from what is live now.
-
-        Args:
-            copied: of these names; default: all.
-        """
-        wanted = self.copied.keys() if copied is None else set(copied)
+    def assembled(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint tensors that are no part of a live one, made from what is live now."""
         for group in dict.fromkeys(self.copied.values()):
-            if wanted & group.results.keys():
-                yield from group.undo({name: full(self._own[name]) for name in group.sources}).items()
+            yield from group.undo({name: full(self._own[name]) for name in group.sources}).items()
 
     @torch.no_grad()
     def assemble(self, tensors: Mapping[str, Tensor]) -> None:

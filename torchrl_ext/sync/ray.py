@@ -110,39 +110,30 @@ class EngineActor:
         return self._client.proof
 
     def prefetch(self, version: int) -> None:
-        """As `EngineClient.prefetch`."""
         self._client.prefetch(version)
 
     def begin(self, version: int) -> None:
-        """As `EngineClient.begin`."""
         self._client.begin(version)
 
     def load(self, info: Info) -> None:
-        """As `EngineClient.load`."""
         self._client.load(info)
 
     def commit(self, version: int) -> None:
-        """As `EngineClient.commit`."""
         self._client.commit(version)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """As `EngineClient.logprobs`."""
         return self._client.logprobs(prompts)
 
     def pause(self) -> bool:
-        """As `EngineClient.pause`."""
         return self._client.pause()
 
     def resume(self) -> None:
-        """As `EngineClient.resume`."""
         self._client.resume()
 
     def sleep(self, level: int, tags: Collection[str] | None) -> None:
-        """As `EngineClient.sleep`."""
         self._client.sleep(level, tags)
 
     def wake_up(self, tags: Collection[str] | None) -> None:
-        """As `EngineClient.wake_up`."""
         self._client.wake_up(tags)
 
     def row(self) -> EngineRow:

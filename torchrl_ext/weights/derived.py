@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import with_dtype
-from torchrl_ext.weights.groups import Group, groups_of, has_groups
+from torchrl_ext.weights.groups import Group, groups_of
 from torchrl_ext.weights.peft import PeftSource
 from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, named_tensors
 
@@ -253,8 +253,8 @@ def converted(source: RowSource, module: nn.Module) -> WeightSource:
         source: of tensors under the names of ``module``, or under those of the checkpoint already.
         module: a `transformers` model, or a module that contains one; for any other ``source`` stays as it is.
     """
-    rows = list(source.rows()) if isinstance(source, PeftSource) and has_groups(module) else None
-    groups = groups_of(module, None if rows is None else [(name, tensor) for name, tensor, _ in rows])
+    merged = isinstance(source, PeftSource)  # whose names are not those of the module
+    groups = groups_of(module, (lambda: (row[:2] for row in source.rows())) if merged else None)
     if isinstance(source, MappingSource) and groups:
         names = {name for name, _, _ in source.rows()}
         others = {name for group in groups for name in group.results}
@@ -267,7 +267,7 @@ def converted(source: RowSource, module: nn.Module) -> WeightSource:
 def stacked(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under checkpoint names, or some of them, as ``module`` holds them; it may be on the meta device."""
     found, own = dict(tensors), dict(named_tensors(module, scratch=True))
-    for group in groups_of(module, own.items()):
+    for group in groups_of(module, own.items):
         if not all(name in tensors for name in group.results):
             continue
         arrived = [found.pop(name) for name in group.results if name not in own]

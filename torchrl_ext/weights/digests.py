@@ -57,7 +57,7 @@ class PositionDigest:
 
     def plus(self, delta: tuple[int, int]) -> PositionDigest:
         """The digest after a change that adds ``delta`` (as `Encoded.digest` gives it)."""
-        return self + PositionDigest(*delta)
+        return PositionDigest((self.first + delta[0]) % 2**64, (self.second + delta[1]) % 2**64)
 
     def hex(self) -> str:
         """32 hex digits."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -26,7 +26,7 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import named_tensors, unwrapped
 
-__all__ = ["Group", "Part", "groups_of", "has_groups"]
+__all__ = ["Group", "Part", "groups_of"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -133,29 +133,18 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def groups_of(module: nn.Module, tensors: Iterable[tuple[str, Tensor]] | None = None) -> tuple[Group, ...]:
+def groups_of(
+    module: nn.Module, tensors: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+) -> tuple[Group, ...]:
     """The tensors of ``module`` that are called otherwise in its checkpoint, or lie otherwise in it.
 
     Args:
         module: any; only `transformers` models in it have such tensors.
-        tensors: those of the module, by name; default: all of them. Only shapes, strides and dtypes are looked at.
+        tensors: lists those of the module, by name, where there may be such; default: all of them. Only shapes, strides
+            and dtypes are looked at.
     """
-    models = _models(module)
-    if not models:
+    if "transformers.modeling_utils" not in sys.modules:  # then nobody can have made a model
         return ()
-    tensors = list(named_tensors(module, scratch=True) if tensors is None else tensors)
-    return tuple(group for prefix, model in models for group in _known(model).groups(prefix, tensors))
-
-
-def has_groups(module: nn.Module) -> bool:
-    """Whether `transformers` converts weights of ``module``; cheap, and nearly always right where it says so."""
-    return bool(_models(module))
-
-
-def _models(module: nn.Module) -> list[tuple[str, Any]]:
-    """The outermost `transformers` models with conversions, each with the beginning of its names."""
-    if "transformers.modeling_utils" not in sys.modules:  # then nobody can have made one
-        return []
     from transformers import PreTrainedModel
 
     def walk(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -165,7 +154,11 @@ def _models(module: nn.Module) -> list[tuple[str, Any]]:
             for name, child in part.named_children():
                 yield from walk(f"{path}{name}.", child)
 
-    return [(prefix, model) for prefix, model in walk("", module) if _known(model).converts]
+    models = [(prefix, model) for prefix, model in walk("", module) if _known(model).converts]
+    if not models:
+        return ()
+    own = list(named_tensors(module, scratch=True) if tensors is None else tensors())
+    return tuple(group for prefix, model in models for group in _known(model).groups(prefix, own))
 
 
 class _Known:
