@@ -1,70 +1,46 @@
-"""How a version that the trainer published gets to its workers; here: through files that all of them see."""
+"""How a version that the trainer published gets to its workers: through files that all see, or over a broadcast.
+
+A broadcast sends through a collective group what a shared directory would hold, and writes nothing to any filesystem. A
+keyframe is the tensors themselves (`torchrl_ext.versions.kept_tensors`). The other files of a version, all that a delta
+is, travel behind them as one tensor of bytes, so that everything that reads or writes one is the same code as for a
+directory.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import ClassVar, final
 
-from torchrl_ext.stores import Store
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.stores import Chain, Store, version_name
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.memory import MemoryStore
+from torchrl_ext.stores.versions import version_number
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
-from torchrl_ext.types import Handoff, Info
+from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.open_route import OpenFull
+from torchrl_ext.versions.kept_tensors import FILES, KeptTensors
 from torchrl_ext.versions.writer import WritesFull
+from torchrl_ext.weights.source import MappingSource
 
-__all__ = ["Carrier", "SharedFiles"]
+__all__ = ["Broadcast", "SharedFiles"]
 
 _PAUSE_S = 0.005  # between two looks at a version
 
-
-class Carrier(ABC):
-    """Both ends of one route between stores.
-
-    Attributes:
-        store: where this end has the versions.
-        full: writes keyframes into the store.
-        open_full: opens a keyframe of the store.
-        wait_s: how long a worker waits for a version that it was told of, in seconds.
-    """
-
-    wait_s: float
-    store: Store
-    full: WritesFull
-    open_full: OpenFull
-
-    @abstractmethod
-    def open(self, workers: int) -> Handoff:
-        """Make ready for workers; as `Transport.open`."""
-
-    def joined(self) -> None:  # noqa: B027 - most leave nothing behind
-        """Let go of what was only there until the workers had joined."""
-
-    @abstractmethod
-    def join(self, info: Info) -> None:
-        """Connect to the trainer that made ``info``."""
-
-    @abstractmethod
-    def fetch(self, until: float) -> None:
-        """Wait for something new in the store of a worker, at most until a monotonic moment."""
-
-    @abstractmethod
-    def check_connection(self) -> bool:
-        """Return whether this end is connected, once it was."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """End waits of other threads."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Leave. May be called twice."""
+_FORMAT = 3
+"""Of what is broadcast: 1 sent the files of keyframes, 2 each file as a tensor of its own."""
 
 
 @final
-class SharedFiles(Carrier):
+class SharedFiles:
     """A directory, or an object store, that both ends reach; a probe that the trainer leaves there tells that they do.
 
     Args:
@@ -73,6 +49,12 @@ class SharedFiles(Carrier):
         full: writes keyframes.
         aborted: ends waits.
         timeout_s: deadline of every wait, in seconds.
+
+    Attributes:
+        store: where this end has the versions.
+        full: writes keyframes into the store.
+        open_full: opens a keyframe of the store.
+        wait_s: how long a worker waits for a version that it was told of, in seconds.
     """
 
     def __init__(self, store: Store, run_id: str, full: WritesFull, aborted: threading.Event, timeout_s: float) -> None:
@@ -81,23 +63,168 @@ class SharedFiles(Carrier):
         self._shared = SharedRoot(store, run_id)
 
     def open(self, workers: int) -> Handoff:
+        """Make ready for workers; as `Transport.open`."""
         return Handoff(info=self._shared.invite())
 
     def joined(self) -> None:
+        """Let go of what was only there until the workers had joined."""
         self._shared.clear()
 
     def join(self, info: Info) -> None:
+        """Connect to the trainer that made ``info``."""
         self._shared.find(info, self._timeout_s, self._aborted)
 
     def fetch(self, until: float) -> None:
+        """Wait for something new in the store, at most until a monotonic moment."""
         self._aborted.wait(min(_PAUSE_S, max(0.0, until - time.monotonic())))
 
     def check_connection(self) -> bool:
+        """Return whether this end is connected, once it was."""
         return self.store.available()
 
     def abort(self) -> None:
+        """End waits of other threads."""
         self._aborted.set()
 
     def shutdown(self) -> None:
+        """Leave. May be called twice."""
         if self.store.owned:
             self._shared.clear()
+
+
+@final
+class Broadcast:
+    """A collective group; each end keeps versions in its own memory, and who comes in anew holds none of them.
+
+    Its methods and attributes are those of `SharedFiles`, and some more.
+
+    Args:
+        group: of the trainer and its workers.
+    """
+
+    told: ClassVar[Info] = {"wire": {"format": _FORMAT}}
+    """What a worker has to know beside what the group says."""
+
+    def __init__(self, group: VLLMCollectiveTransport) -> None:
+        self.link, self.wait_s = group, group.timeout_s
+        self.store, self.full = MemoryStore(), KeptTensors()
+        self.open_full = self.full.open
+        self._versions = Chain(self.store)
+
+    @staticmethod
+    def group(info: Info) -> VLLMCollectiveTransport:
+        """Return a worker's end of the group, for a trainer's info.
+
+        Raises:
+            ConfigError: the trainer is of a release that broadcasts something else.
+        """
+        found = info["wire"].get("format", 1)
+        if found != _FORMAT:
+            raise ConfigError(
+                f"the trainer broadcasts versions in format {found}",
+                expected=f"format {_FORMAT}",
+                state="this worker joined nothing",
+                hint="use one release of torchrl_ext on both ends",
+            )
+        return VLLMCollectiveTransport.from_info(info)
+
+    def open(self, workers: int) -> Handoff:
+        opening = self.link.open(workers, ())
+        return replace(opening, info={**opening.info, **self.told})
+
+    def join(self, info: Info) -> None:
+        self.link.join(info)
+
+    def joined(self) -> None:
+        """Nothing is left behind."""
+
+    def check_connection(self) -> bool:
+        return self.link.check_connection()
+
+    def abort(self) -> None:
+        self.link.abort()
+
+    def shutdown(self) -> None:
+        self.link.shutdown()
+        self.landed()
+        self._versions.prune(before=self._versions.newest() + 1)  # the pointer stays, so that numbers go on
+
+    def send(self, version: int, base: int | None) -> None:
+        """Send a version.
+
+        Raises:
+            TransportError, DeadlineError: a worker is gone, does not answer or cannot build on what it holds; names its
+                rank.
+        """
+        files = self.store.files(version_name(version))
+        packed = torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
+        handoff = self.link.prepare(MappingSource({**self.full.tensors, FILES: packed}), version)
+        sizes = {name: len(data) for name, data in files.items()}
+        self.link.announce({**handoff.info, "base": None if self.full.tensors else base, "files": sizes})
+        handoff.transfer()
+        self.full.tensors = {}  # they are those of the baseline, which the next delta changes
+
+    def fetch(self, until: float) -> None:
+        """Take in the next version, when one is announced.
+
+        Raises:
+            TransportError, DeadlineError: the trainer is gone, or stopped half-way.
+            StoreError: it is a delta on a version that this worker does not hold; the trainer is told.
+            IntegrityError: what came is no version.
+        """
+        info = self.link.poll(max(0.0, until - time.monotonic()))
+        if info is None:
+            return
+        try:
+            version, base = _count(info["version"]), _count(info["base"] or 0)
+            sizes = {str(name): _count(size) for name, size in info["files"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise IntegrityError(f"the trainer announces a version otherwise than it should: {error!r}") from error
+        if version_number(version_name(version)) != version or MANIFEST not in sizes:
+            raise IntegrityError(
+                f"the trainer announces version {version} with {', '.join(sizes)}",
+                expected=f"a number of at most 18 digits, and a file {MANIFEST}",
+                state="nothing was read",
+            )
+        if base and base not in self._versions.numbers():
+            lacking = StoreError(
+                f"weights version {version} is a delta on version {base}, which this worker does not hold",
+                expected="every version since it joined",
+                state="nothing was read; the trainer was told",
+                hint="send again: after an update that failed, the next version is sent in full",
+            )
+            self.link.decline(info, lacking)
+            raise lacking
+        tensors = {name: tensor.cpu() for name, tensor in self.link.receive(info, {})}
+        self._keep(version, tensors.pop(FILES, None), sizes)
+        self.full.tensors = tensors
+
+    def _keep(self, version: int, packed: Tensor | None, sizes: Mapping[str, int]) -> None:
+        if packed is None or ParamMeta.of(FILES, packed) != ParamMeta(FILES, torch.uint8, (sum(sizes.values()),)):
+            raise IntegrityError(
+                f"weights version {version} came with other files than the trainer announced",
+                expected=f"a tensor of {sum(sizes.values())} bytes",
+                state="nothing was read",
+                hint="use one release of torchrl_ext on both ends",
+            )
+        content, folder = packed.numpy().tobytes(), version_name(version)
+        self.store.delete(folder)  # a trainer that started over counts anew
+        with self.store.draft(folder) as draft:
+            for name, size in sizes.items():
+                draft.write(name, content[:size])
+                content = content[size:]
+        if version < self._versions.latest():
+            self.store.delete("latest")
+        self._versions.advance(version)
+
+    def landed(self) -> None:
+        """Let go of tensors and older files: what the next delta builds on is in the model or in host copies."""
+        self._versions.prune(before=self._versions.latest())
+        self.full.tensors = {}
+
+
+def _count(value: object) -> int:
+    """Return ``value``, if it is an integer of 0 or more that fits into 8 bytes; else raise a ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not a count")
+    return value

@@ -22,9 +22,8 @@ from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Incremental, deadline
-from torchrl_ext.transports.carriers import Carrier, SharedFiles
+from torchrl_ext.transports.carriers import Broadcast, SharedFiles
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.transports.delta_broadcast import Broadcast
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.transports.warming import Warming
 from torchrl_ext.types import Handoff, Info, ParamMeta
@@ -130,7 +129,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._codec = make_codec(encoding, **(settings or {}))
         self._rank = rank or 0
         self._aborted, run_id = threading.Event(), uuid.uuid4().hex
-        self._carrier: Carrier
+        self._carrier: SharedFiles | Broadcast
         self._broadcast: Broadcast | None = None
         if root is None:
             group = VLLMCollectiveTransport(master_address, master_port, rank, world_size, device, timeout_s=timeout_s)
