@@ -11,7 +11,7 @@ import torch
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
 from torchrl_ext.transports.buckets import Lander, Packer, Plan, layout
 from torchrl_ext.transports.collective.stream import DIRECT_BYTES, buckets_of
-from torchrl_ext.transports.copies import BufferPool, copy_each, landing, plain
+from torchrl_ext.transports.copies import BufferPool, copy_each, plain
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import MappingSource, checked
 
@@ -142,12 +142,14 @@ def test_a_plain_tensor_is_not_copied():
     "target", [torch.zeros(4, 4).t(), torch.zeros(4, 4, dtype=torch.bfloat16), torch.zeros(16), torch.zeros(4, 4)[:2]]
 )
 def test_nothing_lands_directly_in_a_tensor_of_another_form(target):
-    assert landing(ParamMeta("p", torch.float32, (4, 4)), {"p": target}, CPU) is None
+    lander = Lander((ParamMeta("p", torch.float32, (4, 4)),), {"p": target}, CPU)
+    assert lander.begin(0).untyped_storage().data_ptr() != target.untyped_storage().data_ptr()
 
 
 def test_a_tensor_of_the_same_form_takes_the_bytes_as_they_come():
     target = torch.zeros(4, 4, requires_grad=True)
-    assert landing(ParamMeta("p", torch.float32, (4, 4)), {"p": target}, CPU).data_ptr() == target.data_ptr()
+    lander = Lander((ParamMeta("p", torch.float32, (4, 4)),), {"p": target}, CPU)
+    assert lander.begin(0).data_ptr() == target.data_ptr()
 
 
 def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_ext.transports.copies import BufferPool, CopyBytes, as_bytes, copy_each, copy_plainly, landing, plain
+from torchrl_ext.transports.copies import BufferPool, CopyBytes, as_bytes, copy_each, copy_plainly, is_plain, plain
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["Bucket", "Lander", "Packer", "Plan", "Span", "layout"]
@@ -241,10 +241,10 @@ class Lander:
     def begin(self, index: int) -> Tensor:
         """Bytes that parameter ``index`` may be written to: those of its tensor in ``into``, or memory of its own."""
         meta = self._params[index]
-        target = landing(meta, self._into, self._device)
-        if target is None:
+        target = self._alike(meta)
+        if target is None or not is_plain(target, self._device):
             target = self._pool.take(meta.nbytes).view(meta.dtype).view(meta.shape)
-        self._begun[index] = target
+        self._begun[index] = target = target.detach()
         return as_bytes(target)
 
     def end(self, index: int) -> tuple[str, Tensor]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import ParamMeta
 
 __all__ = [
     "BufferPool",
@@ -20,7 +19,7 @@ __all__ = [
     "copy_each",
     "copy_plainly",
     "fastest_copy",
-    "landing",
+    "is_plain",
     "plain",
     "warm_copies",
 ]
@@ -31,6 +30,7 @@ CopyBytes = Callable[[np.ndarray, np.ndarray], None]
 _STREAM_BYTES = 64 << 20
 """Updates from which on copies around the caches pay (the first one compiles a loop)."""
 
+_HOST = torch.device("cpu")
 _LARGE_ELEMENTS = 32768
 """From here on torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
 
@@ -89,7 +89,7 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor], copy: CopyBy
     """
     small_sources, small_targets = [], []
     for source, target in zip(sources, targets, strict=True):
-        if target.numel() >= _LARGE_ELEMENTS and _plain_memory(source) and _plain_memory(target):
+        if target.numel() >= _LARGE_ELEMENTS and is_plain(source, _HOST) and is_plain(target, _HOST):
             copy(as_bytes(source.detach()).numpy(), as_bytes(target.detach()).numpy())
         else:
             small_sources.append(source)
@@ -98,16 +98,9 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor], copy: CopyBy
         torch._foreach_copy_(small_targets, small_sources)
 
 
-def landing(meta: ParamMeta, into: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
-    """The tensor of ``into`` that takes ``meta`` as it comes off the wire, if there is one."""
-    target = into.get(meta.name)
-    if target is None or target.device != device or not target.is_contiguous() or _lazy(target):
-        return None
-    return target.detach() if ParamMeta.of(meta.name, target) == meta else None
-
-
-def _plain_memory(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not _lazy(tensor)
+def is_plain(tensor: Tensor, device: torch.device) -> bool:
+    """Whether memory of ``device`` holds the values of a tensor, one after the other."""
+    return tensor.device == device and tensor.is_contiguous() and not _lazy(tensor)
 
 
 def _lazy(tensor: Tensor) -> bool:

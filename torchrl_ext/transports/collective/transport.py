@@ -108,10 +108,15 @@ class VLLMCollectiveTransport(StandaloneTransport):
         info = {"rank": 1, **info}
         _require(info, master_address=str, master_port=int, rank=int, world_size=int, room=str)
         _require(info, backend=str, bucket_bytes=int, timeout_s=float)
-        device, secret = "cpu" if info["backend"] == "gloo" else None, str(info.get("secret", ""))
-        given = {name: info[name] for name in ("backend", "bucket_bytes", "timeout_s")}
-        place = (info[name] for name in ("master_address", "master_port", "rank", "world_size"))
-        return cls(*place, device, secret=secret, **given)
+        return cls(
+            info["master_address"],
+            info["master_port"],
+            info["rank"],
+            info["world_size"],
+            "cpu" if info["backend"] == "gloo" else None,
+            secret=str(info.get("secret", "")),
+            **{name: info[name] for name in ("backend", "bucket_bytes", "timeout_s")},
+        )
 
     # forming the group
 

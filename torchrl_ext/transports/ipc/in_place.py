@@ -9,6 +9,7 @@ anew costs a page fault every few KiB, which was measured to take half as long a
 from __future__ import annotations
 
 import bisect
+import json
 import os
 import stat
 import threading
@@ -26,7 +27,7 @@ from torch import Tensor
 from torchrl_ext.errors import IntegrityError, ManifestError, TransportError
 from torchrl_ext.transports.buckets import Lander
 from torchrl_ext.transports.copies import CopyBytes, copy_plainly
-from torchrl_ext.transports.ipc.host_memory import Segment, attach, host_handle, integer
+from torchrl_ext.transports.ipc.host_memory import Segment, attach, host_handle
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import Info, ParamMeta
 
@@ -128,7 +129,7 @@ class Borrowed:
     def __init__(self) -> None:
         self.unreachable = False
         self._lock = threading.Lock()
-        self._files: dict[tuple[int, ...], Segment] = {}
+        self._files: dict[str, Segment] = {}
         self._watched: Link | None = None
 
     def take(
@@ -214,22 +215,14 @@ class Borrowed:
 
     def _map(self, handles: Sequence[Any]) -> list[Segment]:
         """The files, of which those of the last update are mapped already."""
-        keys = []
+        keys = [json.dumps(handle) for handle in handles]
         with self._lock:
-            for handle in handles:
-                keys.append((integer(handle, "pid"), integer(handle, "bytes"), *_inode(handle)))
-                if keys[-1] not in self._files:
-                    self._files[keys[-1]] = attach(handle, sealed=False)
+            for key, handle in zip(keys, handles, strict=True):
+                if key not in self._files:
+                    self._files[key] = attach(handle, sealed=False)
             for key in self._files.keys() - set(keys):
                 self._files.pop(key).close()
             return [self._files[key] for key in keys]
-
-
-def _inode(handle: Info) -> tuple[int, int]:
-    device, number = found if isinstance(found := handle.get("inode"), list) and len(found) == 2 else (None, None)
-    if type(device) is not int or type(number) is not int:
-        raise IntegrityError(f"the inode of a handle is {found!r}", expected="two whole numbers")
-    return device, number
 
 
 def _finished(lander: Lander, group: range, copies: Sequence[Future[None]]) -> list[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ import queue
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -136,7 +137,7 @@ class IPCTransport(StandaloneTransport):
             info["in_place"] = in_place.info
         if self._workers is not None:
             self._workers.aborted.clear()
-        return Handoff(info=info, transfer=lambda: self._send(source, info, params, in_place))
+        return Handoff(info=info, transfer=partial(self._send, source, info, params, in_place))
 
     def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...], in_place: Offer | None) -> None:
         connected = self._told_workers(info) if self._alone else self._workers

@@ -5,26 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.errors import (
-    DeadlineError,
-    IntegrityError,
-    NotConnectedError,
-    TransportError,
-    WeightSyncError,
-    why,
-)
+from torchrl_ext.errors import DeadlineError, IntegrityError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.buckets import Lander, Plan
+from torchrl_ext.transports.buckets import Bucket, Lander, Plan
 from torchrl_ext.transports.copies import fastest_copy
 from torchrl_ext.transports.ipc.host_memory import Segment, attach, integer
 from torchrl_ext.transports.ipc.in_place import Borrowed, groups
 from torchrl_ext.transports.links import Link, connect_locally
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info
 
 __all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]
 
@@ -137,13 +130,24 @@ class IPCWorker:
         name, complete = None, False
         try:
             params = self._plan.metas(_rows(info))
-            if sum(meta.nbytes for meta in params) > _LARGEST_BYTES:
+            total_bytes = sum(meta.nbytes for meta in params)
+            if total_bytes > _LARGEST_BYTES:
                 raise IntegrityError(f"a handoff of more than {_LARGEST_BYTES:,} bytes", state="nothing was read")
-            segment = attach(self._welcome.get("segment"))
+            copy, segment = fastest_copy(total_bytes), attach(self._welcome.get("segment"))
             try:
-                count, steps = self._steps(link, info, params, into, segment, timeout_s)
+                capacity, in_place = _capacity(segment), "in_place" in info
+                if in_place:
+                    self._borrowed.keep_while(link)
+                    count = len(groups(params, capacity))
+                    steps = self._borrowed.take(info["in_place"], params, into, capacity, copy)
+                else:
+                    buckets = self._plan.buckets(params, capacity)
+                    count, lander = len(buckets), Lander(params, into, segment.flat.device, copy)
+                    steps = self._staged(link, handoff, buckets, lander, segment, timeout_s)
                 for number, pairs in enumerate(steps):
                     complete = number + 1 == count
+                    if in_place and complete:
+                        self._await_filled(link, handoff, number, timeout_s)  # the trainer went through all of it too
                     link.send({"taken": [handoff, number]}, deadline(timeout_s))
                     for name, tensor in pairs:
                         yield name, tensor
@@ -158,39 +162,15 @@ class IPCWorker:
                 self.refuse(info, why(error), unmapped=self._borrowed.unreachable)
             raise
 
-    def _steps(
-        self,
-        link: Link,
-        info: Info,
-        params: tuple[ParamMeta, ...],
-        into: Mapping[str, Tensor],
-        segment: Segment,
-        timeout_s: float,
-    ) -> tuple[int, Iterator[list[tuple[str, Tensor]]]]:
-        """How many acknowledgements there will be, and what has been copied before each."""
-        capacity, handoff = _capacity(segment), integer(info, "handoff")
-        copy = fastest_copy(sum(meta.nbytes for meta in params))
-
-        def borrowed() -> Iterator[list[tuple[str, Tensor]]]:
-            self._borrowed.keep_while(link)
-            for number, pairs in enumerate(self._borrowed.take(info["in_place"], params, into, capacity, copy)):
-                if number + 1 == count:
-                    self._await_filled(link, handoff, number, timeout_s)  # the trainer went through all of it too
-                yield pairs
-
-        def staged() -> Iterator[list[tuple[str, Tensor]]]:
-            lander = Lander(params, into, segment.flat.device, copy)
-            for number, bucket in enumerate(self._plan.buckets(params, capacity)):
-                self._await_filled(link, handoff, number, timeout_s)
-                pairs = lander.take(bucket, half(segment, number, capacity))
-                segment.settle()
-                yield pairs
-
-        if "in_place" in info:
-            count = len(groups(params, capacity))
-            return count, borrowed()
-        count = len(self._plan.buckets(params, capacity))
-        return count, staged()
+    def _staged(
+        self, link: Link, handoff: int, buckets: Sequence[Bucket], lander: Lander, segment: Segment, timeout_s: float
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """What has been copied out of the staging buffer, bucket by bucket."""
+        for number, bucket in enumerate(buckets):
+            self._await_filled(link, handoff, number, timeout_s)
+            pairs = lander.take(bucket, half(segment, number, _capacity(segment)))
+            segment.settle()
+            yield pairs
 
     def _await_filled(self, link: Link, handoff: int, number: int, timeout_s: float) -> None:
         until = deadline(timeout_s)

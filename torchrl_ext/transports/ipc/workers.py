@@ -152,10 +152,7 @@ class ConnectedWorkers:
             TransportError: nobody is left.
         """
         until = deadline(self._timeout_s)
-        while True:
-            late = [worker for worker in self._active() if worker.taken < bucket]
-            if not late:
-                break
+        while late := [worker for worker in self._active() if worker.taken < bucket]:
             if self.aborted.is_set():
                 until = min(until, deadline(_GRACE_S))
             if time.monotonic() >= until:
