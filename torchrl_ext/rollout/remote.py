@@ -145,8 +145,7 @@ class RemoteInferenceClient(EngineControl):
             ConfigError, EngineUnreachableError, EngineRefusedError, DeadlineError: as for `generate`.
         """
         request = _request(prompt_token_ids, {"logprobs": 0, **(sampling_params or {})}, 0)
-        seeds = [None if request.seed is None else request.seed + i for i in range(num_samples)]
-        requests = [dataclasses.replace(request, seed=seed) for seed in seeds]
+        requests = dataclasses.replace(request, n=num_samples).split()
         return await self._all(requests, [session_id] * num_samples, model)
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> Info:

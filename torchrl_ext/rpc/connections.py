@@ -116,7 +116,8 @@ class Background:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
-            weakref.finalize(self, _end, self._loop)
+            # at the end of the process it goes on, for whoever still has a call to make
+            weakref.finalize(self, _end, self._loop).atexit = False
         return self._loop
 
 

@@ -292,8 +292,9 @@ class HTTPSession:
         check: Callable[[HTTPSession], None] | None = None,
     ) -> None:
         self.url = normalise_url(url)
-        if api_key:
-            _warn_of_plain_http(url, self.url)
+        host = urlsplit(self.url).hostname or ""
+        if api_key and "://" not in url and not is_loopback(host):
+            log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
         self.timeout_s = timeout_s
         self._core = AsyncSession(api_key=api_key, max_body_bytes=max_body_bytes)
         self._check, self._checking = check, threading.Lock()
@@ -350,10 +351,19 @@ class HTTPSession:
         return _CONTROL.run(asked(), limit_s + _GRACE_S, f"{method} {url}")
 
 
+_MADE: list[aiohttp.ClientSession] = []
+
+
 def _unkept() -> aiohttp.ClientSession:
-    client = connections(keep_s=0.0)
-    atexit.register(client.detach)  # else aiohttp would say at the end of the process that nobody closed it
-    return client
+    _MADE.append(connections(keep_s=0.0))
+    return _MADE[-1]
+
+
+@atexit.register
+def _detach() -> None:
+    """Else aiohttp would say at the end of the process that nobody closed them."""
+    for client in _MADE:
+        client.detach()
 
 
 def _fresh() -> None:
@@ -372,13 +382,6 @@ def _bearers(api_key: Keys) -> list[dict[str, str]]:
     if not all(key.isprintable() and key.isascii() for key in keys):
         raise ConfigError("an API key has signs that no header can carry", expected="printable ASCII, on one line")
     return [{"authorization": f"Bearer {key}"} for key in keys] or [{}]
-
-
-def _warn_of_plain_http(address: str, url: str) -> None:
-    """Say in the log that a key is about to travel where others can read it, though nobody asked for that."""
-    host = urlsplit(url).hostname or ""
-    if "://" not in address and not is_loopback(host):
-        log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
 
 
 def _unreachable(where: str, why: str, hint: str = "check that it runs, and the address") -> EngineUnreachableError:
