@@ -7,41 +7,29 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 
-__all__ = ["attempt", "grant_tiles", "say"]
+__all__ = ["enable", "grant_tiles"]
 
 log = logging.getLogger("torchrl_ext")
 
 
-def attempt(enable: Callable[[], None]) -> str | None:
-    """Make use of an engine's internals; returns None, or why that cannot be.
+def enable(engine: str, module: str, tested: str, needed: Mapping[str, Callable[[], None]]) -> None:
+    """Make use of an engine's internals; log the release that was found, and what is not as it was in the tested one.
 
-    Whatever goes wrong: names that another release does not have, or gives other arguments.
-    """
-    try:
-        enable()
-    except Exception as error:
-        log.debug("a plugin cannot make use of this release", exc_info=True)
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def grant_tiles() -> None:
-    """Ask the kernel for AMX tiles, which it grants only on request: without them bfloat16 ends in SIGILL."""
-    import torch
-
-    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
-
-
-def say(engine: str, module: str, tested: str, missing: Mapping[str, str]) -> None:
-    """Log the release that was found and the one that was tested, and what is not as it was there; once per process.
+    Whatever goes wrong: names that another release does not have, or gives other arguments. That is said once.
 
     Args:
         engine: its name for people.
         module: of the engine, which has ``__version__``.
         tested: release.
-        missing: what follows -> why.
+        needed: what follows where it cannot be -> what makes use of it, and raises where it cannot.
     """
+    missing = {}
+    for follows, use in needed.items():
+        try:
+            use()
+        except Exception as error:
+            log.debug("a plugin cannot make use of this release", exc_info=True)
+            missing[follows] = f"{type(error).__name__}: {error}"
     try:
         found = str(getattr(importlib.import_module(module), "__version__", "of an unknown release"))
     except Exception as error:
@@ -56,3 +44,11 @@ def _say_once(releases: str, missing: tuple[tuple[str, str], ...]) -> None:
         log.warning("%s: %s", releases, "; ".join(f"{follows} ({why})" for follows, why in missing))
     else:
         log.info("%s", releases)
+
+
+def grant_tiles() -> None:
+    """Ask the kernel for AMX tiles, which it grants only on request: without them bfloat16 ends in SIGILL."""
+    import torch
+
+    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

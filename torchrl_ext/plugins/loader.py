@@ -74,6 +74,7 @@ class PluginLoader(EngineLoader):
         self._coverage: dict[str, Coverage] = {}
         self._expected: Mapping[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
+        self._opened: Collection[nn.Module] = ()
         self._loading = self._whole_model = False
 
     # what each engine does in its own way
@@ -87,20 +88,20 @@ class PluginLoader(EngineLoader):
         """
 
     @abstractmethod
-    def _open(self) -> None:
-        """Bring every layer into the form that the model's loader writes to."""
+    def _open(self, names: Collection[str] | None) -> Collection[nn.Module]:
+        """Bring layers into the form that the model's loader writes to, and return those that `_close` has to finish.
+
+        Args:
+            names: tensors that will be loaded; None for all of them.
+        """
 
     @abstractmethod
-    def _close(self) -> None:
-        """Bring every layer into the form that is computed with."""
+    def _close(self, layers: Collection[nn.Module]) -> None:
+        """Bring layers into the form that is computed with."""
 
     @abstractmethod
     def _loaded_with(self, touched: set[str]) -> Collection[str]:
         """The tensors that have to be loaded when ``touched`` change, which cannot be patched."""
-
-    @abstractmethod
-    def _load_again(self, whole: list[tuple[str, Tensor]]) -> None:
-        """Load these tensors, and nothing else, into an idle model that computes."""
 
     @abstractmethod
     def _made_up(self) -> Iterable[tuple[str, Tensor]] | None:
@@ -155,6 +156,12 @@ class PluginLoader(EngineLoader):
 
     def land_whole(self) -> None:
         self._pieces, self._patcher, self._whole_model = {}, Patcher({}), True
+
+    def kernel(self, layer: str) -> str:
+        module = self._model.get_submodule(layer)
+        method = getattr(module, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        return ", ".join(type(part).__name__ for part in (module, method, experts) if part is not None)
 
     def _is_tied_head(self, name: str) -> bool:
         """Whether ``name`` is the output embedding of a model in which that is the input embedding."""
@@ -236,7 +243,7 @@ class PluginLoader(EngineLoader):
     def start(self) -> None:
         self.forget()
         self.touched = self.touched or not self._rehearsing
-        self._open()
+        self._opened = self._open(None)
         self._loading = True
 
     @torch.no_grad()
@@ -263,7 +270,7 @@ class PluginLoader(EngineLoader):
                 state="the model holds part of an update",
                 hint="send the version again",
             )
-        self._close()
+        self._close(self._opened)
         self._loading = False
 
     def missing(self) -> list[str]:
@@ -334,7 +341,9 @@ class PluginLoader(EngineLoader):
         self._patcher.commit()
         whole, self._whole = self._whole, []
         if whole:
-            self._load_again(whole)
+            layers = self._open(None if self._whole_model else [name for name, _ in whole])
+            self._model.load_weights(iter(whole))
+            self._close(layers)
 
     def _together(self, own: Mapping[str, Coverage]) -> dict[str, PositionDigest]:
         """Digests of the tensors that the workers hold together; those that overlap in part are left out."""

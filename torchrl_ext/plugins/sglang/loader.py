@@ -25,14 +25,7 @@ __all__ = ["SGLangLoader"]
 
 
 class SGLangLoader(PluginLoader):
-    """Loads into one worker's model.
-
-    Args:
-        model: the worker's model.
-        checkpoint: the directory that the model was loaded from.
-        group: the tensor-parallel workers, on the CPU.
-        dummy: the model was filled with random numbers instead.
-        unfit: why no update can be taken by an engine of these settings.
+    """Loads into one worker's model; see `PluginLoader` for its arguments.
 
     Attributes:
         prepared: somebody else unpacks layers before a load, and packs them after it.
@@ -70,11 +63,6 @@ class SGLangLoader(PluginLoader):
     def runtime(self) -> Iterator[Reading]:
         return reachable(self._model)
 
-    def kernel(self, layer: str) -> str:
-        module = self._model.get_submodule(layer)
-        method = getattr(module, "quant_method", None)
-        return type(module).__name__ + ("" if method is None else f", {type(method).__name__}")
-
     def rehearse(self) -> Info:
         try:
             return super().rehearse()
@@ -106,31 +94,18 @@ class SGLangLoader(PluginLoader):
     def _made_up(self) -> Iterable[tuple[str, Tensor]] | None:
         return None if self._dummies is None else self._dummies.items()
 
-    def _open(self) -> None:
+    def _open(self, names: Collection[str] | None) -> Collection[nn.Module]:
+        """As SGLang does before its own updates, of the whole model."""
         if self._packs and not self._loading and not self.prepared:
-            self._unpack()
+            DefaultModelLoader.restore_weights_before_loading(self._model, next(self._model.parameters()).device)
+        return ()
 
-    def _close(self) -> None:
+    def _close(self, layers: Collection[nn.Module]) -> None:
         if self._packs and not self.prepared:
-            self._pack()
+            DefaultModelLoader.postprocess_weights(self._model, next(self._model.parameters()).device)
 
     def _loaded_with(self, touched: set[str]) -> Collection[str]:
         return [meta.name for meta in self._params if not self.patchable(meta.name)]
-
-    def _load_again(self, whole: list[tuple[str, Tensor]]) -> None:
-        unpacks = self._packs and not self.prepared
-        if unpacks:
-            self._unpack()
-        self._model.load_weights(iter(whole))
-        if unpacks:
-            self._pack()
-
-    def _unpack(self) -> None:
-        """Bring layers into the form that the model's loader writes to, as SGLang does before its own updates."""
-        DefaultModelLoader.restore_weights_before_loading(self._model, next(self._model.parameters()).device)
-
-    def _pack(self) -> None:
-        DefaultModelLoader.postprocess_weights(self._model, next(self._model.parameters()).device)
 
     def _read_dummies(self, placement: Placement) -> dict[str, Tensor]:
         """The numbers that an engine without a checkpoint was filled with; its parameters lie as they are loaded."""

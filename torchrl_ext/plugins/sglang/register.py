@@ -26,7 +26,7 @@ from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.messages import CHANNEL, CheckAdapter, CheckLoaded, Prefetch, read
-from torchrl_ext.plugins.found import attempt, grant_tiles, say
+from torchrl_ext.plugins.found import enable, grant_tiles
 from torchrl_ext.plugins.sglang import adapters as sglang_adapters
 
 __all__ = ["register"]
@@ -50,14 +50,11 @@ def register() -> None:
     needed = {
         "bfloat16 may end in SIGILL on this CPU": grant_tiles,
         "it follows no trainer by our transports": _register_hooks,
+        "its own ways to load cannot be seen, so that every version has to be a full one": _see_loads,
     }
     if os.environ.get("TORCHRL_EXT_UNPINNED") == "1":
         needed["LoRA may need a GPU"] = _pin_nothing
-    why = {follows: attempt(enable) for follows, enable in needed.items()}
-    missing = {follows: words for follows, words in why.items() if words is not None}
-    if _unseen:
-        missing["its own ways to load cannot be seen, so that every version has to be a full one"] = _unseen[0]
-    say("SGLang", "sglang", _TESTED, missing)
+    enable("SGLang", "sglang", _TESTED, needed)
 
 
 def _register_hooks() -> None:
@@ -92,6 +89,11 @@ def _register_hooks() -> None:
             HookRegistry.register(target, hook, HookType.AROUND)
     if absent:
         log.info("this SGLang has no %s", ", ".join(absent))
+
+
+def _see_loads() -> None:
+    if _unseen:
+        raise AttributeError(_unseen[0])
 
 
 def _pin_nothing() -> None:

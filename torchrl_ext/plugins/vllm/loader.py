@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.plugins.loader import PluginLoader, rebalanced
-from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, kernel_of, made_up, readings
+from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, made_up, readings
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["VLLMLoader"]
@@ -66,11 +66,6 @@ class VLLMLoader(PluginLoader):
         self._forms: Mapping[str, Tensor] = {}
         self._aside: set[int] = set()  # where weights lie that a layer computes with a packed copy of
 
-    def commit(self) -> None:
-        self.roll_back()
-        self._repaired = {}
-        super().commit()
-
     def reloaded(self) -> None:
         """See `WeightLoader.reloaded`. vLLM did so by `reload_weights`."""
         self._repair(list(self._model.modules()))
@@ -99,9 +94,6 @@ class VLLMLoader(PluginLoader):
     def runtime(self) -> Iterator[Reading]:
         return readings(self._model, self._dtype)
 
-    def kernel(self, layer: str) -> str:
-        return kernel_of(self._model.get_submodule(layer))
-
     def repaired(self) -> dict[str, str]:
         return dict(self._repaired)
 
@@ -128,14 +120,28 @@ class VLLMLoader(PluginLoader):
     def _made_up(self) -> Iterable[tuple[str, Tensor]] | None:
         return None if self._placement is None else made_up(self._placement, self._forms)
 
-    def _open(self) -> None:
+    def _open(self, names: Collection[str] | None) -> Collection[nn.Module]:
+        """`initialize_layerwise_reload`, also of some layers only, and of those that derive something from them."""
         self.roll_back()
         self._repaired = {}
-        initialize_layerwise_reload(self._model)
+        if names is None:
+            initialize_layerwise_reload(self._model)
+            return list(self._model.modules())
+        layers, begun = self._layers(names), []
+        for name, layer in self._model.named_modules():
+            absorbs = isinstance(layer, MLAAttention) and f"{name.rpartition('.')[0]}.kv_b_proj" in layers
+            if name in layers or absorbs:
+                info = get_layerwise_info(layer)
+                info.kernel_tensors = get_layer_params_buffers(layer)
+                info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+                restore_layer_on_meta(layer, info)
+                initialize_online_processing(layer)
+                begun.append(layer)
+        return begun
 
-    def _close(self) -> None:
+    def _close(self, layers: Collection[nn.Module]) -> None:
         finalize_layerwise_reload(self._model, self._config.model_config)
-        self.reloaded()
+        self._repair(layers)
 
     def _loaded_with(self, touched: set[str]) -> Collection[str]:
         """These names, and those that share a layer with them: a layer is loaded as a whole."""
@@ -148,29 +154,6 @@ class VLLMLoader(PluginLoader):
     def _layers(self, names: Iterable[str]) -> set[str]:
         """Modules whose parameters these checkpoint tensors land in."""
         return {landing.param.rpartition(".")[0] for name in names for landing in self.landings(name)}
-
-    def _load_again(self, whole: list[tuple[str, Tensor]]) -> None:
-        layers = self._begin(self._layers(name for name, _ in whole))
-        self._model.load_weights(iter(whole))
-        finalize_layerwise_reload(self._model, self._config.model_config)
-        self._repair(layers)
-
-    def _begin(self, layers: set[str]) -> list[nn.Module]:
-        """`initialize_layerwise_reload`, of some layers, and of those that derive something from them."""
-        if self._whole_model:
-            initialize_layerwise_reload(self._model)
-            return list(self._model.modules())
-        begun = []
-        for name, layer in self._model.named_modules():
-            absorbs = isinstance(layer, MLAAttention) and f"{name.rpartition('.')[0]}.kv_b_proj" in layers
-            if name in layers or absorbs:
-                info = get_layerwise_info(layer)
-                info.kernel_tensors = get_layer_params_buffers(layer)
-                info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-                restore_layer_on_meta(layer, info)
-                initialize_online_processing(layer)
-                begun.append(layer)
-        return begun
 
     def _repair(self, layers: Collection[nn.Module]) -> None:
         names = {id(layer): name for name, layer in self._model.named_modules()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from torchrl_ext.messages import BACKEND
-from torchrl_ext.plugins.found import attempt, grant_tiles, say
+from torchrl_ext.plugins.found import enable, grant_tiles
 
 __all__ = ["register"]
 
@@ -28,8 +28,7 @@ def register() -> None:
     }
     if os.environ.get("TORCHRL_EXT_PLAIN_LINEARS") == "1":
         needed["TORCHRL_EXT_PLAIN_LINEARS has no effect"] = _keep_linears_plain
-    why = {follows: attempt(enable) for follows, enable in needed.items()}
-    say("vLLM", "vllm", _TESTED, {follows: words for follows, words in why.items() if words is not None})
+    enable("vLLM", "vllm", _TESTED, needed)
 
 
 def _register_backend() -> None:

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import initialize_single_dumm
 from torchrl_ext.landing.placement import Placement
 from torchrl_ext.landing.runtime import Reading, reachable
 
-__all__ = ["REPAIRS", "also_packed", "kernel_of", "made_up", "readings"]
+__all__ = ["REPAIRS", "also_packed", "made_up", "readings"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -109,14 +109,6 @@ def _inputs(layer: nn.Module) -> int:
 
 def _device(layer: nn.Module) -> torch.device:
     return next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
-
-
-def kernel_of(layer: nn.Module) -> str:
-    """The class of a layer, and what multiplies in it."""
-    method = getattr(layer, "quant_method", None)
-    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    parts = [part for part in (layer, method, experts) if part is not None]
-    return ", ".join(type(part).__name__ for part in parts)
 
 
 def _pack_experts(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
