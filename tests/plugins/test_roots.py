@@ -1,4 +1,4 @@
-"""What an engine takes from the call by which slime's first trainer announces flush files."""
+"""What an engine takes from the call by which slime's first trainer announces flush files; and adapters' roots."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 from tests.transports.chains import checkpoint, folder, published
 from tests.versions.test_slime_chains import renumber
-from torchrl_ext.errors import StoreError, WeightSyncError
-from torchrl_ext.plugins.roots import locate, parameters
+from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
+from torchrl_ext.messages import CheckAdapter
+from torchrl_ext.plugins.roots import check_adapter, locate, parameters
 
 
 @pytest.fixture
@@ -63,3 +64,13 @@ def test_a_version_that_is_announced_in_several_calls_lands_when_the_last_one_ca
     assert parameters(str(root), 2, base, [first])
     (root / "late").rename(folder(root, 2) / second)
     assert parameters(str(root), 2, base, [second])
+
+
+def test_an_adapters_root_is_opened_where_roots_may_be_and_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHRL_EXT_ROOTS", str(tmp_path / "allowed"))
+    for place, words in (("allowed", "does not hold what the trainer wrote"), ("other", "does not open")):
+        root = {"root": str(tmp_path / place), "host": "a", "run_id": "b", "probe": f".probe.tmp-{'0' * 32}"}
+        with pytest.raises(WeightSyncError, match=words):
+            check_adapter(CheckAdapter(params=(), root=root), enabled=True, max_rank=None)
+    with pytest.raises(ConfigError, match="LoRA is not enabled"):
+        check_adapter(CheckAdapter(params=()), enabled=False, max_rank=None)

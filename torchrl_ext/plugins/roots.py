@@ -92,8 +92,8 @@ def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None)
     """Refuse a LoRA adapter that an engine of these settings cannot take.
 
     Raises:
-        ConfigError: the server was started without LoRA, or for smaller ranks.
-        StoreError: the adapters' root cannot be seen from here.
+        ConfigError: the server was started without LoRA, or for smaller ranks, or may not open the adapters' root.
+        StoreError: the root cannot be seen from here.
     """
     if not enabled:
         raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
@@ -104,4 +104,5 @@ def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None)
             hint=f"start the server with --max-lora-rank {rank} or more",
         )
     if message.root is not None:
+        admit(message.root.get("root"))
         SharedRoot(open_store(message.root["root"]), "").find(message.root, VISIBLE_S, threading.Event())

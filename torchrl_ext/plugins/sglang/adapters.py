@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -37,6 +37,7 @@ from torchrl_ext.messages import (
     read,
 )  # fmt: skip
 from torchrl_ext.plugins.roots import check_adapter
+from torchrl_ext.stores.opening import admit
 from torchrl_ext.types import Info, adapter_label, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "check_worker"]
@@ -63,7 +64,7 @@ class Adapters:
 
     def label(self, name: str | None) -> str | None:
         """What a request by ``name`` is served with."""
-        return name if name is None else self._served.get(name, name)
+        return self._served.get(name, name) if name is not None else None
 
     async def answer(self, message: Message) -> Info:
         """Do what a message says; returns what the names stand for.
@@ -94,7 +95,15 @@ class Adapters:
     async def _stage(self, name: str, version: int, path: str) -> None:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
-        _refuse_ignored(json.loads((Path(path) / "adapter_config.json").read_bytes()))
+        admit(path)
+        config = json.loads((Path(path) / "adapter_config.json").read_bytes())
+        wrong = {name: config[name] for name, plain in _NOT_HERE.items() if config.get(name) not in (None, plain)}
+        if wrong:
+            raise ConfigError(
+                f"SGLang does not know {', '.join(f'{name}={value!r}' for name, value in wrong.items())}",
+                expected="plain LoRA, scaled by lora_alpha / r",
+                hint="train the adapter without, or send merged weights",
+            )
         label = adapter_label(name, version)
         await self._drop(name, keep={self._served.get(name), self._before.get(name)})
         told = await self._manager.load_lora_adapter(LoadLoRAAdapterReqInput(lora_name=label, lora_path=path))
@@ -189,19 +198,14 @@ def check_worker(manager: Any, message: CheckAdapter | CheckLoaded) -> None:
         ConfigError: names the first layer that has no LoRA here.
         EngineError: nothing of that label is loaded here.
     """
-    match message:
-        case CheckAdapter():
-            _check_tensors(manager, (meta.name for meta in message.params))
-        case CheckLoaded():
-            _check_loaded(manager, message.label)
-
-
-def _check_tensors(manager: Any, names: Iterable[str]) -> None:
+    if isinstance(message, CheckLoaded):
+        _check_loaded(manager, message.label)
+        return
     from sglang.srt.layers.utils import get_layer_id
     from sglang.srt.lora.utils import get_normalized_target_modules
 
-    for name in names:
-        layer, number = _layer(name), get_layer_id(name)
+    for meta in message.params:
+        layer, number = _layer(meta.name), get_layer_id(meta.name)
         known = get_normalized_target_modules([layer]) <= manager.target_modules
         ends = number is None and layer.rpartition(".")[2] in ("embed_tokens", "lm_head")
         if ".experts" not in layer and not (known and (ends or (number or 0) < len(manager.lora_modules))):
@@ -235,16 +239,6 @@ def _no_lora(manager: Any, layer: str) -> ConfigError:
         hint="adapt gate_proj with up_proj, and q_proj with v_proj; or start the server so that --lora-target-modules "
         "has the layer",
     )
-
-
-def _refuse_ignored(config: Info) -> None:
-    wrong = {name: config[name] for name, plain in _NOT_HERE.items() if config.get(name) not in (None, plain)}
-    if wrong:
-        raise ConfigError(
-            f"SGLang does not know {', '.join(f'{name}={value!r}' for name, value in wrong.items())}",
-            expected="plain LoRA, scaled by lora_alpha / r",
-            hint="train the adapter without, or send merged weights",
-        )
 
 
 def _asking(original: Callable[..., Any], manager: Any, kind: type) -> Callable[[Message], Awaitable[tuple[bool, str]]]:

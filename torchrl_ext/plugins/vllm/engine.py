@@ -163,15 +163,9 @@ def _check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
     vLLM itself refuses a layer by the last part of its name only, and passes over any other that it does not find:
     such an adapter would be served without a part of it.
 
-    Args:
-        model: the worker's model.
-        vllm_config: the worker's configuration.
-        message: the adapter's tensors, and where its versions will lie.
-
     Raises:
-        ConfigError: the server was started without LoRA, or for smaller ranks.
+        ConfigError, StoreError: see `check_adapter`.
         ManifestError: names the first layer that has no LoRA here.
-        StoreError: the adapters' root cannot be seen from here.
     """
     manager: Any = getattr(model, "lora_manager", None)
     most = None if manager is None else manager.lora_config.max_lora_rank
