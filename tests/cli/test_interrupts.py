@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from torchrl_ext.cli.demo.terminal import Interrupts
+from torchrl_ext.cli.interrupts import Interrupts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 import torchrl_ext
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.types import API_KEY_VARIABLE
 
 __all__ = ["COMMANDS", "add_api_key", "main"]
 
@@ -61,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
     """Declare ``--api-key``; without it the environment's `API_KEY_VARIABLE` is taken."""
+    from torchrl_ext.types import API_KEY_VARIABLE  # brings torch, which a list of commands does not wait for
+
     parser.add_argument(
         "--api-key",
         metavar="KEY",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import threading
 from typing import Any
 
+from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.registry import launchers
 from torchrl_ext.types import API_KEY_VARIABLE
@@ -66,33 +66,22 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         WeightSyncError: it could not be started, or ended by itself.
     """
-    done = threading.Event()
-    server = None
-    previous = {
-        number: signal.signal(number, lambda *_: _interrupt(done)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        print(f"starting {args.engine} for {args.model}", file=sys.stderr, flush=True)
-        server = _start(args)
-        _announce(args, server)
-        while not done.wait(0.5):
-            if not server.alive():
-                raise EngineError(f"{args.engine} ended by itself; its log ends with: {server.log() or 'nothing'}")
-    except KeyboardInterrupt:
-        print("ending", file=sys.stderr, flush=True)
-    finally:
-        for number in previous:  # a second Ctrl-C must not leave a server behind
-            signal.signal(number, signal.SIG_IGN)
-        if server is not None:
-            server.stop()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    server, pause = None, threading.Event()
+    with Interrupts() as interrupts:
+        try:
+            print(f"starting {args.engine} for {args.model}", file=sys.stderr, flush=True)
+            server = _start(args)
+            _announce(args, server)
+            while server.alive():
+                pause.wait(0.5)
+            raise EngineError(f"{args.engine} ended by itself; its log ends with: {server.log() or 'nothing'}")
+        except KeyboardInterrupt:
+            print("ending", file=sys.stderr, flush=True)
+        finally:
+            interrupts.ignore()  # a second Ctrl-C must not leave a server behind
+            if server is not None:
+                server.stop()
     return 0
-
-
-def _interrupt(done: threading.Event) -> None:
-    done.set()
-    raise KeyboardInterrupt
 
 
 def _start(args: argparse.Namespace) -> Any:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrl_ext.cli.demo.terminal import Interrupts, Progress
+from torchrl_ext.cli.demo.terminal import Progress
+from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import EngineInfo, Info, SyncReport
 
