@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -195,12 +196,10 @@ def hostile_payloads(name, meta):
     coded = encode_tensor(make_codec(name), METAS["a.weight"], OLD["a.weight"], NEW["a.weight"])
     yield coded.payload
     if coded.codec.framed:
-        from torchrl_ext.codecs.framing import frame
-
         for log2 in (12, 28):
             blocks = min(-(-meta.numel >> log2), 10_000)
             for body in (b"", b"\1", b"\2", b"\3", b"\3" + bytes(10), b"\1" + bytes(40)):
-                yield frame(meta.numel, log2, [body] * blocks)
+                yield dataclasses.replace(coded.codec, block_log2=log2).join(meta.numel, [body] * blocks)
     else:
         yield zstandard.compress(bytes(1 << 24))
         yield zstandard.compress(coded.payload)

@@ -10,7 +10,7 @@ import torch
 
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors
-from torchrl_ext.kernels.host import HostKernels, find
+from torchrl_ext.kernels.host import HostKernels, Search
 from torchrl_ext.kernels.host_loops import CHUNK, digest_change, list_by_vectors, list_by_words, list_changes
 from torchrl_ext.kernels.jit import njit
 
@@ -46,24 +46,32 @@ def test_every_way_to_list_changes_finds_the_same():
                 assert np.array_equal(after, new[begin + expected])
 
 
-@pytest.mark.parametrize("first", [0, 3 * CHUNK])
-def test_parts_follow_each_other_and_hold_everything(first):
-    for shares in ((0.0, 1.0), (1.0, 0.0), (0.001, 0.3), (1.0, 1.0)):
+def test_parts_follow_each_other_and_hold_everything():
+    for shares in ((0.0, 1.0), (1.0, 0.0), (0.001, 0.3), (1.0, 1.0), (0.0, 0.0)):
         parts = [changed_pair(np.uint16, 9 * CHUNK + 7, share, seed) for seed, share in enumerate(shares)]
         old, new = (np.concatenate(side) for side in zip(*parts, strict=True))
-        expected, seen, end, words = np.flatnonzero(old != new), 0, first, (0, 0)
-        expected = expected[expected >= first]
-        while end < old.size:
-            places, before, after, more, stop = find(old, new, 5, end)
-            own = expected[seen : seen + places.size]
-            assert np.array_equal(places, own)
-            assert np.array_equal(before, old[own]) and np.array_equal(after, new[own])
-            assert stop > end and (expected[seen + places.size :] >= stop).all()
-            seen, end, words = seen + places.size, stop, (words[0] + more[0], words[1] + more[1])
-        assert seen == expected.size
-        after = np.zeros(2, np.uint64)
-        digest_change(expected + 5, old[expected], new[expected], after)
-        assert [word % 2**64 for word in words] == after.tolist()
+        expected, search = np.flatnonzero(old != new), Search(old=old, new=new, start=5)
+        for _ in range(2):
+            seen = 0
+            for places, before, after in search:
+                own = expected[seen : seen + places.size]
+                assert places.size and np.array_equal(places, own)
+                assert np.array_equal(before, old[own]) and np.array_equal(after, new[own])
+                seen += places.size
+            assert seen == expected.size == search.changed
+            words = np.zeros(2, np.uint64)
+            digest_change(expected + 5, old[expected], new[expected], words)
+            assert search.words == tuple(words.tolist())
+
+
+def test_what_one_part_holds_is_known_as_such():
+    old, new = changed_pair(np.uint16, 9 * CHUNK, 0.001)
+    for after, single in ((new, True), (~old, False), (old, False)):
+        search = Search(old=old, new=after)
+        parts = [(part.places.copy(), part.after.copy()) for part in search]
+        assert (search.only is not None) == single == (len(parts) == 1)
+        if search.only is not None:
+            assert np.array_equal(search.only.places, parts[0][0]) and np.array_equal(search.only.after, parts[0][1])
 
 
 def test_a_diff_holds_everything_however_much_it_is():

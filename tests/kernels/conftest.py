@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchrl_ext.kernels.base import kernels
 from torchrl_ext.kernels.cuda import TritonKernels
-from torchrl_ext.kernels.select import kernels
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WAYS = [

@@ -13,7 +13,7 @@ from torchrl_ext.sync.inprocess import InProcessEngine
 def working(way, monkeypatch):
     """The device to put tensors on; what is chosen for it is the implementation under test."""
     own, device = way
-    for module in ("codecs.pipeline", "landing.writes"):
+    for module in ("codecs.pipeline", "landing.patcher"):
         monkeypatch.setattr(f"torchrl_ext.{module}.kernels_on", lambda where: own)
     return device
 

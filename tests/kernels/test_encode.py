@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.codecs.data import DTYPES, bytes_of, pairs, random_bits, small_steps
+from tests.landing.changes import Listed
 from torchrl_ext.codecs.base import encodings, make_codec
 from torchrl_ext.codecs.patch import fold
 from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.kernels.select import kernels
-from torchrl_ext.landing.patcher import identity
-from torchrl_ext.landing.writes import Staged
+from torchrl_ext.kernels.base import kernels
+from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest
 
@@ -115,10 +115,10 @@ def test_steps_of_several_versions_land_as_one_on_the_device(way):
     steps = [(meta.name, old.to(device), new.to(device)) for old, new in itertools.pairwise(chain)]
     patches = [one.codec.decode(one.payload, meta) for one in encode_tensors(steps, codec, threads=1, kernels=own)]
     live = {"w": chain[0].to(device)}
-    staged = Staged(own)
-    staged.add(identity(live)["w"], fold(patches), position_digest(chain[0]))
+    patcher = Patcher(identity(live), own)
+    staged = patcher.stage(Listed(fold(patches)))
     assert bytes_of(live["w"].cpu()) == bytes_of(chain[0])
-    staged.commit()
+    patcher.commit()
     assert bytes_of(live["w"].cpu()) == bytes_of(chain[-1])
-    assert staged.digests["w"] == position_digest(chain[-1])
-    assert staged.digests["w"] == position_digest(live["w"])
+    assert staged == {"w": (position_digest(chain[-1]), 5000)}
+    assert patcher.held() == staged

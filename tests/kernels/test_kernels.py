@@ -8,8 +8,7 @@ import torch
 
 from tests.codecs.data import DTYPES, random_bits
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.kernels.base import BITS, Place, flat_bits
-from torchrl_ext.kernels.select import kernels, kernels_on
+from torchrl_ext.kernels.base import BITS, Piece, flat_bits, kernels, kernels_on
 
 SIZES = (0, 1, 63, 1024, 1025, 2500)
 DENSITIES = (0.0, 0.02, 0.5, 1.0)
@@ -85,19 +84,35 @@ PLACES = {
 }
 
 
-def place_of(name):
+def piece_of(name, memory):
+    """The piece that begins where the memory does."""
     shape, offset, strides, to = PLACES[name]
-    return Place(shape=shape, offset=offset, strides=strides, to=to)
+    return Piece(destination=memory.as_strided(shape, to), offset=offset, strides=strides)
 
 
-def test_words_of_a_view_are_those_of_its_positions(way):
+def memory_of(name, width, generator):
+    """What a piece and some others lie in."""
+    shape, _, _, to = PLACES[name]
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, to, strict=True))
+    return bits(reach + 10, width, generator)
+
+
+def positions_of(name):
+    """Position in the flat checkpoint tensor of every element, in C order."""
+    shape, offset, strides, _ = PLACES[name]
+    found = torch.full((), offset, dtype=torch.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        found = found[..., None] + torch.arange(size) * stride
+    return found.reshape(-1)
+
+
+def test_words_of_a_piece_are_those_of_its_positions(way):
     own, device = way
     for name, width in itertools.product(PLACES, WIDTHS):
-        place, generator = place_of(name), torch.Generator().manual_seed(1)
-        memory = bits(place.reach + 10, width, generator)
-        view = memory.as_strided(place.shape, place.to).reshape(-1)
-        expected = fingerprints(place.positions().reshape(-1).numpy(), view)
-        assert own.words(memory.to(device), place) == expected, (name, width)
+        memory = memory_of(name, width, torch.Generator().manual_seed(1))
+        view = piece_of(name, memory).destination.reshape(-1)
+        expected = fingerprints(positions_of(name).numpy(), view)
+        assert own.words(piece_of(name, memory.to(device))) == expected, (name, width)
 
 
 @pytest.mark.parametrize("ordered", (None, False, True), ids=("bits", "steps of integers", "steps of floats"))
@@ -106,15 +121,16 @@ def test_changes_land_where_the_view_has_them(way, ordered):
     for name, width in itertools.product(PLACES, WIDTHS):
         if name == "none":
             continue
-        place, generator = place_of(name), torch.Generator().manual_seed(2)
-        memory = bits(place.reach + 10, width, generator)
-        positions = torch.arange(place.offset, place.end)
+        generator = torch.Generator().manual_seed(2)
+        memory = memory_of(name, width, generator)
+        piece = piece_of(name, memory)
+        positions = torch.arange(piece.offset, piece.end)
         positions = positions[torch.rand(positions.shape, generator=generator) < 0.7].to(torch.int32)
         payload = bits(positions.numel(), width, generator)
         inside = dict(
             zip(
-                place.positions().reshape(-1).tolist(),
-                torch.arange(memory.numel()).as_strided(place.shape, place.to).reshape(-1).tolist(),
+                positions_of(name).tolist(),
+                piece_of(name, torch.arange(memory.numel())).destination.reshape(-1).tolist(),
                 strict=True,
             )
         )
@@ -125,11 +141,12 @@ def test_changes_land_where_the_view_has_them(way, ordered):
         listed = positions[chosen].numpy()
         words = difference(fingerprints(listed, expected[where]), fingerprints(listed, memory[where]))
         target = memory.to(device)
-        landed = own.land(target, place, positions, payload, ordered)
+        piece = piece_of(name, target)
+        landed = own.land(piece, positions, payload, ordered)
         case = (name, width)
         assert torch.equal(target.cpu(), memory) and landed.words == words, case
         assert sorted(landed.offsets.tolist()) == sorted(where), case
-        own.scatter(target, landed.offsets, landed.values)
+        own.scatter(piece.memory, landed.offsets, landed.values)
         assert torch.equal(target.cpu(), expected), case
 
 
@@ -151,9 +168,9 @@ def moved(before, steps, ordered):
 
 def test_nothing_lands_from_an_empty_list(way):
     own, device = way
-    target, place = torch.arange(12, dtype=torch.int16).to(device), place_of("one")
+    target = torch.arange(12, dtype=torch.int16).to(device)
     none = torch.empty(0, dtype=torch.int32)
-    landed = own.land(target, place, none, none.to(torch.int16), True)
+    landed = own.land(piece_of("one", target), none, none.to(torch.int16), True)
     own.scatter(target, landed.offsets, landed.values)
     assert landed.words == (0, 0) and target.tolist() == list(range(12))
 
@@ -172,8 +189,7 @@ def test_triton_is_chosen_on_a_gpu():
 
 
 def test_without_triton_torch_takes_its_place(monkeypatch, caplog):
-    from torchrl_ext.kernels import select
-
-    monkeypatch.setattr(select, "_made", lambda name: 1 / 0 if name == "triton" else name)
-    assert select._for_accelerator.__wrapped__("cuda") == "torch"
+    make = kernels.make
+    monkeypatch.setattr(kernels, "make", lambda name: 1 / 0 if name == "triton" else make(name))
+    assert kernels_on.__wrapped__(torch.device("cuda")).name == "torch"
     assert "Triton does not work here" in caplog.text

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.landing.changes import Listed
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
 from torchrl_ext.codecs.units import from_units, unit_of, units
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.landing.patcher import Patcher, compare, identity
+from torchrl_ext.kernels.base import kernels_on
+from torchrl_ext.landing.patcher import Patcher, Piece, as_bits, compare, identity
 from torchrl_ext.landing.placement import record
-from torchrl_ext.landing.writes import Piece, Staged, as_bits, piece_digest
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 
@@ -91,11 +92,7 @@ def pieces_of(engine, metas):
     for meta in metas:
         found[meta.name] = []
         for landing in placement.landings[meta.name]:
-            live = engine.params[landing.param]
-            view = live.as_strided(landing.shape, landing.strides, landing.offset)
-            found[meta.name].append(
-                Piece(destination=view, offset=landing.source_offset, strides=landing.source_strides)
-            )
+            found[meta.name].append(landing.piece(engine.params[landing.param]))
     return found
 
 
@@ -123,7 +120,8 @@ def line(bits, unit):
 
 
 def held_digest(pieces):
-    return sum((piece_digest(piece, as_bits(piece.destination)) for piece in pieces), PositionDigest())
+    words = (kernels_on(piece.memory.device).words(piece) for piece in pieces)
+    return sum((PositionDigest(*each) for each in words), PositionDigest())
 
 
 @pytest.mark.parametrize("kind", ["sparse", "steps", "dense"])
@@ -142,18 +140,19 @@ def assert_patched_as_loaded(dtype, rank, world, density, kind):
     patched, loaded = (Engine(lambda shape: torch.zeros(shape, dtype=dtype), rank, world) for _ in range(2))
     patched.load_weights(old.items())
     loaded.load_weights(new.items())
-    pieces, staged = pieces_of(patched, metas), Staged()
+    patcher = Patcher(pieces_of(patched, metas))
+    patches = []
     for meta in metas:
-        patch = as_kind(diff(meta, old[meta.name], new[meta.name]), kind, old[meta.name], new[meta.name])
-        if patch.changed:
-            staged.add(pieces[meta.name], patch, held_digest(pieces[meta.name]))
+        patch = diff(meta, old[meta.name], new[meta.name])
+        patches.append(as_kind(patch, kind, old[meta.name], new[meta.name]))
     before = {name: as_bits(tensor).clone() for name, tensor in patched.params.items()}
+    staged = patcher.stage(Listed(*patches))
     assert all(torch.equal(as_bits(tensor), before[name]) for name, tensor in patched.params.items())
-    staged.commit()
+    patcher.commit()
     for name, tensor in loaded.params.items():
         assert torch.equal(as_bits(patched.params[name]), as_bits(tensor)), (name, dtype, density)
-    for name, digest in staged.digests.items():
-        assert digest == held_digest(pieces[name]), name
+    for name, pieces in patcher.pieces.items():
+        assert staged[name] == (held_digest(pieces), sum(piece.destination.numel() for piece in pieces)), name
 
 
 @pytest.mark.parametrize("kind", ["sparse", "steps", "dense"])
@@ -163,12 +162,12 @@ def test_every_dtype_lands_in_tensors_that_are_stored_as_sent(kind):
         old, new = (random_bits((13, 7), dtype, generator) for _ in range(2))
         new[3:] = old[3:]
         live, meta = {"w": old.clone()}, ParamMeta.of("w", old)
-        staged = Staged()
-        staged.add(identity(live)["w"], as_kind(diff(meta, old, new), kind, old, new), position_digest(old))
+        patcher = Patcher(identity(live))
+        staged = patcher.stage(Listed(as_kind(diff(meta, old, new), kind, old, new)))
         assert np.array_equal(units(live["w"]), units(old)), dtype
-        staged.commit()
+        patcher.commit()
         assert np.array_equal(units(live["w"]), units(new)), dtype
-        assert staged.digests["w"] == position_digest(live["w"]), dtype
+        assert staged["w"][0] == position_digest(live["w"]), dtype
 
 
 def test_the_workers_shares_add_up_to_the_digest_of_the_whole():
@@ -243,11 +242,11 @@ def test_what_waits_for_the_pause_takes_no_more_than_twice_the_payload():
         piece = Piece(destination=live["fused"][500:1500], offset=0, strides=(300, 1))
         piece.destination.copy_(old)
         patch = diff(ParamMeta.of("w", old), old, new)
-        staged = Staged()
-        staged.add([piece], patch, position_digest(old))
-        assert staged.elements >= patch.changed
-        assert staged.nbytes <= 2 * (patch.indices.nbytes + patch.values.nbytes)
-        staged.commit()
+        patcher = Patcher({"w": [piece]})
+        patcher.stage(Listed(patch))
+        assert patch.values.nbytes <= patcher.staged_bytes <= 2 * (patch.indices.nbytes + patch.values.nbytes)
+        patcher.commit()
+        assert not patcher.staged_bytes
         assert torch.equal(as_bits(live["fused"][500:1500]), as_bits(new))
         assert not live["fused"][:500].any() and not live["fused"][1500:].any()
 
@@ -259,9 +258,9 @@ def test_large_changes_are_written_by_several_threads_to_the_same_end():
     live = {"w": torch.zeros(3000, 2000, dtype=torch.bfloat16)}
     piece = Piece(destination=live["w"][:, 700:1700], offset=0, strides=(1000, 1))
     piece.destination.copy_(old)
-    staged = Staged()
-    staged.add([piece], diff(ParamMeta.of("w", old), old, new), position_digest(old))
-    staged.commit()
+    patcher = Patcher({"w": [piece]})
+    patcher.stage(Listed(diff(ParamMeta.of("w", old), old, new)))
+    patcher.commit()
     assert torch.equal(as_bits(live["w"][:, 700:1700]), as_bits(new))
     assert not as_bits(live["w"][:, :700]).any() and not as_bits(live["w"][:, 1700:]).any()
 
@@ -270,10 +269,11 @@ def test_a_patch_that_touches_nothing_here_writes_nothing():
     old = torch.zeros(8, 6)
     new = old.clone()
     new[0, 0] = 1.0
-    staged, own = Staged(), torch.zeros(4, 6)
+    own = torch.zeros(4, 6)
     piece = Piece(destination=own, offset=24, strides=(6, 1))  # the second worker's half
     patch = diff(ParamMeta.of("q", old), old, new)
-    staged.add([piece], patch, held_digest([piece]))
-    assert staged.elements == 0 and isinstance(patch, SparsePatch)
-    staged.commit()
-    assert not own.any() and staged.digests["q"] == held_digest([piece])
+    patcher = Patcher({"q": [piece]})
+    staged = patcher.stage(Listed(patch))
+    assert patcher.staged_bytes == 0 and isinstance(patch, SparsePatch)
+    patcher.commit()
+    assert not own.any() and staged["q"] == (held_digest([piece]), 24)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
+from torchrl_ext.landing.patcher import Patcher, compare, holds, read
 from torchrl_ext.landing.placement import record
 from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.proof.engine_loader import EngineLoader
@@ -225,7 +225,7 @@ class ProcessedLoader(EngineLoader):
             landings = self._placement.landings[meta.name]
             derived = ".kv" in meta.name and not self._careless
             if all(live[one.param].shape == targets[one.param].shape for one in landings) and not derived:
-                found[meta.name] = [Piece.of(live[one.param], one) for one in landings]
+                found[meta.name] = [one.piece(live[one.param]) for one in landings]
         agreed = {name for name in found if holds(found[name], self._start[name])} if not self.touched else set()
         self._pieces = {name: pieces for name, pieces in found.items() if name in agreed}
         self._patcher = Patcher(self._pieces)

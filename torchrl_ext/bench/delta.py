@@ -224,8 +224,8 @@ class _Summed(Codec):
         checksum("xxh3-128", new.view(np.uint8))
         return self.inner.encode_block(unit, block)
 
-    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
-        return self.inner.join(unit, count, blocks)
+    def join(self, count: int, blocks: list[bytes]) -> bytes:
+        return self.inner.join(count, blocks)
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         return self.inner.decode(payload, meta, base)

@@ -24,11 +24,10 @@ from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.kernels.select import kernels_on
-from torchrl_ext.landing.patcher import identity
-from torchrl_ext.landing.writes import Staged
+from torchrl_ext.kernels.base import kernels_on
+from torchrl_ext.landing.changes import Changes
+from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import PositionDigest
 
 __all__ = ["add_arguments", "measure", "tables"]
 
@@ -122,7 +121,7 @@ def _timed(way: Callable[[], None], device: str) -> float:
 
 
 def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
-    """Seconds to stage a delta on parameters that hold ``old``, and to commit it."""
+    """Seconds to stage a delta on parameters that hold ``old``, and to commit it and read a part back, as engines do."""
     live = {name: tensor.clone() for name, tensor in old.items()}
     rows = ((name, old[name], tensor) for name, tensor in new.items())
     patches = [
@@ -130,11 +129,20 @@ def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
         for one in encode_tensors(rows, make_codec("ulp"), threads=threads)
         if one.changed
     ]
-    pieces, staged, began = identity(live), Staged(), time.perf_counter()
-    for patch in patches:
-        staged.add(pieces[patch.meta.name], patch, PositionDigest())
+    changes = Changes(
+        held=("", 0),
+        reached=("", 0),
+        params=(),
+        patches=lambda wanted: iter(patches),
+        digests={},
+        whole=lambda names: iter(()),
+    )
+    patcher = Patcher(identity(live))
+    patcher.held()
+    began = time.perf_counter()
+    patcher.stage(changes)
     middle = time.perf_counter()
-    staged.commit()
+    patcher.commit()
     return middle - began, time.perf_counter() - middle
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple, final
+from typing import ClassVar, Final, final
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,6 @@ from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
 from torchrl_ext.codecs.units import Unit
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.kernels.base import unsigned
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["AutoCodec"]
@@ -23,20 +22,13 @@ __all__ = ["AutoCodec"]
 _SPANS, _SPAN = 64, 512  # the sample: units spread evenly over the tensor
 
 
-class _Speed(NamedTuple):
-    """Nanoseconds of one core, each per unit, per byte of a unit, and per changed unit.
-
-    Measured on bfloat16 and float32 tensors of 2 M units at densities from 0.1 to 100 %, on one core of a 2023 server.
-    """
-
-    encode: tuple[float, float, float]
-    land: tuple[float, float, float]  # decode, and write where it belongs
-
-
-_ULP: Final = UlpCodec(), _Speed((0.0, 0.14, 9.0), (0.0, 0.0, 11.5))
-_CONTEXT: Final = ContextCodec(), _Speed((0.8, 0.1, 22.0), (0.7, 0.0, 24.0))
-_STORED: Final = DenseCodec(level=0), _Speed((0.0, 0.8, 0.0), (0.0, 0.43, 0.0))
-_PLANES: Final = DenseCodec(), _Speed((3.2, 0.55, 0.0), (0.8, 0.43, 0.0))
+# Nanoseconds of one core to encode, and to decode and write where it belongs: per unit, per byte of a unit, and per
+# changed unit. Measured on bfloat16 and float32 tensors of 2 M units at densities from 0.1 to 100 %, on one core of a
+# 2023 server.
+_ULP: Final = UlpCodec(), (0.0, 0.14, 9.0), (0.0, 0.0, 11.5)
+_CONTEXT: Final = ContextCodec(), (0.8, 0.1, 22.0), (0.7, 0.0, 24.0)
+_STORED: Final = DenseCodec(level=0), (0.0, 0.8, 0.0), (0.0, 0.43, 0.0)
+_PLANES: Final = DenseCodec(), (3.2, 0.55, 0.0), (0.8, 0.43, 0.0)
 
 
 @final
@@ -66,24 +58,35 @@ class AutoCodec(Codec):
             raise ConfigError(f"whole_base={self.whole_base!r}", expected="True or False")
 
     def choose(self, unit: Unit, old: Tensor, new: Tensor) -> Codec:
-        density, plain, conditional = _survey(unit, old, new)
+        from torchrl_ext.codecs.coder.tokens import survey
+
+        count, density, plain, inside = old.numel(), 0.0, 0.0, 0.0
+        if count:
+            spans, span, apart = _SPANS, _SPAN, (count - _SPAN) // (_SPANS - 1)
+            if count <= _SPANS * _SPAN:
+                spans, span, apart = 1, count, 0
+            if old.device.type != "cpu" or new.device.type != "cpu":  # only the sample comes to the host
+                shape, strides, apart = (spans, span), (apart, 1), span
+                old = old.as_strided(shape, strides, old.storage_offset()).reshape(-1).cpu()
+                new = new.as_strided(shape, strides, new.storage_offset()).reshape(-1).cpu()
+            bits = old.numpy().view(unit.dtype), new.numpy().view(unit.dtype)
+            context = np.uint64(unit.shift), np.uint64(unit.select)
+            density, plain, inside = survey(*bits, spans, span, apart, unit.top, unit.mask, unit.ordered, *context)
         stored = 8.0 * unit.width
         planes = stored - (4.0 if unit.ordered and unit.width > 1 else 1.0)  # of the exponent's byte half stays
         options = [(plain, *_ULP), (stored, *_STORED), (planes, *_PLANES)]
         if self.whole_base:
-            options.append((conditional, *_CONTEXT))
+            options.append((inside, *_CONTEXT))
         best, least = options[0][1], math.inf
-        for bits, codec, speed in options:  # nanoseconds per unit until it has landed; coding goes on beside the link
-            encode, land = (fixed + byte * unit.width + change * density for fixed, byte, change in speed)
-            cost = max(encode / self.threads, bits / 8 / self.link_bytes_s * 1e9) + land / self.threads
+        for size, codec, encode, land in options:  # nanoseconds per unit until it has landed
+            coding = (encode[0] + encode[1] * unit.width + encode[2] * density) / self.threads
+            landing = (land[0] + land[1] * unit.width + land[2] * density) / self.threads
+            cost = max(coding, size / 8 / self.link_bytes_s * 1e9) + landing  # coding goes on beside the link
             if cost < least:
                 best, least = codec, cost
         return best
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
-        raise AssertionError("another codec was chosen")
-
-    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
         raise AssertionError("another codec was chosen")
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
@@ -94,32 +97,3 @@ class AutoCodec(Codec):
 
 def _positive(value: object, kind: type[float] | tuple[type[float], ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _survey(unit: Unit, old: Tensor, new: Tensor) -> tuple[float, float, float]:
-    """Density, bits per unit that `ulp` will take, and bits per unit that `context` will take, from a sample."""
-    from torchrl_ext.codecs.coder.tokens import survey
-
-    count = old.numel()
-    if not count:
-        return 0.0, 0.0, 0.0
-    spans, span, apart = _SPANS, _SPAN, (count - _SPAN) // (_SPANS - 1)
-    if count <= _SPANS * _SPAN:
-        spans, span, apart = 1, count, 0
-    if old.device.type != "cpu" or new.device.type != "cpu":  # only the sample comes to the host
-        shape, strides, apart = (spans, span), (apart, 1), span
-        old, new = (bits.as_strided(shape, strides, bits.storage_offset()).reshape(-1).cpu() for bits in (old, new))
-    sample = unsigned(old), unsigned(new), spans, span, apart
-    context = np.uint64(unit.shift), np.uint64(unit.select)
-    seen, changed, bits = survey(*sample, unit.top, unit.mask, unit.ordered, *context)
-    total = seen.sum()
-    plain = _entropy(seen.sum(keepdims=True), changed.sum(keepdims=True))
-    inside = _entropy(seen, changed)
-    return changed.sum() / total, (plain + bits) / total, (inside + bits) / total
-
-
-def _entropy(seen: np.ndarray, changed: np.ndarray) -> float:
-    """Bits that tell which of ``seen`` elements are the ``changed`` ones, group by group."""
-    used = seen > 0
-    share = np.clip((changed[used] + 0.5) / (seen[used] + 1.0), 1e-9, 1 - 1e-9)
-    return float(-(seen[used] * (share * np.log2(share) + (1 - share) * np.log2(1 - share))).sum())

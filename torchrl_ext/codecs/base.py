@@ -12,7 +12,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
@@ -21,10 +21,11 @@ from torchrl_ext.codecs.patch import Patch, same
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.kernels.base import Words
+from torchrl_ext.kernels.host import Part
 from torchrl_ext.registry import Registry
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["Block", "Codec", "Encoded", "Needs", "Part", "Reads", "codec_from_json", "encodings", "make_codec"]
+__all__ = ["Block", "Codec", "Encoded", "Needs", "Reads", "codec_from_json", "encodings", "make_codec"]
 
 Buffer = bytes | bytearray | memoryview
 Needs = Literal["nothing", "changed", "all"]
@@ -34,19 +35,6 @@ Reads = Literal["changed", "all", "either", "new"]
 only they came from a device) or all old and new ones; or every new one, where none changed too."""
 
 
-class Part(NamedTuple):
-    """A part of what changed in a block.
-
-    Attributes:
-        places: int32 or int64, shape (k,), increasing: the units that changed, counted from the start of the block.
-        before, after: unsigned, of the unit's width, shape (k,): their bits in the old and in the new tensor.
-    """
-
-    places: np.ndarray
-    before: np.ndarray
-    after: np.ndarray
-
-
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """An independently coded range of a tensor, and what changed in it.
@@ -54,16 +42,14 @@ class Block:
     Attributes:
         start: index of its first unit in the tensor.
         size: number of its units.
-        parts: what changed, from the first unit to the last one, where the codec reads it; may be iterated again, and
-            what is iterated is good until the next part. A codec that reads what changed iterates to the end.
-        most: no more units than this changed.
+        parts: what changed, from the first unit to the last one; may be iterated again. A codec that reads what changed
+            iterates to the end, and keeps nothing of a part when it asks for the next one.
         old, new: unsigned, shape (size,): all units; None where only what changed came from a device.
     """
 
     start: int
     size: int
-    parts: Iterable[Part] = ()
-    most: int = 0
+    parts: Iterable[Part]
     old: np.ndarray | None = None
     new: np.ndarray | None = None
 
@@ -100,8 +86,7 @@ class Codec(ABC):
     name: ClassVar[str]
     needs: ClassVar[Needs]
     framed: ClassVar[bool] = False
-    """Whether a payload ends with the xxh3-64 of everything before, little-endian (see `codecs.blocks.frame`)."""
-
+    """Whether a payload ends with the xxh3-64 of everything before, little-endian (`torchrl_ext.codecs.ulp`)."""
     reads: ClassVar[Reads] = "changed"
     """What `encode_block` reads."""
 
@@ -121,15 +106,16 @@ class Codec(ABC):
     def encode_block(self, unit: Unit, block: Block) -> bytes:
         """Code one range; called from any thread, several at a time.
 
-        In the range something changed, unless the codec reads whole tensors.
+        Returns:
+            The coded range; nothing where nothing changed, unless the codec reads every new unit.
 
         Raises:
             ConfigError: the encoding cannot carry the range.
         """
 
-    @abstractmethod
-    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
-        """The payload of a tensor of ``count`` units from its ranges in order, empty where nothing changed."""
+    def join(self, count: int, blocks: list[bytes]) -> bytes:
+        """The payload of a tensor of ``count`` units, in which something changed, from its ranges in order."""
+        return b"".join(blocks)
 
     @abstractmethod
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
@@ -191,6 +177,6 @@ def codec_from_json(info: Info) -> Codec:
     if not isinstance(info, dict) or not isinstance(info.get("name"), str):
         raise ManifestError(f"{info!r} does not describe a codec", expected='{"name": ..., settings}')
     try:
-        return make_codec(**info)
+        return encodings.make(**info)
     except ConfigError as error:
         raise ManifestError(f"a delta is coded in a way unknown here: {error.what}", hint=error.hint) from error

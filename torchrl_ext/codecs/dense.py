@@ -14,10 +14,10 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
-from torchrl_ext.codecs.framing import damaged, frame, unframe
+from torchrl_ext.codecs.base import Block, Buffer, Needs, Reads
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.container import decompress
+from torchrl_ext.codecs.ulp import FramedCodec, damaged
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
@@ -31,32 +31,25 @@ _MOST_FOLD: Final = (128 << 10) // 4  # of zstd: a block is 128 KiB at most, and
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DenseCodec(Codec):
+class DenseCodec(FramedCodec):
     """Every bit of the new tensor; the old one only decides whether there is anything to send.
 
     Attributes:
-        block_log2: a block is 2^block_log2 units.
         level: zstd level; 0 stores.
 
     Raises:
-        ConfigError: a block size outside 2^12 to 2^28, or a level outside 0 to 19.
+        ConfigError: as `FramedCodec`, or a level outside 0 to 19.
     """
 
     name: ClassVar[str] = "dense"
     needs: ClassVar[Needs] = "nothing"
-    framed: ClassVar[bool] = True
     reads: ClassVar[Reads] = "new"
-    block_log2: int = 22
     level: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_log2, int) or not 12 <= self.block_log2 <= 28:
-            raise ConfigError(f"block_log2={self.block_log2!r}", expected="an integer from 12 to 28")
+        super().__post_init__()
         if not isinstance(self.level, int) or not 0 <= self.level <= 19:
             raise ConfigError(f"level={self.level!r}", expected="an integer from 0 to 19")
-
-    def block_units(self, unit: Unit, count: int) -> int:
-        return 1 << self.block_log2
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
         parts, new = [_PLANES], cast(np.ndarray, block.new)  # given to a codec that reads it
@@ -67,28 +60,23 @@ class DenseCodec(Codec):
             parts += [bytes((small,)), len(data).to_bytes(4, "little"), bytes(data)]
         return b"".join(parts)
 
-    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
-        return frame(count, self.block_log2, blocks)
-
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         unit = unit_of(meta.dtype)
-        count = unit.count(meta)
+        count = meta.numel * unit.parts
         if not len(payload):
             return SparsePatch(meta, np.empty(0, index_dtype(count)), np.empty(0, unit.dtype))
-        size, bodies = unframe(payload, meta, count)
         blocks = [
-            list(_planes(body, meta, min(size, count - number * size), unit.width))
-            for number, body in enumerate(bodies)
+            (start, size, list(_planes(body, meta, size, unit.width)))
+            for start, size, body in self._bodies(payload, meta, count)
         ]  # before memory is taken for them
         values = np.empty((count, unit.width), np.uint8)
-        for number, planes in enumerate(blocks):
-            out = values[number * size : (number + 1) * size]
+        for start, size, planes in blocks:
             for plane, (packed, data) in enumerate(planes):
                 if packed:
-                    data = decompress(data, len(out), f"plane {plane} of the dense payload of {meta.name!r}")
-                if len(data) != len(out):
-                    raise damaged(meta, f"plane {plane} has {len(data)} bytes", f"{len(out)}")
-                out[:, plane] = np.frombuffer(data, np.uint8)
+                    data = decompress(data, size, f"plane {plane} of the dense payload of {meta.name!r}")
+                if len(data) != size:
+                    raise damaged(meta, f"plane {plane} has {len(data)} bytes", f"{size}")
+                values[start : start + size, plane] = np.frombuffer(data, np.uint8)
         return DensePatch(meta, values.reshape(-1).view(unit.dtype))
 
 

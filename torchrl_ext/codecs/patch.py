@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.units import from_units, unit_of, units, writable_units
+from torchrl_ext.codecs.units import unit_of, units, writable_units
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.kernels.base import BITS, flat_bits, unsigned
-from torchrl_ext.kernels.select import kernels_on
+from torchrl_ext.kernels.base import flat_bits, kernels_on, unsigned
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["DensePatch", "Patch", "SparsePatch", "StepPatch", "apply_patch", "diff", "fold", "index_dtype"]
@@ -26,32 +25,29 @@ def index_dtype(count: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Shared half: where.
+    """Shared half: something at some places.
 
     Attributes:
         meta: the parameter.
         indices: int32 or int64, shape (k,), strictly increasing: flat C-order unit indices (element indices, but for
             complex128, where an element is two units).
+        values: unsigned, of the width of the dtype's unit, shape (k,).
+
+    Raises:
+        IntegrityError: places or values that cannot be those of the parameter; names it.
     """
 
     meta: ParamMeta
     indices: np.ndarray
+    values: np.ndarray
 
-    @property
-    def changed(self) -> int:
-        """Number of units that change."""
-        return self.indices.size
-
-    def places(self) -> Tensor:
-        """The indices as an int64 tensor."""
-        return torch.from_numpy(self.indices.astype(np.int64, copy=False))
-
-    def _check(self, other: np.ndarray) -> None:
+    def __post_init__(self) -> None:
         unit, where = unit_of(self.meta.dtype), self.indices
-        count = unit.count(self.meta)
-        if where.ndim != 1 or where.shape != other.shape or other.dtype != unit.dtype:
+        count = self.meta.numel * unit.parts
+        if where.ndim != 1 or where.shape != self.values.shape or self.values.dtype != unit.dtype:
             raise IntegrityError(
-                f"the patch of {self.meta.name!r} has {where.shape} indices and {other.shape} {other.dtype} values",
+                f"the patch of {self.meta.name!r} has {where.shape} indices and {self.values.shape} "
+                f"{self.values.dtype} values",
                 expected=f"as many {unit.dtype} values as indices",
             )
         if where.size and (where[0] < 0 or where[-1] >= count or not (where[1:] > where[:-1]).all()):
@@ -59,51 +55,25 @@ class _Places:
                 f"the patch of {self.meta.name!r} has indices that do not increase from 0 to {count - 1}"
             )
 
+    @property
+    def changed(self) -> int:
+        """Number of units that change."""
+        return self.indices.size
 
+
+@final
 @dataclass(frozen=True, eq=False)
 class SparsePatch(_Places):
-    """New bits at some places.
-
-    Attributes:
-        values: unsigned, of the width of the dtype's unit, shape (k,): raw bits after the change.
-
-    Raises:
-        IntegrityError: places or values that cannot be those of the parameter; names it.
-    """
-
-    values: np.ndarray
-
-    def __post_init__(self) -> None:
-        self._check(self.values)
-
-    def bits(self) -> Tensor:
-        """The values as a tensor of a signed integer dtype (uint8 for bytes), for a scatter into any view."""
-        return torch.from_numpy(self.values).view(BITS[self.values.itemsize])
-
-    def only(self, chosen: slice | np.ndarray) -> SparsePatch:
-        """The part at some of the places: a slice, or increasing numbers of places."""
-        return SparsePatch(self.meta, self.indices[chosen], self.values[chosen])
+    """New bits at some places: ``values`` are the raw bits after the change."""
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class StepPatch(_Places):
-    """Steps in units in the last place at some places; whoever holds the old bits there can resolve them.
+    """Steps at some places; whoever holds the old bits there can resolve them.
 
-    Attributes:
-        steps: unsigned, of the width of the dtype's unit, shape (k,): step on the ordered line modulo 2^width, not 0.
-
-    Raises:
-        IntegrityError: places or steps that cannot be those of the parameter; names it.
+    ``values`` are steps in units in the last place, on the ordered line modulo 2^width, not 0.
     """
-
-    steps: np.ndarray
-
-    def __post_init__(self) -> None:
-        self._check(self.steps)
-
-    def only(self, chosen: slice | np.ndarray) -> StepPatch:
-        """The part at some of the places: a slice, or increasing numbers of places."""
-        return StepPatch(self.meta, self.indices[chosen], self.steps[chosen])
 
     def resolve(self, old: np.ndarray) -> SparsePatch:
         """The new bits, from the old ones at these places.
@@ -113,11 +83,12 @@ class StepPatch(_Places):
         """
         from torchrl_ext.kernels.host_loops import move
 
-        unit, values = unit_of(self.meta.dtype), np.empty_like(self.steps)
-        move(np.ascontiguousarray(old), self.steps, unit.top, unit.mask, unit.ordered, values)
+        unit, values = unit_of(self.meta.dtype), np.empty_like(self.values)
+        move(np.ascontiguousarray(old), self.values, unit.top, unit.mask, unit.ordered, values)
         return SparsePatch(self.meta, self.indices, values)
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class DensePatch:
     """New bits everywhere.
@@ -132,20 +103,17 @@ class DensePatch:
 
     def __post_init__(self) -> None:
         unit = unit_of(self.meta.dtype)
-        if self.values.shape != (unit.count(self.meta),) or self.values.dtype != unit.dtype:
+        count = self.meta.numel * unit.parts
+        if self.values.shape != (count,) or self.values.dtype != unit.dtype:
             raise IntegrityError(
                 f"{self.meta.name!r} came as {self.values.shape} units of {self.values.dtype}",
-                expected=f"{unit.count(self.meta)} of {unit.dtype}",
+                expected=f"{count} of {unit.dtype}",
             )
 
     @property
     def changed(self) -> int:
         """Number of units that are written."""
         return self.values.size
-
-    def tensor(self) -> Tensor:
-        """The parameter, sharing memory with ``values``."""
-        return from_units(self.values, self.meta)
 
 
 Patch = SparsePatch | StepPatch | DensePatch
@@ -246,7 +214,7 @@ def _sorted(indices: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> 
 
 
 def _sum(first: StepPatch, second: StepPatch) -> StepPatch:
-    where, what = _sorted((first.indices, second.indices), (first.steps, second.steps))
+    where, what = _sorted((first.indices, second.indices), (first.values, second.values))
     repeated = np.flatnonzero(where[1:] == where[:-1])
     what[repeated] += what[repeated + 1]  # modulo 2^width, as unsigned numpy addition is
     keep = what != 0

@@ -7,19 +7,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Block, Codec, Encoded, Part
+from torchrl_ext.codecs.base import Block, Codec, Encoded
 from torchrl_ext.codecs.patch import check_same
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.kernels.base import Kernels, Words, flat_bits, unsigned
-from torchrl_ext.kernels.host import find
-from torchrl_ext.kernels.select import kernels_on
+from torchrl_ext.kernels.base import Kernels, Words, flat_bits, kernels_on, unsigned
+from torchrl_ext.kernels.host import Part, Search
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["decode_tensors", "encode_tensor", "encode_tensors", "spare_threads", "worker_threads"]
@@ -28,9 +27,19 @@ _SMALL = 1 << 20  # units: smaller tensors share a task, so that handing them ov
 _MOST_SPARE = 4  # several workers of an engine share a host
 _RANGE = 1 << 26  # units: bounds what a list, and the part of a tensor that has to be brought there, take on a device
 _Result = TypeVar("_Result")
+_Row = tuple[ParamMeta, Tensor, Tensor]  # a parameter, its old and its new tensor
 _Coded = tuple[bytes, int, Words | None]  # of a block: payload, units that changed, what they add to the digest
-_Submit = Callable[..., Callable[[], Any]]
-"""Calls a function with arguments, at once or in another thread; what it returns waits for the result."""
+_Map = Callable[..., Iterator[_Coded]]
+"""`map`, or that of a pool, which begins at once."""
+
+
+class _Begun(NamedTuple):
+    """A tensor whose blocks are coded while they are asked for, or before."""
+
+    meta: ParamMeta
+    codec: Codec
+    count: int  # units
+    blocks: Iterator[_Coded]
 
 
 def worker_threads() -> int:
@@ -76,45 +85,31 @@ def encode_tensors(
     Raises:
         ManifestError: old and new do not agree; names the tensor.
     """
-    threads = worker_threads() if threads is None else threads
-
-    def tasks(submit: Callable[..., Future[Any]]) -> Iterator[list[Callable[[], Encoded]]]:
-        small: list[tuple[ParamMeta, Tensor, Tensor]] = []
-
-        def batch() -> list[Callable[[], Encoded]]:
-            rows = small.copy()
-            small.clear()
-            future = submit(lambda: [_encoding(codec, *row, follow=follow, kernels=kernels)() for row in rows])
-            return [partial(_one_of, future, row) for row in range(len(rows))]
-
-        held = 0
+    threads = max(1, worker_threads() if threads is None else threads)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
+    waiting = deque[Callable[[], list[Encoded]]]()
+    begin, small, held = partial(_begin, codec, follow, kernels), list[_Row](), 0
+    try:
         for name, old, new in pairs:
-            meta = ParamMeta.of(name, new)
+            row = ParamMeta.of(name, new), old, new
             on_host = old.device.type == new.device.type == "cpu" and (kernels is None or kernels.on_host)
-            if on_host and meta.numel < _SMALL:
-                small.append((meta, old, new))
-                held += meta.numel
-                if held >= _SMALL:
-                    yield batch()
-                    held = 0
-                continue
-            if small:
-                yield batch()
-                held = 0
-            call = partial(_submitted, submit)
-            yield [_encoding(codec, meta, old, new, submit=call, follow=follow, kernels=kernels)]
+            together = on_host and row[0].numel < _SMALL
+            if small and (held >= _SMALL or not together):
+                waiting.append(pool.submit(_finished, map(partial(begin, map), small)).result)
+                small, held = [], 0
+            if together:
+                small.append(row)
+                held += row[0].numel
+            else:
+                waiting.append(partial(_finished, (begin(pool.map, row),)))
+            while len(waiting) > 2 * threads + 1:
+                yield from waiting.popleft()()
         if small:
-            yield batch()
-
-    yield from _ordered(tasks, threads)
-
-
-def _submitted(submit: Callable[..., Future[Any]], *call: Any) -> Callable[[], Any]:
-    return submit(*call).result
-
-
-def _one_of(batch: Future[list[Encoded]], number: int) -> Encoded:
-    return batch.result()[number]
+            waiting.append(pool.submit(_finished, map(partial(begin, map), small)).result)
+        while waiting:
+            yield from waiting.popleft()()
+    finally:  # also when the caller stops early, or a task failed
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def encode_tensor(codec: Codec, meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
@@ -123,44 +118,27 @@ def encode_tensor(codec: Codec, meta: ParamMeta, old: Tensor, new: Tensor) -> En
     Raises:
         ManifestError: the tensors do not have ``meta``'s dtype and shape.
     """
-    return _encoding(codec, meta, old, new)()
+    return _finished([_begin(codec, False, None, map, (meta, old, new))])[0]
 
 
-def _at_once(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    result = function(*args)
-    return lambda: result
+def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row: _Row) -> _Begun:
+    """Cut one tensor into blocks, each of which is found and coded.
 
-
-def _encoding(
-    codec: Codec,
-    meta: ParamMeta,
-    old: Tensor,
-    new: Tensor,
-    *,
-    submit: _Submit = _at_once,
-    follow: bool = False,
-    kernels: Kernels | None = None,
-) -> Callable[[], Encoded]:
-    """Find what changed in one tensor, and have it coded block by block.
-
-    On the host every block is a task of its own, which finds and codes. On an accelerator what changed is found by the
-    caller's thread, and only that comes to the host to be coded; a codec that reads whole tensors gets both copied.
+    On the host both are done by ``each``. On an accelerator what changed is found here, and only that comes to the host
+    to be coded; a codec that reads whole tensors gets both copied.
 
     Args:
-        codec: how.
-        meta: the parameter.
-        old, new: its tensors, on any device.
-        submit: calls tasks.
-        follow: make ``old``, which is contiguous, what ``new`` is, at the latest when the result is there.
+        codec: how; it may choose another one.
+        follow: make the old tensor, which is contiguous, what the new one is, at the latest when all blocks are coded.
         kernels: find what changed; by default those of the accelerator that either tensor is on, else the host's.
-
-    Returns:
-        Waits for the result. On the host, both tensors must stay as they are until then.
+        each: maps a function over blocks.
+        row: parameter, old and new tensor, on any device; on the host, both must stay as they are until it is finished.
 
     Raises:
-        ManifestError: the tensors do not have ``meta``'s dtype and shape; names the tensor.
-        ConfigError: ``old`` cannot follow.
+        ManifestError: the tensors do not have the dtype and shape of the parameter; names it.
+        ConfigError: the old tensor cannot follow.
     """
+    meta, old, new = row
     check_same(meta, old, new)
     if follow and not old.is_contiguous():
         raise ConfigError("a tensor that is to follow must be contiguous")
@@ -168,107 +146,70 @@ def _encoding(
     kernels = kernels or kernels_on(device)
     before, after = flat_bits(old), flat_bits(new)
     codec, count = codec.choose(unit, before, after), after.numel()
-    on_host = kernels.on_host
+    on_host, size = kernels.on_host, codec.block_units(unit, count)
     if codec.reads in ("all", "new") and not on_host:
         on_host, before, after = True, before.cpu(), after.cpu()
         if follow and old.device.type != "cpu":
             old.copy_(new)
             follow = False
-    size = codec.block_units(unit, count)
     if on_host:
-        olds, news = unsigned(before), unsigned(after)
-        tasks = [
-            submit(_block, codec, unit, olds[at : at + size], news[at : at + size], at, follow)
-            for at in range(0, count, size)
-        ]
+        olds, news = before.numpy().view(unit.dtype), after.numpy().view(unit.dtype)
+        blocks = each(partial(_block, codec, unit, olds, news, size, follow), range(0, count, size))
     else:
-        tasks = _listed(codec, unit, kernels, device, before, after, size, submit, follow)
-
-    def result() -> Encoded:
-        blocks = [task() for task in tasks]
-        changed, words = sum(more for _, more, _ in blocks), [added for *_, added in blocks if added is not None]
-        payload = codec.join(unit, count, [coded for coded, *_ in blocks]) if changed else b""
-        digest = _sum(words) if len(words) == len(blocks) else None
-        return Encoded(meta=meta, codec=codec, payload=payload, changed=changed, digest=digest)
-
-    return result
+        blocks = each(partial(_coded, codec, unit), _listed(unit, kernels, device, before, after, size, follow))
+    return _Begun(meta, codec, count, blocks)
 
 
-def _sum(words: Iterable[Words]) -> Words:
-    first, second = 0, 0
-    for one, two in words:
-        first, second = first + one, second + two
-    return first % 2**64, second % 2**64
+def _finished(rows: Iterable[_Begun]) -> list[Encoded]:
+    """Wait for the blocks of tensors, and join them."""
+    found = []
+    for meta, codec, count, blocks in rows:
+        payloads, changed, first, second, seen = list[bytes](), 0, 0, 0, True
+        for payload, more, words in blocks:
+            payloads.append(payload)
+            changed += more
+            if words is None:
+                seen = False
+            else:
+                first, second = first + words[0], second + words[1]
+        joined = codec.join(count, payloads) if changed else b""
+        digest = (first % 2**64, second % 2**64) if seen else None
+        found.append(Encoded(meta=meta, codec=codec, payload=joined, changed=changed, digest=digest))
+    return found
 
 
-@final
-class _Search:
-    """What changed in a block on the host: found part by part, in lists that stay in the cache and are used again.
-
-    Attributes:
-        changed: units that did, in what was iterated.
-        words: what they add to the digest.
-        first: the first part, which is all of it where little changed.
-    """
-
-    def __init__(self, old: np.ndarray, new: np.ndarray, start: int) -> None:
-        self._old, self._new, self._start = old, new, start
-        self.changed, self.words = 0, (0, 0)
-        self.first, self._held = find(old, new, start), True
-
-    @property
-    def complete(self) -> bool:
-        """Whether the first part is all of it."""
-        return self.first.end == self._old.size
-
-    def __iter__(self) -> Iterator[Part]:
-        found = self.first if self._held else find(self._old, self._new, self._start)
-        self.changed, self.words = 0, (0, 0)
-        while True:
-            self.changed, self.words = self.changed + found.places.size, _sum((self.words, found.words))
-            yield Part(found.places, found.before, found.after)
-            if found.end == self._old.size:
-                return
-            self._held = False
-            found = find(self._old, self._new, self._start, found.end)
-
-
-def _block(codec: Codec, unit: Unit, old: np.ndarray, new: np.ndarray, start: int, follow: bool) -> _Coded:
+def _block(codec: Codec, unit: Unit, olds: np.ndarray, news: np.ndarray, size: int, follow: bool, start: int) -> _Coded:
     """Find and code what changed in one block on the host."""
-    if codec.reads in ("either", "new"):
+    old, new = olds[start : start + size], news[start : start + size]
+    search, whole = Search(old=old, new=new, start=start), codec.reads in ("either", "new")
+    if whole:
         from torchrl_ext.kernels.host_loops import count_changed
 
-        changed = int(count_changed(old, new))
-        needed = changed or codec.reads == "new"
-        payload = codec.encode_block(unit, Block(start=start, size=new.size, old=old, new=new)) if needed else b""
-        if follow and changed:
-            old[:] = new
-        return payload, changed, None
-    search = _Search(old, new, start)
-    if search.complete and not search.first.places.size:
-        return b"", 0, (0, 0)
-    most = search.first.places.size if search.complete else new.size
-    payload = codec.encode_block(unit, Block(start=start, size=new.size, parts=search, most=most, old=old, new=new))
-    changed, words = search.changed, search.words
-    if follow and search.complete and changed < new.size // 32:
-        old[search.first.places] = search.first.after
-    elif follow:
+        search.changed = int(count_changed(old, new))
+        if codec.reads == "either" and not search.changed:
+            return b"", 0, None
+    payload = codec.encode_block(unit, Block(start=start, size=new.size, parts=search, old=old, new=new))
+    if follow and search.only is not None and search.changed < new.size // 32:
+        old[search.only.places] = search.only.after
+    elif follow and search.changed:
         old[:] = new
-    return payload, changed, words
+    return payload, search.changed, None if whole else search.words
+
+
+def _coded(codec: Codec, unit: Unit, listed: tuple[Block, int, Words]) -> _Coded:
+    """Code what was found in one block on an accelerator."""
+    block, changed, words = listed
+    return codec.encode_block(unit, block) if changed else b"", changed, words
 
 
 def _listed(
-    codec: Codec,
-    unit: Unit,
-    kernels: Kernels,
-    device: torch.device,
-    before: Tensor,
-    after: Tensor,
-    size: int,
-    submit: _Submit,
-    follow: bool,
-) -> list[Callable[[], _Coded]]:
-    """Find what changed in a tensor on an accelerator, and have it coded; neither tensor is needed afterwards."""
+    unit: Unit, kernels: Kernels, device: torch.device, before: Tensor, after: Tensor, size: int, follow: bool
+) -> list[tuple[Block, int, Words]]:
+    """Find what changed in a tensor on an accelerator; neither tensor is needed afterwards.
+
+    Returns:
+        Blocks, how much changed in each, and what that adds to the digest: all of it with the first one.
+    """
     count, first, second = after.numel(), 0, 0
     lists: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for start in range(0, count, _RANGE):
@@ -287,25 +228,14 @@ def _listed(
         return []
     every, olds, news = (np.concatenate(each) if len(lists) > 1 else each[0] for each in zip(*lists, strict=True))
     starts = range(0, count, size)
-    cuts = np.searchsorted(every, [*starts, count]).tolist()
-
-    def task(number: int, start: int) -> Callable[[], _Coded]:
+    cuts, found = np.searchsorted(every, [*starts, count]).tolist(), []
+    for number, start in enumerate(starts):
         own = slice(cuts[number], cuts[number + 1])
-        words = (first, second) if number == 0 else (0, 0)
-        changed = own.stop - own.start
-        if not changed:
-            return lambda: (b"", 0, words)
         places = (every[own] - start).astype(np.int32 if size < 2**31 else np.int64)
-        block = Block(
-            start=start,
-            size=min(size, count - start),
-            parts=(Part(places, olds[own].view(unit.dtype), news[own].view(unit.dtype)),),
-            most=changed,
-        )
-        payload = submit(codec.encode_block, unit, block)
-        return lambda: (payload(), changed, words)
-
-    return [task(number, start) for number, start in enumerate(starts)]
+        part = Part(places, olds[own].view(unit.dtype), news[own].view(unit.dtype))
+        block = Block(start=start, size=min(size, count - start), parts=(part,) if part.places.size else ())
+        found.append((block, part.places.size, (first, second) if number == 0 else (0, 0)))
+    return found
 
 
 def _on_host(*tensors: Tensor) -> list[Tensor]:
@@ -333,28 +263,13 @@ def decode_tensors(decodes: Iterable[Callable[[], _Result]], *, threads: int) ->
         for decode in decodes:
             yield decode()
         return
-
-    def tasks(submit: Callable[..., Future[_Result]]) -> Iterator[list[Callable[[], _Result]]]:
-        for decode in decodes:
-            yield [submit(decode).result]
-
-    yield from _ordered(tasks, threads)
-
-
-def _ordered(
-    tasks: Callable[[Callable[..., Future[Any]]], Iterator[list[Callable[[], _Result]]]], threads: int
-) -> Iterator[_Result]:
-    """Results of tasks in order, at most a few tasks per thread ahead."""
-    pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="codec")
-    waiting: deque[list[Callable[[], _Result]]] = deque()
+    pool, waiting = ThreadPoolExecutor(threads, thread_name_prefix="codec"), deque[Future[_Result]]()
     try:
-        for results in tasks(pool.submit):
-            waiting.append(results)
+        for decode in decodes:
+            waiting.append(pool.submit(decode))
             if len(waiting) > 2 * threads + 1:
-                for result in waiting.popleft():
-                    yield result()
+                yield waiting.popleft().result()
         while waiting:
-            for result in waiting.popleft():
-                yield result()
+            yield waiting.popleft().result()
     finally:  # also when the caller stops early, or a task failed
         pool.shutdown(wait=True, cancel_futures=True)

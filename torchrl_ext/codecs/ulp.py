@@ -1,4 +1,5 @@
-"""Our own two encodings: gaps and ulp steps by rANS, alone (`ulp`) or per exponent of the base (`context`).
+"""Our own encodings: the frame that they share, and two of gaps and ulp steps by rANS, alone (`ulp`) or per exponent of
+the base (`context`); `torchrl_ext.codecs.dense` is the third.
 
 A payload, little-endian, varints as in LEB128:
 
@@ -18,26 +19,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Final, final
 
 import numpy as np
+import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
-from torchrl_ext.codecs.framing import damaged, frame, unframe
 from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch, index_dtype
 from torchrl_ext.codecs.units import Unit, unit_of
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["ContextCodec", "UlpCodec"]
+__all__ = ["ContextCodec", "FramedCodec", "UlpCodec", "damaged"]
 
+_FORMAT: Final = 2
 _CODED, _STEPS = b"\x01", b"\x02"
+_Tokens = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Of a block: tokens of gaps and of steps, grouped by context; ids of the contexts; where the tokens of each begin, and
+those of the last end; raw bits, as 32-bit words or as bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BlockCodec(Codec):
-    """Shared half: blocks, frames, and steps on the way back.
+class FramedCodec(Codec):
+    """Shared half of our own encodings: blocks in a frame.
 
     Attributes:
         block_log2: a block is 2^block_log2 units.
@@ -56,19 +61,74 @@ class _BlockCodec(Codec):
     def block_units(self, unit: Unit, count: int) -> int:
         return 1 << self.block_log2
 
-    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
-        return frame(count, self.block_log2, blocks)
+    def join(self, count: int, blocks: list[bytes]) -> bytes:
+        head = bytearray((_FORMAT, self.block_log2))
+        for value in (count, *map(len, blocks)):
+            while value >= 128:
+                head.append(value & 127 | 128)
+                value >>= 7
+            head.append(value)
+        payload = b"".join((head, *blocks))
+        return payload + xxhash.xxh3_64_digest(payload)[::-1]
+
+    def _bodies(self, payload: Buffer, meta: ParamMeta, count: int) -> list[tuple[int, int, memoryview]]:
+        """Of each block of a tensor of ``count`` units its first unit, its size in units, and its body.
+
+        Raises:
+            IntegrityError: the frame is damaged, or that of a tensor of another size; names the tensor.
+        """
+        data = memoryview(payload).cast("B")
+        if len(data) < 11 or xxhash.xxh3_64_digest(data[:-8])[::-1] != bytes(data[-8:]):
+            raise damaged(meta, "its checksum does not match its bytes")
+        log2 = data[1]
+        if data[0] != _FORMAT or not 12 <= log2 <= 28:
+            what = f"it starts with format {data[0]}, block size 2^{log2}"
+            raise damaged(meta, what, f"format {_FORMAT}, 2^12 to 2^28")
+        numbers, at, end, size = list[int](), 2, len(data) - 8, 1 << log2
+        blocks, value, shift = -(-count // size), 0, 0
+        while len(numbers) <= blocks:  # the first is the tensor's own
+            if at == end or shift >= 63:
+                raise damaged(meta, "its head ends too early")
+            value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
+            if data[at - 1] < 128:
+                numbers.append(value)
+                value = shift = 0
+                if numbers[0] != count:
+                    raise damaged(meta, f"it is for a tensor of {numbers[0]} units", f"{count}")
+        if at + sum(numbers) - count != end:
+            raise damaged(meta, f"its blocks take {sum(numbers) - count} bytes", f"{end - at}")
+        bodies = []
+        for number in range(blocks):
+            start, nbytes = number * size, numbers[number + 1]
+            bodies.append((start, min(size, count - start), data[at : at + nbytes]))
+            at += nbytes
+        return bodies
+
+
+def damaged(meta: ParamMeta, why: str, expected: str | None = None) -> IntegrityError:
+    """What is raised where a payload is not one of its parameter."""
+    return IntegrityError(
+        f"the delta of {meta.name!r} is damaged: {why}",
+        expected=expected,
+        state="nothing was written",
+        hint="fetch the payload again, or catch up from a keyframe",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StepCodec(FramedCodec):
+    """Shared half of the two: tokens are coded, and steps come back."""
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
         from torchrl_ext.codecs.coder.encode import encode_body
         from torchrl_ext.codecs.coder.tokens import lay_steps
 
-        most = block.size * unit.width
-        gaps, steps = np.empty(block.most, np.uint8), np.empty(block.most, np.uint8)  # only what is filled takes memory
-        room = np.empty(block.most * (4 + unit.width) // 4 + 64, np.uint32)
-        ids, starts, used = self._tokens(unit, block, gaps, steps, room)
-        raw, head, words = room[:used], np.empty(1 << 19, np.uint8), np.empty(2 * starts[-1] + 8, np.uint16)
-        end, first = encode_body(gaps, steps, starts, ids, self.needs == "all", used, most, head, words)
+        gaps, steps, ids, starts, raw = self._tokens(unit, block)
+        if not gaps.size:
+            return b""
+        most, named = block.size * unit.width, self.needs == "all"
+        head, words = np.empty(1 << 19, np.uint8), np.empty(2 * gaps.size + 8, np.uint16)
+        end, first = encode_body(gaps, steps, starts, ids, named, raw.size, most, head, words)
         if end >= 0 and end + raw.nbytes + words[first:].nbytes <= most:
             return b"".join((_CODED, head[:end].data, raw.data, words[first:].data))
         plain = np.zeros(block.size, unit.dtype)
@@ -77,39 +137,47 @@ class _BlockCodec(Codec):
         return _STEPS + plain.tobytes()
 
     @abstractmethod
-    def _tokens(
-        self, unit: Unit, block: Block, gaps: np.ndarray, steps: np.ndarray, raw: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Fill ``gaps`` and ``steps`` with tokens, and ``raw`` with raw bits.
-
-        Returns:
-            Context ids, where the tokens of each begin (and the last end), and how many words of ``raw`` are used.
-        """
+    def _tokens(self, unit: Unit, block: Block) -> _Tokens:
+        """What a block becomes before it is coded."""
 
     @abstractmethod
     def _untoken(
-        self,
-        unit: Unit,
-        base: np.ndarray | None,
-        start: int,
-        size: int,
-        decoded: tuple[np.ndarray, ...],
-        indices: np.ndarray,
-        steps: np.ndarray,
+        self, unit: Unit, base: np.ndarray | None, start: int, size: int, decoded: _Tokens, *into: np.ndarray
     ) -> bool:
-        """Fill ``indices`` and ``steps`` from tokens, ids, starts and raw bits; False where these do not fit."""
+        """Fill ``into``, indices and steps, from what was decoded of a block; False where that does not fit."""
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
+        from torchrl_ext.codecs.coder.decode import ERRORS, decode_body
+
         unit = unit_of(meta.dtype)
-        count = unit.count(meta)
+        count = meta.numel * unit.parts
+        dtype = index_dtype(count)
         old = self._base(meta, base) if self.needs == "all" or base is not None else None
-        parts = [(np.empty(0, index_dtype(count)), np.empty(0, unit.dtype))]
-        if len(payload):
-            size, bodies = unframe(payload, meta, count)
-            for number, body in enumerate(bodies):
-                if len(body):
-                    parts.append(self._decode_block(body, meta, unit, old, number * size, min(size, count)))
-        indices, steps = (np.concatenate(each) if len(parts) > 2 else each[-1] for each in zip(*parts, strict=True))
+        found = [(np.empty(0, dtype), np.empty(0, unit.dtype))]
+        for start, size, body in self._bodies(payload, meta, count) if len(payload) else ():
+            if not len(body):
+                continue
+            if body[:1] == _STEPS:
+                if len(body) != 1 + size * unit.width:
+                    raise damaged(meta, f"{len(body) - 1} bytes of plain steps", f"{size * unit.width}")
+                every = np.frombuffer(body[1:], unit.dtype)
+                where = np.flatnonzero(every)
+                found.append(((where + start).astype(dtype), every[where]))
+                continue
+            if body[:1] != _CODED:
+                raise damaged(meta, f"a block is of kind {body[0]}", "1 or 2")
+            data = np.frombuffer(body[1:], np.uint8)
+            data.flags.writeable = False  # whatever memory it came from: one compiled version for all
+            error, *decoded, low, high = decode_body(data, size, self.needs == "all")
+            if error:
+                raise damaged(meta, ERRORS[error])
+            into = np.empty(decoded[0].size, dtype), np.empty(decoded[0].size, unit.dtype)
+            own = None if old is None else old[start : start + size]
+            if not self._untoken(unit, own, start, size, (*decoded, data[low:high]), *into):
+                expected = "a payload and a base of consecutive versions"
+                raise damaged(meta, f"changes leave the block at {start}", expected)
+            found.append(into)
+        indices, steps = found[-1] if len(found) < 3 else map(np.concatenate, zip(*found, strict=True))
         patch = StepPatch(meta, indices, steps)
         if old is None:
             return patch
@@ -120,74 +188,40 @@ class _BlockCodec(Codec):
         values[indices] = resolved.values
         return DensePatch(meta, values)
 
-    def _decode_block(
-        self, body: memoryview, meta: ParamMeta, unit: Unit, old: np.ndarray | None, start: int, size: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        count = unit.count(meta)
-        size, dtype = min(size, count - start), index_dtype(count)
-        if body[:1] == _STEPS:
-            if len(body) != 1 + size * unit.width:
-                raise damaged(meta, f"{len(body) - 1} bytes of plain steps", f"{size * unit.width}")
-            every = np.frombuffer(body[1:], unit.dtype)
-            where = np.flatnonzero(every)
-            return (where + start).astype(dtype), every[where]
-        if body[:1] != _CODED:
-            raise damaged(meta, f"a block is of kind {body[0]}", "1 or 2")
-        from torchrl_ext.codecs.coder.decode import ERRORS, decode_body
-
-        data = np.frombuffer(body[1:], np.uint8)
-        data.flags.writeable = False  # whatever memory it came from: one compiled version for all
-        error, *decoded, low, high = decode_body(data, size, self.needs == "all")
-        if error:
-            raise damaged(meta, ERRORS[error])
-        decoded.append(data[low:high])
-        indices, steps = np.empty(decoded[0].size, dtype), np.empty(decoded[0].size, unit.dtype)
-        base = None if old is None else old[start : start + size]
-        if not self._untoken(unit, base, start, size, tuple(decoded), indices, steps):
-            raise damaged(meta, f"changes leave the block at {start}", "a payload and a base of consecutive versions")
-        return indices, steps
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class UlpCodec(_BlockCodec):
+class UlpCodec(_StepCodec):
     """Gaps between changes and steps in units in the last place, each with one table per block. The fast one."""
 
     name: ClassVar[str] = "ulp"
     needs: ClassVar[Needs] = "changed"
 
-    def _tokens(
-        self, unit: Unit, block: Block, gaps: np.ndarray, steps: np.ndarray, raw: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, int]:
+    def _tokens(self, unit: Unit, block: Block) -> _Tokens:
         from torchrl_ext.codecs.coder.tokens import tokenise
 
-        line, state, at, last = (unit.top, unit.mask, unit.ordered), np.zeros(3, np.uint64), 0, -1
+        line, state, found, last = (unit.top, unit.mask, unit.ordered), np.zeros(3, np.uint64), 0, -1
+        gaps, steps = np.empty(block.size, np.uint8), np.empty(block.size, np.uint8)  # what is filled takes memory
+        raw = np.empty(block.size * (4 + unit.width) // 4 + 64, np.uint32)
         for part in block.parts:
-            end = at + part.places.size
-            if end > at:
-                tokenise(*part, *line, gaps[at:end], steps[at:end], raw, last, state)
-                at, last = end, int(part.places[-1])
-        return np.zeros(1, np.uint8), np.array([0, at]), int(state[0]) + bool(state[2])
+            begin, found = found, found + part.places.size
+            tokenise(*part, *line, gaps[begin:found], steps[begin:found], raw, last, state)
+            last = int(part.places[-1])
+        used = int(state[0]) + bool(state[2])
+        return gaps[:found], steps[:found], np.zeros(1, np.uint8), np.array((0, found)), raw[:used]
 
     def _untoken(
-        self,
-        unit: Unit,
-        base: np.ndarray | None,
-        start: int,
-        size: int,
-        decoded: tuple[np.ndarray, ...],
-        indices: np.ndarray,
-        steps: np.ndarray,
+        self, unit: Unit, base: np.ndarray | None, start: int, size: int, decoded: _Tokens, *into: np.ndarray
     ) -> bool:
         from torchrl_ext.codecs.coder.tokens import untokenise
 
         gaps, values, _, _, raw = decoded
-        return untokenise(gaps, values, raw, size, start, unit.mask, indices, steps)
+        return untokenise(gaps, values, raw, size, start, unit.mask, *into)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ContextCodec(_BlockCodec):
+class ContextCodec(_StepCodec):
     """As `UlpCodec`, with gaps and steps coded apart for each exponent of the base. The tight one.
 
     An element changes when its step exceeds half a unit in its last place, so the exponent predicts where and how far.
@@ -198,37 +232,29 @@ class ContextCodec(_BlockCodec):
     needs: ClassVar[Needs] = "all"
     reads: ClassVar[Reads] = "all"
 
-    def _tokens(
-        self, unit: Unit, block: Block, gaps: np.ndarray, steps: np.ndarray, raw: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, int]:
+    def _tokens(self, unit: Unit, block: Block) -> _Tokens:
         from torchrl_ext.codecs.coder.contexts import sort_by_context, walk
 
         line, context = (unit.top, unit.mask, unit.ordered), (np.uint64(unit.shift), np.uint64(unit.select))
-        contexts, starts = np.empty(gaps.size, np.uint8), np.empty(257, np.int64)
-        far, wide = np.empty(gaps.size, np.uint32), np.empty(gaps.size, unit.dtype)
-        counts, last, at, after = np.zeros((4, 256), np.uint32), np.zeros(256, np.uint32), 0, 0
+        contexts, far = np.empty(block.size, np.uint8), np.empty(block.size, np.uint32)  # what is filled takes memory
+        wide, starts = np.empty(block.size, unit.dtype), np.empty(257, np.int64)
+        counts, last, found, after = np.zeros((4, 256), np.uint32), np.zeros(256, np.uint32), 0, 0
         for part in block.parts:
-            end = at + part.places.size
-            if end > at:
-                filled = contexts[at:end], far[at:end], wide[at:end]
-                walk(block.old, *part, *line, *context, *filled, after, counts, last)
-                at, after = end, int(part.places[-1]) + 1
-        used = sort_by_context(contexts[:at], far[:at], wide[:at], starts, gaps, steps, raw)
+            begin, found = found, found + part.places.size
+            filled = contexts[begin:found], far[begin:found], wide[begin:found]
+            walk(block.old, *part, *line, *context, *filled, after, counts, last)
+            after = int(part.places[-1]) + 1
+        gaps, steps = np.empty(found, np.uint8), np.empty(found, np.uint8)
+        raw = np.empty(found * (4 + unit.width) // 4 + 64, np.uint32)
+        used = sort_by_context(contexts[:found], far[:found], wide[:found], starts, gaps, steps, raw)
         ids = np.flatnonzero(starts[1:] > starts[:-1])
-        return ids.astype(np.uint8), np.append(starts[ids], at), used
+        return gaps, steps, ids.astype(np.uint8), np.append(starts[ids], found), raw[:used]
 
     def _untoken(
-        self,
-        unit: Unit,
-        base: np.ndarray | None,
-        start: int,
-        size: int,
-        decoded: tuple[np.ndarray, ...],
-        indices: np.ndarray,
-        steps: np.ndarray,
+        self, unit: Unit, base: np.ndarray | None, start: int, size: int, decoded: _Tokens, *into: np.ndarray
     ) -> bool:
         from torchrl_ext.codecs.coder.contexts import unwalk
 
         gaps, values, ids, starts, raw = decoded
         context = np.uint64(unit.shift), np.uint64(unit.select)
-        return unwalk(base, *context, ids, starts, gaps, values, raw, start, unit.mask, indices, steps)
+        return unwalk(base, *context, ids, starts, gaps, values, raw, start, unit.mask, *into)

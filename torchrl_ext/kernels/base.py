@@ -1,26 +1,45 @@
-"""What every implementation offers: find what differs, land changes, keep digests.
+"""Loops over the bits of tensors: what every implementation offers, and which one works on which device.
 
-Tensors come as *bits*: integers of their elements' width (uint8, int16, int32, int64), so that NaN payloads and -0.0
-count. All implementations return the same, bit for bit; `tests/kernels` runs one suite over them.
+An implementation finds what differs, lands changes and keeps digests. Tensors come as *bits*: integers of their
+elements' width (uint8, int16, int32, int64), so that NaN payloads and -0.0 count. All implementations return the same,
+bit for bit; `tests/kernels` runs one suite over them.
 """
 
 from __future__ import annotations
 
-import math
+import functools
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
+from operator import itemgetter
+from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BITS", "Composed", "Diff", "Kernels", "Landed", "Place", "Words", "flat_bits", "unsigned"]
+from torchrl_ext.registry import Registry
+
+__all__ = [
+    "BITS",
+    "UNSIGNED",
+    "Diff",
+    "Kernels",
+    "Landed",
+    "Piece",
+    "Words",
+    "flat_bits",
+    "kernels",
+    "kernels_on",
+    "unsigned",
+]
+
+log = logging.getLogger(__name__)
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the dtype of its bits."""
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Bytes of an element -> the dtype of its bits on the host, where codecs and loops compute with them."""
 
 Words = tuple[int, int]
 """What elements add to a position digest: two words, each modulo 2^64 (`torchrl_ext.weights.digests`)."""
@@ -39,7 +58,50 @@ def flat_bits(tensor: Tensor) -> Tensor:
 
 def unsigned(bits: Tensor) -> np.ndarray:
     """Bits on the host as an unsigned array over the same memory."""
-    return bits.view(_UNSIGNED[bits.element_size()]).numpy()
+    return bits.numpy().view(UNSIGNED[bits.element_size()])
+
+
+@final
+class Piece:
+    """One copy that a loader makes: a strided view of a checkpoint tensor, and the live memory where it lies.
+
+    Numbers count elements.
+
+    Args:
+        destination: strided view of live memory, of any dtype of 1, 2, 4 or 8 bytes.
+        offset: position of the view's first element in the flat checkpoint tensor.
+        strides: of the view in the flat checkpoint tensor, one per dimension of ``destination``.
+
+    Attributes:
+        memory: bits from the first to the last element of ``destination``, 1-D; those between belong to others.
+        dims: ``(size, stride, to)`` with falling strides in the checkpoint tensor; ``to`` is the stride in ``memory``.
+            Dimensions that run on from one to the next count as one.
+        end: position after the last element's in the flat checkpoint tensor; ``offset`` where there is none.
+        straight: position and place in ``memory`` differ by ``offset`` alone.
+        dense: every position from ``offset`` to ``end`` lies in the view.
+    """
+
+    def __init__(self, *, destination: Tensor, offset: int, strides: tuple[int, ...]) -> None:
+        self.destination, self.offset, self.strides = destination.detach(), offset, tuple(strides)
+        rows = sorted(
+            zip(destination.shape, strides, destination.stride(), strict=True), key=itemgetter(1), reverse=True
+        )
+        dims: list[tuple[int, int, int]] = []
+        self.end, reach, self.dense, run = offset + 1, 1, True, 1
+        for size, stride, to in rows:
+            self.end, reach = self.end + (size - 1) * stride, reach + (size - 1) * to
+            if dims and dims[-1][1:] == (size * stride, size * to):
+                dims[-1] = (dims[-1][0] * size, stride, to)
+            elif size != 1:
+                dims.append((size, stride, to))
+        for size, stride, _ in reversed(dims):
+            self.dense, run = self.dense and stride == run, run * size
+        if not destination.numel():
+            self.end, reach = offset, 0
+        self.dims = tuple(dims)
+        self.straight = not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
+        flat = self.destination.as_strided((reach,), (1,), destination.storage_offset())
+        self.memory = flat.view(BITS[flat.element_size()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,108 +120,11 @@ class Diff:
     words: Words
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a strided view of a checkpoint tensor lies in the memory of a parameter. All numbers count elements.
-
-    Attributes:
-        shape: of the view, on both sides.
-        offset: of its first element in the flat checkpoint tensor.
-        strides: in the flat checkpoint tensor.
-        to: strides in the parameter's memory, which begins at the view's first element.
-    """
-
-    shape: tuple[int, ...]
-    offset: int
-    strides: tuple[int, ...]
-    to: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def dims(self) -> tuple[tuple[int, int, int], ...]:
-        """``(size, stride, to)`` with falling strides; dimensions that run on from one to the next count as one."""
-        rows = zip(self.shape, self.strides, self.to, strict=True)
-        merged: list[tuple[int, int, int]] = []
-        for size, stride, to in sorted((row for row in rows if row[0] != 1), key=lambda row: -row[1]):
-            outer = merged[-1] if merged else None
-            if outer is not None and outer[1] == size * stride and outer[2] == size * to:
-                merged[-1] = (outer[0] * size, stride, to)
-            else:
-                merged.append((size, stride, to))
-        return tuple(merged)
-
-    @property
-    def dense(self) -> bool:
-        """Whether every position from the first to the last one lies in the view."""
-        expected = 1
-        for size, stride, _ in reversed(self.dims):
-            if stride != expected:
-                return False
-            expected *= size
-        return True
-
-    @property
-    def straight(self) -> bool:
-        """Whether position and place in the parameter differ by ``offset`` alone."""
-        return not self.dims or (len(self.dims) == 1 and self.dims[0][1:] == (1, 1))
-
-    @property
-    def in_order(self) -> bool:
-        """Whether elements in C order follow each other in the checkpoint tensor."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
-    @property
-    def end(self) -> int:
-        """Position after the last element's in the flat checkpoint tensor."""
-        return self.offset + 1 + sum((size - 1) * stride for size, stride, _ in self.dims)
-
-    @property
-    def reach(self) -> int:
-        """Elements of the parameter's memory from the view's first to its last one."""
-        return 1 + sum((size - 1) * to for size, _, to in self.dims)
-
-    def translate(self, positions: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Where positions between ``offset`` and ``end`` land.
-
-        Returns:
-            Whether each lies in the view (None where all do), and offsets in the parameter's memory (int64, or of the
-            dtype of ``positions``), of use where it does.
-        """
-        rest = positions - self.offset if self.offset else positions
-        if self.straight:
-            return None, rest
-        rest = rest.to(torch.int64)
-        fits, offsets = torch.ones_like(rest, dtype=torch.bool), torch.zeros_like(rest)
-        for size, stride, to in self.dims:
-            coordinate = torch.div(rest, stride, rounding_mode="floor")
-            fits &= coordinate < size
-            offsets += coordinate * to
-            rest = rest - coordinate * stride
-        return (None if self.dense else fits & (rest == 0)), offsets
-
-    def positions(self) -> Tensor:
-        """Position in the flat checkpoint tensor of every element, int64, shape ``shape``."""
-        found = torch.full((), self.offset, dtype=torch.int64)
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            found = found[..., None] + torch.arange(size) * stride
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Landed:
+class Landed(NamedTuple):
     """Changes translated for a parameter, ready for `Kernels.scatter`.
 
     Attributes:
-        offsets: int32 or int64, shape (k,): elements from the first one of the target.
+        offsets: int32 or int64, shape (k,): elements from the first one of the piece's memory.
         values: bits, shape (k,): what is to stand there.
         words: what the change adds to the position digest.
     """
@@ -186,23 +151,18 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def words(self, memory: Tensor, place: Place) -> Words:
-        """What the elements of a view add to the digest of its tensor.
-
-        Args:
-            memory: bits, shape (m,), contiguous; ``place`` begins at its first element.
-        """
+    def words(self, piece: Piece) -> Words:
+        """What the elements of a piece add to the digest of its tensor."""
 
     @abstractmethod
-    def land(self, target: Tensor, place: Place, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
-        """Translate changes, and resolve steps against what the target holds now. Writes nothing.
+    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
+        """Translate changes, and resolve steps against what the memory of a piece holds now. Writes nothing.
 
         Args:
-            target: bits, shape (m,), contiguous; ``place`` begins at its first element.
-            place: its view of the checkpoint tensor.
-            positions: int32 or int64, shape (k,), increasing, each once, from ``place.offset`` to below ``place.end``;
+            piece: where its checkpoint tensor lies.
+            positions: int32 or int64, shape (k,), increasing, each once, from ``piece.offset`` to below ``piece.end``;
                 on the host or the device.
-            payload: bits of the target's width, shape (k,), where ``positions`` are: new bits, or steps.
+            payload: bits of the width of the memory, shape (k,), where ``positions`` are: new bits, or steps.
             ordered: None: ``payload`` is new bits. Else it is steps modulo 2^width on the line of integers (False) or
                 of a sign-magnitude format (True).
         """
@@ -212,31 +172,27 @@ class Kernels(ABC):
         """``target[offsets] = values``; offsets lie within the target and differ. May return before it is done."""
 
 
-class Composed(Kernels):
-    """Shared half: `land` from smaller steps."""
+kernels = Registry("implementation of the kernels")
+kernels.register("numba", "torchrl_ext.kernels.host:HostKernels", "compiled loops on the host")
+kernels.register("torch", "torchrl_ext.kernels.torch_ops:TorchKernels", "torch's operators on any device")
+kernels.register("triton", "torchrl_ext.kernels.cuda:TritonKernels", "Triton programs on a CUDA device")
 
-    def land(self, target: Tensor, place: Place, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
-        positions, payload = positions.to(target.device), payload.to(target.device)
-        fits, offsets = place.translate(positions)
-        if fits is not None:
-            positions, payload, offsets = positions[fits], payload[fits], offsets[fits]
-        offsets = self._counted(offsets, target.numel())
-        before = self._gather(target, offsets)
-        values = payload if ordered is None else self._move(before, payload, ordered)
-        return Landed(offsets=offsets, values=values, words=self._change_words(positions, before, values))
 
-    @abstractmethod
-    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
-        """What a change of ``before`` to ``after`` at these positions adds to the digest of a tensor."""
+@functools.cache
+def kernels_on(device: torch.device) -> Kernels:
+    """The implementation for tensors on ``device``: numba's on the host, Triton's on CUDA where it works, else torch's.
 
-    @abstractmethod
-    def _counted(self, offsets: Tensor, reach: int) -> Tensor:
-        """Offsets of the dtype that `scatter` likes best."""
-
-    @abstractmethod
-    def _gather(self, target: Tensor, offsets: Tensor) -> Tensor:
-        """``target[offsets]``."""
-
-    @abstractmethod
-    def _move(self, before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
-        """The bits that are ``steps`` places after ``before``."""
+    Raises:
+        ConfigError: ``device`` is the host, and numba cannot be imported.
+    """
+    if device.type == "cpu":
+        return kernels.make("numba")
+    if device.type == "cuda":
+        try:
+            found = kernels.make("triton")
+            probe = torch.zeros(1, dtype=torch.int32, device=device)
+            found.words(Piece(destination=probe, offset=0, strides=(1,)))  # it needs a C compiler, and more
+            return found
+        except Exception:  # whatever is amiss with a compiler, torch's operators do the same
+            log.warning("Triton does not work here; torch's own operators take its place, slower", exc_info=True)
+    return kernels.make("torch")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Diff, Kernels, Landed, Place, Words
+from torchrl_ext.kernels.base import Diff, Kernels, Landed, Piece, Words
 
 __all__ = ["TritonKernels"]
 
@@ -56,25 +56,25 @@ class TritonKernels(Kernels):
                 )
         return _words(out)
 
-    def words(self, memory: Tensor, place: Place) -> Words:
-        size = place.numel
-        out, dims = _out(size, memory.device), _dims(place, memory.device)
+    def words(self, piece: Piece) -> Words:
+        memory, size = piece.memory, piece.destination.numel()
+        out, dims = _out(size, memory.device), _dims(piece)
         with torch.cuda.device_of(memory):
             if size:
                 self._loops.view_words[(_blocks(size),)](
                     memory,
                     dims,
-                    place.offset,
+                    piece.offset,
                     size,
                     out,
                     BLOCK=_BLOCK,
-                    DIMS=len(place.dims),
+                    DIMS=len(piece.dims),
                     WIDTH=memory.element_size(),
                 )
         return _words(out)
 
-    def land(self, target: Tensor, place: Place, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
-        size, device = positions.numel(), target.device
+    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
+        target, size, device = piece.memory, positions.numel(), piece.memory.device
         positions, payload = positions.to(device).contiguous(), payload.to(device).contiguous()
         offsets = torch.empty(size, dtype=torch.int32 if target.numel() < 2**31 else torch.int64, device=device)
         values, inside = torch.empty_like(payload), torch.empty(size, dtype=torch.int8, device=device)
@@ -83,8 +83,8 @@ class TritonKernels(Kernels):
             if size:
                 self._loops.land[(_blocks(size),)](
                     target,
-                    _dims(place, device),
-                    place.offset,
+                    _dims(piece),
+                    piece.offset,
                     positions,
                     payload,
                     size,
@@ -93,13 +93,13 @@ class TritonKernels(Kernels):
                     inside,
                     out,
                     BLOCK=_BLOCK,
-                    DIMS=0 if place.straight else len(place.dims),
+                    DIMS=0 if piece.straight else len(piece.dims),
                     WIDTH=target.element_size(),
                     STEPS=ordered is not None,
                     ORDERED=bool(ordered),
                 )
             self._scatter(target, offsets[:0], values[:0])
-        if not place.dense:
+        if not piece.dense:
             fits = inside.to(torch.bool)
             offsets, values = offsets[fits], values[fits]
         return Landed(offsets=offsets, values=values, words=_words(out))
@@ -118,8 +118,8 @@ def _blocks(size: int) -> int:
     return -(-size // _BLOCK)
 
 
-def _dims(place: Place, device: torch.device) -> Tensor:
-    return torch.tensor(place.dims or ((1, 1, 1),), dtype=torch.int64).to(device)
+def _dims(piece: Piece) -> Tensor:
+    return torch.tensor(piece.dims or ((1, 1, 1),), dtype=torch.int64).to(piece.memory.device)
 
 
 def _out(size: int, device: torch.device) -> Tensor:

@@ -4,133 +4,120 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, final
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import BITS, Composed, Diff, Place, Words, unsigned
+from torchrl_ext.kernels.base import UNSIGNED, Diff, Kernels, Landed, Piece, Words, unsigned
 
-__all__ = ["Found", "HostKernels", "find"]
+__all__ = ["HostKernels", "Part", "Search"]
 
-_PIECE = 1 << 20  # elements that are looked at together: they stay in the processor's cache
-_ROOM = 1 << 17  # changes that are listed together: their lists stay in the cache of one core
+_ROOM = 1 << 15  # changes that are listed together: their lists stay in the nearest caches of a core
+_lists = threading.local()  # by dtype: where much changes, fresh memory would cost more than finding does
 
 
-class Found(NamedTuple):
-    """What differs in a part of two arrays.
+class Part(NamedTuple):
+    """A part of what differs between two arrays.
 
     Attributes:
-        places: int32 or int64, shape (k,), increasing, counted from element 0 of the arrays.
-        before, after: the bits there, of the dtype of the arrays, shape (k,).
-        words: what this adds to the position digest.
-        end: element after the part.
+        places: int32 or int64, shape (k,), k > 0, increasing, counted from element 0 of the arrays.
+        before, after: unsigned, shape (k,): the bits there, in the old and in the new array.
     """
 
     places: np.ndarray
     before: np.ndarray
     after: np.ndarray
-    words: Words
-    end: int
-
-
-class _Lists(threading.local):
-    """Memory of a thread for what it finds, by dtype: where much changes, fresh memory costs more than finding does."""
-
-    def __init__(self) -> None:
-        self.of: dict[np.dtype[Any], tuple[np.ndarray, ...]] = {}
-
-
-_lists = _Lists()
-
-
-def find(old: np.ndarray, new: np.ndarray, start: int = 0, first: int = 0) -> Found:
-    """What differs from element ``first`` on, as much as the lists of this thread hold; good until it calls again.
-
-    Args:
-        old, new: unsigned, contiguous, shape (n,).
-        start: position of element 0 in its tensor, for the digest.
-        first: where to begin; `Found.end` of the part before.
-    """
-    from torchrl_ext.kernels.host_loops import diff
-
-    lists, dtype = _lists.of.get(old.dtype), np.int32 if old.size < 2**31 else np.int64
-    if lists is None or lists[0].dtype != dtype:
-        lists = _lists.of[old.dtype] = tuple(np.empty(_ROOM + 64, each) for each in (dtype, old.dtype, old.dtype))
-    digest = np.zeros(2, np.uint64)
-    found, end = diff(old, new, first, start, *lists, digest)
-    places, before, after = (each[:found] for each in lists)
-    return Found(places, before, after, (int(digest[0]), int(digest[1])), end)
-
-
-def _parts(old: np.ndarray, new: np.ndarray, start: int) -> Iterator[Found]:
-    """Everything that differs, in lists of its own."""
-    end = -1
-    while end < old.size:
-        places, before, after, words, end = find(old, new, start, max(0, end))
-        yield Found(places.copy(), before.copy(), after.copy(), words, end)
 
 
 @final
-class HostKernels(Composed):
+@dataclass(kw_only=True)
+class Search:
+    """What differs between two arrays on the host: iterated part by part, as often as one likes.
+
+    A part is good until the next one: its lists belong to the thread, and are used again.
+
+    Attributes:
+        old, new: unsigned, contiguous, shape (n,).
+        start: position of element 0 in its tensor, for the digest.
+        changed: how many elements differ; this and the next two are set by an iteration that went to the end.
+        words: what they add to the position digest of the tensor.
+        only: the part, where one held all of them and the thread has not searched again.
+    """
+
+    old: np.ndarray
+    new: np.ndarray
+    start: int = 0
+    changed: int = 0
+    words: Words = (0, 0)
+    only: Part | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        from torchrl_ext.kernels.host_loops import CHUNK, diff
+
+        room = max(_ROOM, CHUNK) + 64
+        dtype, size = self.old.dtype, self.old.size
+        index = np.dtype(np.int32 if size < 2**31 else np.int64)
+        lists = vars(_lists).get((dtype, index))
+        if lists is None:
+            lists = np.empty(room, index), np.empty(room, dtype), np.empty(room, dtype)
+            vars(_lists)[dtype, index] = lists
+        places, before, after = lists
+        changed, digest, end, part = 0, np.zeros(2, np.uint64), 0, None
+        while end < size:
+            found, end = diff(self.old, self.new, end, self.start, places, before, after, digest)
+            if found:
+                part = Part(places[:found], before[:found], after[:found])
+                changed += found
+                yield part
+        self.changed, self.words = changed, (int(digest[0]), int(digest[1]))
+        self.only = part if part is not None and part.places.size == changed else None
+
+
+@final
+class HostKernels(Kernels):
     """numba's, one thread; a caller cuts its work for several."""
 
     name: ClassVar[str] = "numba"
     on_host: ClassVar[bool] = True
 
     def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
-        parts = list(_parts(unsigned(old), unsigned(new), start))
-        words = sum(part.words[0] for part in parts) % 2**64, sum(part.words[1] for part in parts) % 2**64
-        columns = zip(*(part[:3] for part in parts), strict=True)
-        places, before, after = (torch.from_numpy(np.concatenate(each)) for each in columns)
-        return Diff(places=places, before=before.view(old.dtype), after=after.view(old.dtype), words=words)
+        search = Search(old=unsigned(old), new=unsigned(new), start=start)
+        found = [Part(*(column.copy() for column in part)) for part in search]
+        if not found:
+            found = [Part(np.empty(0, np.int32), search.old[:0], search.new[:0])]
+        places, before, after = (torch.from_numpy(np.concatenate(column)) for column in zip(*found, strict=True))
+        return Diff(places=places, before=before.view(old.dtype), after=after.view(old.dtype), words=search.words)
 
-    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
-        from torchrl_ext.kernels.host_loops import digest_change
+    def words(self, piece: Piece) -> Words:
+        from torchrl_ext.kernels.host_loops import digest_piece
 
-        total = np.zeros(2, np.uint64)
-        digest_change(positions.numpy(), unsigned(before), unsigned(after.contiguous()), total)
-        return int(total[0]), int(total[1])
+        bits, digest = piece.memory.numpy(), np.zeros(2, np.uint64)
+        if bits.size:
+            dims = np.array(piece.dims, np.int64).reshape(-1, 3)
+            digest_piece(bits.view(UNSIGNED[bits.itemsize]), dims, piece.offset, digest)
+        return int(digest[0]), int(digest[1])
 
-    def words(self, memory: Tensor, place: Place) -> Words:
-        from torchrl_ext.kernels.host_loops import digest_runs
+    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
+        from torchrl_ext.kernels.host_loops import land, scatter
 
-        bits = unsigned(memory.as_strided(place.shape, place.to).reshape(-1))
-        one, two = np.uint64(0), np.uint64(0)
-        if place.in_order:
-            tasks = [
-                (bits[at : at + _PIECE], min(_PIECE, bits.size - at), np.full(1, place.offset + at, np.int64))
-                for at in range(0, bits.size, _PIECE)
-            ]
-        else:
-            tasks = [(bits, 1, place.positions().reshape(-1).numpy())]
-        with np.errstate(over="ignore"):
-            for task in tasks:
-                more = digest_runs(*task)
-                one, two = one + np.uint64(more[0]), two + np.uint64(more[1])
-        return int(one), int(two)
+        target, count, digest = piece.memory.numpy(), positions.numel(), np.zeros(2, np.uint64)
+        unit, dims = UNSIGNED[target.itemsize], np.array(piece.dims, np.int64).reshape(-1, 3)
+        offsets = np.empty(count, np.int32 if target.size < 2**31 else np.int64)
+        values = np.empty(count, unit)
+        how = piece.straight, ordered is not None, bool(ordered)
+        changes = positions.numpy(), payload.numpy().view(unit)
+        found = land(target.view(unit), dims, piece.offset, *changes, *how, offsets, values, digest)
+        if found < count:  # the memory that waits for a pause is as long as what will be written in it
+            offsets, values = offsets[:found].copy(), values[:found].copy()
+        values = values.view(target.dtype)
+        scatter(target, offsets[:0], values[:0])  # compiled before a pause needs it
+        words = int(digest[0]), int(digest[1])
+        return Landed(offsets=torch.from_numpy(offsets), values=torch.from_numpy(values), words=words)
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
         from torchrl_ext.kernels.host_loops import scatter
 
         scatter(target.numpy(), offsets.numpy(), values.numpy())
-
-    def _counted(self, offsets: Tensor, reach: int) -> Tensor:
-        return offsets.to(torch.int32 if reach <= 2**31 - 1 else torch.int64)  # half the memory to read in the pause
-
-    def _gather(self, target: Tensor, offsets: Tensor) -> Tensor:
-        from torchrl_ext.kernels.host_loops import gather, scatter
-
-        found = torch.empty(offsets.shape, dtype=target.dtype)
-        gather(target.numpy(), offsets.numpy(), found.numpy())
-        scatter(found.numpy(), offsets[:0].numpy(), found[:0].numpy())  # compiled before a pause needs it
-        return found
-
-    def _move(self, before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
-        from torchrl_ext.kernels.host_loops import move
-
-        width, out = 8 * before.element_size(), torch.empty(before.shape, dtype=BITS[before.element_size()])
-        top, mask = np.uint64(1 << (width - 1)), np.uint64((1 << width) - 1)
-        move(unsigned(before), unsigned(steps.contiguous()), top, mask, ordered, unsigned(out))
-        return out

@@ -32,8 +32,8 @@ __all__ = [
     "count_changed",
     "diff",
     "digest_change",
-    "digest_runs",
-    "gather",
+    "digest_piece",
+    "land",
     "list_by_vectors",
     "list_by_words",
     "list_changes",
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 CHUNK = 16384  # elements whose changes are listed before they are summed; their places fit into uint16
+_LANDED = 4096  # changes that are translated together: they stay in the processor's nearest cache
 _AHEAD_BITS = 8 * 2048
 _0, _1 = np.uint64(0), np.uint64(1)
 
@@ -234,13 +235,6 @@ def scatter(target, offsets, values):
 
 
 @njit
-def gather(target, offsets, found):
-    """``found[:] = target[offsets]``."""
-    for k in range(offsets.size):
-        found[k] = target[offsets[k]]
-
-
-@njit
 def move(old, steps, top, mask, ordered, out):
     """``out[k]`` = the bit pattern ``steps[k]`` places (modulo 2^width) after ``old[k]`` on the ordered line."""
     for k in range(old.size):
@@ -248,29 +242,108 @@ def move(old, steps, top, mask, ordered, out):
         out[k] = unline(place & mask, top, mask, ordered)
 
 
+@helper
+def _translate(dims, straight, offset, positions, payload, where, there, given):
+    """Of changes those that lie in a piece: their positions, places in its memory, and what comes there."""
+    found = 0
+    if straight:
+        for k in range(positions.size):
+            where[k], there[k], given[k] = positions[k], positions[k] - offset, payload[k]
+        return positions.size
+    for k in range(positions.size):
+        rest, to, inside = np.int64(positions[k]) - offset, 0, True
+        for d in range(dims.shape[0]):
+            coordinate = rest // dims[d, 1]
+            inside = inside and coordinate < dims[d, 0]
+            to += coordinate * dims[d, 2]
+            rest -= coordinate * dims[d, 1]
+        if inside and rest == 0:
+            where[found], there[found], given[found] = positions[k], to, payload[k]
+            found += 1
+    return found
+
+
+@helper
+def _gather(target, there, count, found):
+    for k in range(count):
+        found[k] = target[np.uint64(there[k])]
+
+
 @njit
-def digest_runs(bits, run, first):
-    """Sum over runs of ``run`` elements each, run ``r`` starting at position ``first[r]`` of the full tensor."""
-    one, two = np.uint64(0), np.uint64(0)
-    for r in range(first.size):
-        key = np.uint64(first[r]) * GOLDEN
-        row = bits[r * run : (r + 1) * run]
-        for i in range(row.size):
-            a, b = fingerprint(key, np.uint64(row[i]))
-            one += a
-            two += b
-            key += GOLDEN
-    return one, two
+def land(target, dims, offset, positions, payload, straight, steps, ordered, offsets, values, digest):
+    """Translate changes for a piece, resolve steps, and add to a position digest what the changes do to it.
+
+    Args:
+        target: unsigned, shape (m,): the memory of the piece.
+        dims: int64 shape (d, 3), offset, straight: as in `torchrl_ext.kernels.base.Piece`.
+        positions, payload: shape (k,): where, and new bits, or (with ``steps``) steps; ``ordered`` says on which line.
+        offsets, values: shape (k,), filled as far as changes lie in the piece.
+        digest: uint64 shape (2,).
+
+    Returns:
+        How many do.
+    """
+    where, there = np.empty(_LANDED, np.int64), np.empty(_LANDED, np.int64)
+    given, before, after = (
+        np.empty(_LANDED, target.dtype), np.empty(_LANDED, target.dtype), np.empty(_LANDED, target.dtype),
+    )  # fmt: skip
+    top = _1 << np.uint64(8 * target.itemsize - 1)
+    mask, total = top | (top - _1), 0
+    for at in range(0, positions.size, _LANDED):
+        end = min(at + _LANDED, positions.size)
+        found = _translate(dims, straight, offset, positions[at:end], payload[at:end], where, there, given)
+        _gather(target, there, found, before)
+        if steps:
+            move(before[:found], given[:found], top, mask, ordered, after)
+        else:
+            after[:found] = given[:found]
+        _add_digest(0, where, before, after, found, digest)
+        _widen(there, 0, found, offsets[total:])
+        values[total : total + found] = after[:found]
+        total += found
+    return total
+
+
+@njit
+def digest_piece(memory, dims, offset, digest):
+    """Add to a position digest the elements of a piece.
+
+    Args:
+        memory: unsigned, shape (m,).
+        dims: int64 shape (d, 3), offset: as in `torchrl_ext.kernels.base.Piece`.
+        digest: uint64 shape (2,).
+    """
+    last, rows, size, stride, to = dims.shape[0] - 1, 1, 1, 1, 1
+    if last >= 0:
+        size, stride, to = dims[last, 0], dims[last, 1], dims[last, 2]
+    for d in range(last):
+        rows *= dims[d, 0]
+    one, two, step = digest[0], digest[1], np.uint64(stride) * GOLDEN
+    for row in range(rows):
+        rest, position, place = row, offset, 0
+        for d in range(last - 1, -1, -1):
+            coordinate = rest % dims[d, 0]
+            rest //= dims[d, 0]
+            position += coordinate * dims[d, 1]
+            place += coordinate * dims[d, 2]
+        key = np.uint64(position) * GOLDEN
+        if to == 1:
+            run = memory[place : place + size]
+            for i in range(run.size):
+                a, b = fingerprint(key, np.uint64(run[i]))
+                one += a
+                two += b
+                key += step
+        else:
+            for i in range(size):
+                a, b = fingerprint(key, np.uint64(memory[place + i * to]))
+                one += a
+                two += b
+                key += step
+    digest[0], digest[1] = one, two
 
 
 @njit
 def digest_change(indices, old, new, total):
     """Add to ``total`` (uint64 shape (2,)) what a change of ``old`` to ``new`` at ``indices`` does."""
-    one, two = total[0], total[1]
-    for k in range(indices.size):
-        key = np.uint64(indices[k]) * GOLDEN
-        a, b = fingerprint(key, np.uint64(old[k]))
-        c, d = fingerprint(key, np.uint64(new[k]))
-        one += c - a
-        two += d - b
-    total[0], total[1] = one, two
+    _add_digest(0, indices, old, new, indices.size, total)

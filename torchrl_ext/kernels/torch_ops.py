@@ -7,7 +7,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Composed, Diff, Place, Words
+from torchrl_ext.kernels.base import Diff, Kernels, Landed, Piece, Words
 
 __all__ = ["TorchKernels"]
 
@@ -54,7 +54,7 @@ def _words(total: Tensor) -> Words:
 
 
 @final
-class TorchKernels(Composed):
+class TorchKernels(Kernels):
     """torch's operators, on any device."""
 
     name: ClassVar[str] = "torch"
@@ -74,34 +74,47 @@ class TorchKernels(Composed):
             total += _sums(here, after[at:end]) - _sums(here, before[at:end])
         return _words(total)
 
-    def words(self, memory: Tensor, place: Place) -> Words:
-        total = torch.zeros(2, dtype=torch.int64, device=memory.device)
-        for at in range(0, place.numel, _PIECE):
-            rest = torch.arange(at, min(at + _PIECE, place.numel), device=memory.device)
-            positions, offsets = torch.full_like(rest, place.offset), torch.zeros_like(rest)
-            for size, stride, to in reversed(place.dims):
+    def words(self, piece: Piece) -> Words:
+        device, count = piece.memory.device, piece.destination.numel()
+        total = torch.zeros(2, dtype=torch.int64, device=device)
+        for at in range(0, count, _PIECE):
+            rest = torch.arange(at, min(at + _PIECE, count), device=device)
+            positions, offsets = torch.full_like(rest, piece.offset), torch.zeros_like(rest)
+            for size, stride, to in reversed(piece.dims):
                 coordinate = rest % size
                 positions += coordinate * stride
                 offsets += coordinate * to
                 rest = torch.div(rest, size, rounding_mode="floor")
-            total += _sums(positions, memory.index_select(0, offsets))
+            total += _sums(positions, piece.memory.index_select(0, offsets))
         return _words(total)
 
+    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
+        positions, payload = positions.to(piece.memory.device), payload.to(piece.memory.device)
+        rest = positions.to(torch.int64) - piece.offset
+        offsets, fits = torch.zeros_like(rest), torch.ones_like(rest, dtype=torch.bool)
+        for size, stride, to in piece.dims:
+            coordinate = torch.div(rest, stride, rounding_mode="floor")
+            fits &= coordinate < size
+            offsets += coordinate * to
+            rest = rest - coordinate * stride
+        if not piece.dense:
+            fits &= rest == 0
+            positions, payload, offsets = positions[fits], payload[fits], offsets[fits]
+        before = piece.memory.index_select(0, offsets)
+        values = payload if ordered is None else _moved(before, payload, ordered)
+        return Landed(offsets=offsets, values=values, words=self._change_words(positions, before, values))
+
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        target.index_copy_(0, offsets.to(torch.int64), values)
+        target.index_copy_(0, offsets, values)
 
-    def _counted(self, offsets: Tensor, reach: int) -> Tensor:
-        return offsets.to(torch.int64)  # here, and not in the pause: index_copy_ takes no other
 
-    def _gather(self, target: Tensor, offsets: Tensor) -> Tensor:
-        return target.index_select(0, offsets)
-
-    def _move(self, before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
-        width = 8 * before.element_size()
-        top, mask = _signed(1 << (width - 1)), _signed((1 << width) - 1)
-        if not ordered:
-            return before + steps  # wraps at the width
-        old = _wide(before)
-        line = torch.where((old & top) != 0, old ^ mask, old ^ top)
-        place = (line + _wide(steps)) & mask
-        return torch.where((place & top) != 0, place ^ top, place ^ mask).to(before.dtype)
+def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
+    """The bits that are ``steps`` places after ``before``."""
+    width = 8 * before.element_size()
+    top, mask = _signed(1 << (width - 1)), _signed((1 << width) - 1)
+    if not ordered:
+        return before + steps  # wraps at the width
+    old = _wide(before)
+    line = torch.where((old & top) != 0, old ^ mask, old ^ top)
+    place = (line + _wide(steps)) & mask
+    return torch.where((place & top) != 0, place ^ top, place ^ mask).to(before.dtype)

@@ -7,26 +7,242 @@ update costs what changed, and not what the model weighs, whatever the sharding 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext.codecs.patch import DensePatch, StepPatch
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import Kernels
-from torchrl_ext.landing.writes import Piece, Staged, as_bits, in_units, piece_digest
+from torchrl_ext.kernels.base import BITS, Kernels, Piece, kernels_on
 from torchrl_ext.weights.digests import PositionDigest
 
 if TYPE_CHECKING:
     from torchrl_ext.landing.loader import Changes
     from torchrl_ext.types import ParamMeta
 
-__all__ = ["READ_BACK_VERSIONS", "Coverage", "Patcher", "Piece", "compare", "holds", "identity", "read"]
+__all__ = ["READ_BACK_VERSIONS", "Coverage", "Patcher", "Piece", "as_bits", "compare", "holds", "identity", "read"]
 
 READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
+_MOST, _LEAST = 1 << 18, 1 << 14  # elements of a write that are made in one go, and that are worth a thread's attention
+_THREADS = 4  # beyond these, memory is what is waited for
+
+Coverage = tuple[PositionDigest, int]
+"""Digest of the units of a tensor that a rank holds, and how many these are."""
+
+
+class _Write(NamedTuple):
+    """``target[offsets] = values``, or ``target[...] = values`` where ``offsets`` is None; bits on one device."""
+
+    kernels: Kernels
+    target: Tensor
+    offsets: Tensor | None
+    values: Tensor
+
+
+class Patcher:
+    """Changes on their way into one rank's parameters: staged while the model is in use, committed while it is idle.
+
+    Args:
+        pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
+        kernels: translate and write; by default those of each parameter's device.
+
+    Attributes:
+        others: names that change in what was staged last, and cannot be patched.
+    """
+
+    def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
+        self.pieces, self._kernels = pieces, kernels
+        self._held: dict[str, Coverage] = {}
+        self._staged: dict[str, Coverage] | None = None  # of the tensors that change
+        self._writes: list[_Write] = []
+        self.others: set[str] = set()
+        sizes, self._turn = dict.fromkeys(pieces, 0), 0
+        for name, own in pieces.items():
+            for piece in own:
+                sizes[name] += piece.destination.nbytes
+        self._turns: list[list[str]] = []  # the tensors in parts of about the same size
+        for _ in range(READ_BACK_VERSIONS):
+            self._turns.append([])
+        filled = [0] * READ_BACK_VERSIONS
+        for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            turn = filled.index(min(filled))
+            self._turns[turn].append(name)
+            filled[turn] += max(1, sizes[name])
+
+    def forget(self) -> None:
+        """The parameters were written by somebody else: their digests are taken anew when they are needed."""
+        self._held.clear()
+        self.drop()
+
+    def held(self) -> dict[str, Coverage]:
+        """What this rank holds now of each tensor, from the bytes."""
+        self._held.clear()
+        return {name: self._coverage(name) for name in self.pieces}
+
+    def stage(self, changes: Changes) -> dict[str, Coverage]:
+        """Translate the changes of the tensors that can be patched; steps are resolved against what is held now.
+
+        Returns:
+            What this rank will hold of each tensor, for `compare`.
+        """
+        self.drop()
+        self.others, writes, staged = set(), list[_Write](), dict[str, Coverage]()
+        for patch in changes.patches(self._wanted):
+            digest, count = self._coverage(patch.meta.name)
+            payload = torch.from_numpy(patch.values).view(BITS[patch.values.itemsize])
+            if isinstance(patch, DensePatch):
+                digest = PositionDigest()
+            else:
+                positions, index = torch.from_numpy(patch.indices), patch.indices.dtype
+                ordered = unit_of(patch.meta.dtype).ordered if isinstance(patch, StepPatch) else None
+            for piece in self.pieces[patch.meta.name]:
+                live, target = piece.destination, piece.memory
+                kernels = self._kernels or kernels_on(target.device)
+                if isinstance(patch, DensePatch):
+                    whole = payload.as_strided(live.shape, piece.strides, piece.offset).to(live.device)
+                    of_whole = Piece(destination=whole, offset=piece.offset, strides=piece.strides)
+                    digest = digest.plus(kernels.words(of_whole))
+                    writes.append(_Write(kernels, as_bits(live), None, whole))
+                    continue
+                bounds = np.array((piece.offset, piece.end), np.int64).astype(index)  # else all are converted
+                first, end = np.searchsorted(patch.indices, bounds).tolist()
+                if first == end:
+                    continue
+                offsets: Tensor | None
+                offsets, values, words = kernels.land(piece, positions[first:end], payload[first:end], ordered)
+                digest = digest.plus(words)
+                own = live.numel() == target.numel()  # nothing between its elements belongs to others
+                if own and target.nbytes <= offsets.nbytes + values.nbytes:  # quicker then, and less
+                    every = target.clone()
+                    kernels.scatter(every, offsets, values)
+                    offsets, values = None, every
+                if values.numel():
+                    writes.append(_Write(kernels, target, offsets, values))
+            staged[patch.meta.name] = digest, count
+        self._writes, self._staged = writes, staged
+        found = dict[str, Coverage]()
+        for name in self.pieces:
+            found[name] = staged[name] if name in staged else self._coverage(name)
+        return found
+
+    def _wanted(self, name: str) -> bool:
+        if name in self.pieces:
+            return True
+        self.others.add(name)
+        return False
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that staged changes hold until the commit."""
+        held = dict[int, int]()  # by storage
+        for write in self._writes:
+            for tensor in (write.values,) if write.offsets is None else (write.offsets, write.values):
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return sum(held.values())
+
+    def drop(self) -> None:
+        """Forget what was staged."""
+        self._staged = None
+        self._writes.clear()
+
+    def commit(self) -> None:
+        """Write what was staged, and read a part of the tensors back: all of them in `READ_BACK_VERSIONS` turns.
+
+        Raises:
+            NotConnectedError: nothing is staged.
+            IntegrityError: the parameters hold something else than was written into them; names the tensor.
+        """
+        if self._staged is None:
+            raise NotConnectedError("there are no staged changes", hint="stage them first")
+        writes, staged, large, devices = self._writes, self._staged, 0, set[torch.device]()
+        self._writes, self._staged = [], None
+        for write in writes:
+            large += write.values.numel() if write.offsets is not None and write.kernels.on_host else 0
+            devices.add(write.target.device)
+        threads = min(_THREADS, torch.get_num_threads()) if large > _MOST else 1
+        pool, parts = ThreadPoolExecutor(threads, thread_name_prefix="torchrl-ext-commit"), list[Future[None]]()
+        with pool:
+            for kernels, target, offsets, values in writes:  # no two of them meet
+                if offsets is None:
+                    target.copy_(values, non_blocking=True)
+                elif threads > 1 and kernels.on_host and values.numel() >= _LEAST:
+                    for at, its in zip(offsets.split(_MOST), values.split(_MOST), strict=True):
+                        parts.append(pool.submit(kernels.scatter, target, at, its))
+                else:
+                    kernels.scatter(target, offsets, values)
+            for part in parts:
+                part.result()
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self._held.update(staged)
+        self.read_back(self._turns[self._turn])
+        self._turn = (self._turn + 1) % READ_BACK_VERSIONS
+
+    def read_back(self, names: Iterable[str]) -> None:
+        """Take digests of these tensors from the live bytes, and hold them against what they should be.
+
+        Raises:
+            IntegrityError: names the tensor.
+        """
+        for name in names:
+            expected = self._held.pop(name, None)
+            found = self._coverage(name)
+            if expected is not None and found != expected:
+                raise IntegrityError(
+                    f"tensor {name!r} of the engine is not what was written into it",
+                    expected=f"digest {expected[0].hex()}, found {found[0].hex()}",
+                    state="the engine holds a damaged update and stays paused",
+                    hint="send the weights again: the next version comes whole",
+                )
+
+    def _coverage(self, name: str) -> Coverage:
+        """What this rank holds of a tensor: as it was found or written last, else from the bytes."""
+        if name not in self._held:
+            digest, count = PositionDigest(), 0
+            for piece in self.pieces[name]:
+                kernels = self._kernels or kernels_on(piece.memory.device)
+                digest, count = digest.plus(kernels.words(piece)), count + piece.destination.numel()
+            self._held[name] = (digest, count)
+        return self._held[name]
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """The same memory seen as integers of the same width, so that NaN payloads and -0.0 survive every copy."""
+    return tensor.detach().view(BITS[tensor.element_size()])
+
+
+def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+    """The placement of a model that stores its parameters as they are loaded."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.is_complex() and tensor.element_size() == 16:  # of two units per element
+            tensor = torch.view_as_real(tensor)
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        found[name] = [Piece(destination=tensor, offset=0, strides=strides)]
+    return found
+
+
+def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) -> None:
+    """Hold what would come out of an update against the trainer's digests.
+
+    Raises:
+        IntegrityError: a tensor would not be what the trainer has; names it.
+    """
+    for name, digest in found.items():
+        if name in expected and digest.hex() != expected[name]:
+            raise IntegrityError(
+                f"tensor {name!r} would not become what the trainer has",
+                expected=f"digest {expected[name]}, found {digest.hex()}",
+                state="nothing was changed; the engine serves what it served",
+                hint="the change was taken against other weights than the engine holds; send again for a full version",
+            )
 
 
 def holds(pieces: Sequence[Piece], tensor: Tensor) -> bool:
@@ -52,153 +268,8 @@ def read(meta: ParamMeta, pieces: Sequence[Piece]) -> Tensor:
     if len(pieces) == 1 and tuple(only.shape) == meta.shape and only.is_contiguous():
         return only
     found = torch.empty(meta.shape, dtype=meta.dtype)
-    flat_bits = as_bits(found).reshape(-1)
+    flat = as_bits(found).reshape(-1)
     for piece in pieces:
         part = as_bits(piece.destination)
-        flat_bits.as_strided(tuple(part.shape), piece.strides, piece.offset).copy_(part)
-    return found
-
-
-Coverage = tuple[PositionDigest, int]
-"""Digest of the units of a tensor that a rank holds, and how many these are."""
-
-
-class Patcher:
-    """Changes on their way into one rank's parameters: staged while the model is in use, committed while it is idle.
-
-    Args:
-        pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
-        kernels: as in `Staged`.
-
-    Attributes:
-        others: names that change in what was staged last, and cannot be patched.
-    """
-
-    def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
-        self.pieces, self._kernels = pieces, kernels
-        self._held: dict[str, Coverage] = {}
-        self._staged: Staged | None = None
-        self.others: set[str] = set()
-        self._turns = _turns(pieces)
-        self._turn = 0
-
-    def forget(self) -> None:
-        """The parameters were written by somebody else: their digests are taken anew when they are needed."""
-        self._held.clear()
-        self._staged = None
-
-    def held(self) -> dict[str, Coverage]:
-        """What this rank holds now of each tensor, from the bytes."""
-        self._held.clear()
-        return {name: self._coverage(name) for name in self.pieces}
-
-    def stage(self, changes: Changes) -> dict[str, Coverage]:
-        """Translate the changes of the tensors that can be patched.
-
-        Returns:
-            What this rank will hold of each tensor, for `compare`.
-        """
-        self._staged, staged = None, Staged(self._kernels)
-        self.others = set()
-        for patch in changes.patches(self._wanted):
-            name = patch.meta.name
-            staged.add(self.pieces[name], patch, self._coverage(name)[0])
-        self._staged = staged
-        return {
-            name: (staged.digests.get(name, self._coverage(name)[0]), self._coverage(name)[1]) for name in self.pieces
-        }
-
-    def _wanted(self, name: str) -> bool:
-        if name in self.pieces:
-            return True
-        self.others.add(name)
-        return False
-
-    @property
-    def staged_bytes(self) -> int:
-        """Memory that staged changes hold until the commit."""
-        return 0 if self._staged is None else self._staged.nbytes
-
-    def drop(self) -> None:
-        """Forget what was staged."""
-        self._staged = None
-
-    def commit(self) -> None:
-        """Write what was staged, and read a part of the tensors back: all of them in `READ_BACK_VERSIONS` turns.
-
-        Raises:
-            NotConnectedError: nothing is staged.
-            IntegrityError: the parameters hold something else than was written into them; names the tensor.
-        """
-        if self._staged is None:
-            raise NotConnectedError("there are no staged changes", hint="stage them first")
-        staged, self._staged = self._staged, None
-        digests = {name: (digest, self._coverage(name)[1]) for name, digest in staged.digests.items()}
-        staged.commit()
-        self._held.update(digests)
-        self.read_back(self._turns[self._turn])
-        self._turn = (self._turn + 1) % len(self._turns)
-
-    def read_back(self, names: Iterable[str]) -> None:
-        """Take digests of these tensors from the live bytes, and hold them against what they should be.
-
-        Raises:
-            IntegrityError: names the tensor.
-        """
-        for name in names:
-            expected = self._held.pop(name, None)
-            found = self._coverage(name)
-            if expected is not None and found != expected:
-                raise IntegrityError(
-                    f"tensor {name!r} of the engine is not what was written into it",
-                    expected=f"digest {expected[0].hex()}, found {found[0].hex()}",
-                    state="the engine holds a damaged update and stays paused",
-                    hint="send the weights again: the next version comes whole",
-                )
-
-    def _coverage(self, name: str) -> Coverage:
-        if name not in self._held:
-            digest, count = PositionDigest(), 0
-            for piece in self.pieces[name]:
-                digest = digest + piece_digest(piece, as_bits(piece.destination), self._kernels)
-                count += piece.destination.numel()
-            self._held[name] = (digest, count)
-        return self._held[name]
-
-
-def _turns(pieces: Mapping[str, Sequence[Piece]]) -> list[list[str]]:
-    """The tensors in `READ_BACK_VERSIONS` parts of about the same size; none is empty where there are that many."""
-    sizes = {name: sum(piece.destination.nbytes for piece in own) for name, own in pieces.items()}
-    turns: list[list[str]] = [[] for _ in range(READ_BACK_VERSIONS)]
-    filled = [(0, turn) for turn in range(READ_BACK_VERSIONS)]
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        held, turn = heapq.heappop(filled)
-        turns[turn].append(name)
-        heapq.heappush(filled, (held + sizes[name], turn))
-    return turns
-
-
-def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) -> None:
-    """Hold what would come out of an update against the trainer's digests.
-
-    Raises:
-        IntegrityError: a tensor would not be what the trainer has; names it.
-    """
-    for name, digest in found.items():
-        if name in expected and digest.hex() != expected[name]:
-            raise IntegrityError(
-                f"tensor {name!r} would not become what the trainer has",
-                expected=f"digest {expected[name]}, found {digest.hex()}",
-                state="nothing was changed; the engine serves what it served",
-                hint="the change was taken against other weights than the engine holds; send again for a full version",
-            )
-
-
-def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-    """The placement of a model that stores its parameters as they are loaded."""
-    found = {}
-    for name, tensor in tensors.items():
-        units = in_units(tensor)
-        strides = torch.empty(units.shape, device="meta").stride()
-        found[name] = [Piece(destination=units, offset=0, strides=strides)]
+        flat.as_strided(tuple(part.shape), piece.strides, piece.offset).copy_(part)
     return found

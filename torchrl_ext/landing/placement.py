@@ -8,6 +8,7 @@ this rank, tensor parallelism included, without a word about any architecture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_ext.errors import ManifestError
+from torchrl_ext.kernels.base import Piece
 from torchrl_ext.types import ParamMeta, dtype_name
 
 __all__ = ["Landing", "Placement", "record"]
@@ -52,10 +54,13 @@ class Landing:
     @property
     def numel(self) -> int:
         """Number of elements copied."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
+
+    def piece(self, live: Tensor) -> Piece:
+        """The copy that was recorded, with the live parameter in the place of its stand-in."""
+        first = live.storage_offset() + self.offset
+        view = live.detach().as_strided(self.shape, self.strides, first)
+        return Piece(destination=view, offset=self.source_offset, strides=self.source_strides)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,7 +185,7 @@ class PluginLoader(EngineLoader):
             )
             absorbed = any("kv_b_proj" in one.param for one in landings)  # MLA computes with a product of it
             if landings and exact and not absorbed and not meta.dtype.is_complex:
-                found[meta.name] = [Piece.of(live[one.param], one) for one in landings]
+                found[meta.name] = [one.piece(live[one.param]) for one in landings]
         for name, tensor in () if self.touched else self.start_weights() or ():
             if name in found and holds(found[name], tensor):
                 self._agreed[name] = placement.landings[name]

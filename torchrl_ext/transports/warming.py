@@ -170,9 +170,9 @@ def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
 
 def cache_folder() -> str | None:
     """Where compiled loops of the kernels are kept; None where nothing is writable. Others lie beside their sources."""
-    from torchrl_ext.kernels.host_loops import digest_runs
+    from torchrl_ext.kernels.host_loops import digest_piece
 
-    return digest_runs.stats.cache_path
+    return digest_piece.stats.cache_path
 
 
 def _stamp(codec: Codec, widths: Iterable[int]) -> Path:

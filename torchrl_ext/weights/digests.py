@@ -25,8 +25,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Place, flat_bits
-from torchrl_ext.kernels.select import kernels_on
+from torchrl_ext.kernels.base import Piece, flat_bits, kernels_on
 
 __all__ = ["PositionDigest", "byte_view", "position_digest", "tensor_digest"]
 
@@ -68,8 +67,7 @@ def position_digest(tensor: Tensor) -> PositionDigest:
     """Recompute the digest of a full tensor, on its device.
 
     Elements have 1, 2, 4 or 8 bytes, and complex128 counts as pairs of 8. The digest of a part is that of
-    `torchrl_ext.kernels.base.Kernels.words` at its `Place`.
+    `torchrl_ext.kernels.base.Kernels.words` of its `Piece`.
     """
     live = flat_bits(tensor)
-    place = Place(shape=(live.numel(),), offset=0, strides=(1,), to=(1,))
-    return PositionDigest(*kernels_on(live.device).words(live, place))
+    return PositionDigest(*kernels_on(live.device).words(Piece(destination=live, offset=0, strides=(1,))))

@@ -195,6 +195,13 @@ def lay_steps(places, before, after, top, mask, ordered, out):
         out[places[k]] = step & mask
 
 
+@helper
+def _entropy(seen, changed):
+    """Bits that tell which of ``seen`` elements are the ``changed`` ones."""
+    share = min(max((changed + 0.5) / (seen + 1.0), 1e-9), 1 - 1e-9)
+    return -seen * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
+
+
 @njit
 def survey(old, new, spans, span, apart, top, mask, ordered, shift, select):
     """What a sample of a tensor says.
@@ -205,7 +212,7 @@ def survey(old, new, spans, span, apart, top, mask, ordered, shift, select):
         shift, select: ``(old >> shift) & select`` is the context of an element, below 256.
 
     Returns:
-        Per context: elements seen, elements changed (both float64 shape (256,)); bits of steps, about.
+        Density; bits per element that `ulp` will take, and bits per element that `context` will take, about.
     """
     seen, changed, bits = np.zeros(256), np.zeros(256), 0.0
     for run in range(spans):
@@ -217,4 +224,8 @@ def survey(old, new, spans, span, apart, top, mask, ordered, shift, select):
                 changed[context] += 1
                 step = zigzag(a, b, top, mask, ordered) + _1
                 bits += 1.0 if step < _3 else 2.0 + bit_length(step)
-    return seen, changed, bits
+    count, found, inside = spans * span, 0.0, 0.0
+    for context in range(256):
+        found += changed[context]
+        inside += _entropy(seen[context], changed[context])
+    return found / count, (_entropy(count, found) + bits) / count, (inside + bits) / count

@@ -1,7 +1,7 @@
 """slime's encodings: `indices`, `deltas`, `deltas_zstd` of its first format, `xor` and `overwrite` of its current one.
 
 Files of the first format hold many parameters (`torchrl_ext.codecs.slime.first`), so what is coded here of one of them
-never leaves the process that writes them: int64 positions, then values.
+never leaves the process that writes them: an int64 position and a value of each element.
 
 `xor` and `overwrite` are one zstd frame of level 1 per tensor, byte for byte as slime has it. Source: THUDM/slime
 `slime/utils/disk_delta.py` and `docs/` (2026). Before compression:
@@ -20,11 +20,12 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Part, Reads
+from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
 from torchrl_ext.codecs.slime.container import decompress
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.kernels.host import Part
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["DeltasCodec", "DeltasZstdCodec", "IndicesCodec", "OverwriteCodec", "XorCodec"]
@@ -54,9 +55,6 @@ class _FrameCodec(Codec):
     def encode_block(self, unit: Unit, block: Block) -> bytes:
         buffer = cast(Buffer, self._bytes(unit, block))  # which an array is to zstd, whatever its stub says
         return zstandard.ZstdCompressor(level=_LEVEL).compress(buffer)
-
-    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
-        return blocks[0]
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         old = self._base(meta, base)
@@ -159,27 +157,26 @@ class _SparseCodec(Codec):
         return 1 << 20
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
-        found = [
-            ((part.places + np.int64(block.start)).astype("<i8").tobytes(), part.after.tobytes())
-            for part in block.parts
-        ]
-        return b"".join((*(where for where, _ in found), *(values for _, values in found)))
-
-    def join(self, unit: Unit, count: int, blocks: list[bytes]) -> bytes:
-        cuts = [len(data) // (8 + unit.width) * 8 for data in blocks]
-        where = [data[:cut] for data, cut in zip(blocks, cuts, strict=True)]
-        return b"".join([*where, *(data[cut:] for data, cut in zip(blocks, cuts, strict=True))])
+        rows = []
+        for part in block.parts:
+            row = np.empty(part.places.size, _row(unit))
+            row["place"], row["value"] = part.places + np.int64(block.start), part.after
+            rows.append(row.tobytes())
+        return b"".join(rows)
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         unit = unit_of(meta.dtype)
-        count = len(payload) // (8 + unit.width)
-        if len(payload) != count * (8 + unit.width):
+        if len(payload) % _row(unit).itemsize:
             raise IntegrityError(f"the {self.name} delta of {meta.name!r} has {len(payload)} bytes")
-        where = np.frombuffer(payload, "<i8", count)
-        if count and not 0 <= where[0] <= where[-1] < unit.count(meta):  # before a cast could hide it
+        rows, count = np.frombuffer(payload, _row(unit)), unit.count(meta)
+        where = rows["place"]
+        if where.size and not 0 <= where[0] <= where[-1] < count:  # before a cast could hide it
             raise IntegrityError(f"the {self.name} delta of {meta.name!r} has indices up to {where[-1]}")
-        values = np.frombuffer(payload, unit.dtype, count, 8 * count)
-        return SparsePatch(meta, where.astype(index_dtype(unit.count(meta))), values)
+        return SparsePatch(meta, where.astype(index_dtype(count)), rows["value"].copy())
+
+
+def _row(unit: Unit) -> np.dtype[np.void]:
+    return np.dtype([("place", "<i8"), ("value", unit.dtype)])
 
 
 @final

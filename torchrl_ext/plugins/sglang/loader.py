@@ -113,7 +113,7 @@ class SGLangLoader(PluginLoader):
         for meta in placement.params:
             landings = placement.landings[meta.name]
             if landings and all(one.exact and one.dtype == meta.dtype for one in landings):
-                found[meta.name] = read(meta, [Piece.of(live[one.param], one) for one in landings]).clone()
+                found[meta.name] = read(meta, [one.piece(live[one.param]) for one in landings]).clone()
         return found
 
 
