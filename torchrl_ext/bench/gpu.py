@@ -121,7 +121,7 @@ def _timed(way: Callable[[], None], device: str) -> float:
 
 
 def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
-    """Seconds to stage a delta on parameters that hold ``old``, and to commit it and read a part back, as engines do."""
+    """Seconds to stage a delta on parameters that hold ``old``, and to commit it with the engines' reading back."""
     live = {name: tensor.clone() for name, tensor in old.items()}
     rows = ((name, old[name], tensor) for name, tensor in new.items())
     patches = [

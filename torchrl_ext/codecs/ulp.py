@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
-from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch, index_dtype
+from torchrl_ext.codecs.patch import DensePatch, Patch, StepPatch
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
@@ -151,7 +151,7 @@ class _StepCodec(FramedCodec):
 
         unit = unit_of(meta.dtype)
         count = meta.numel * unit.parts
-        dtype = index_dtype(count)
+        dtype = np.dtype(np.int32 if count < 2**31 else np.int64)
         old = self._base(meta, base) if self.needs == "all" or base is not None else None
         found = [(np.empty(0, dtype), np.empty(0, unit.dtype))]
         for start, size, body in self._bodies(payload, meta, count) if len(payload) else ():

@@ -91,8 +91,8 @@ class Patcher:
         Returns:
             What this rank will hold of each tensor, for `compare`.
         """
-        self.drop()
-        self.others, writes, staged = set(), list[_Write](), dict[str, Coverage]()
+        self._writes, self._staged, self.others = [], None, set()
+        writes, staged = list[_Write](), dict[str, Coverage]()
         for patch in changes.patches(self._wanted):
             digest, count = self._coverage(patch.meta.name)
             payload = torch.from_numpy(patch.values).view(BITS[patch.values.itemsize])
