@@ -103,14 +103,15 @@ class HostKernels(Kernels):
     def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
         from torchrl_ext.kernels.host_loops import land, scatter
 
-        target, count, digest = piece.memory.numpy(), positions.numel(), np.zeros(2, np.uint64)
+        target, where, digest = piece.memory.numpy(), positions.numpy(), np.zeros(2, np.uint64)
         unit, dims = UNSIGNED[target.itemsize], np.array(piece.dims, np.int64).reshape(-1, 3)
-        offsets = np.empty(count, np.int32 if target.size < 2**31 else np.int64)
-        values = np.empty(count, unit)
-        how = piece.straight, ordered is not None, bool(ordered)
-        changes = positions.numpy(), payload.numpy().view(unit)
+        index = np.dtype(np.int32 if target.size < 2**31 else np.int64)
+        same = piece.straight and not piece.offset and where.dtype == index
+        offsets, values = where if same else np.empty(where.size, index), np.empty(where.size, unit)
+        how = piece.straight, same, ordered is not None, bool(ordered)
+        changes = where, payload.numpy().view(unit)
         found = land(target.view(unit), dims, piece.offset, *changes, *how, offsets, values, digest)
-        if found < count:  # the memory that waits for a pause is as long as what will be written in it
+        if found < where.size:  # the memory that waits for a pause is as long as what will be written in it
             offsets, values = offsets[:found].copy(), values[:found].copy()
         values = values.view(target.dtype)
         scatter(target, offsets[:0], values[:0])  # compiled before a pause needs it

@@ -243,13 +243,9 @@ def move(old, steps, top, mask, ordered, out):
 
 
 @helper
-def _translate(dims, straight, offset, positions, payload, where, there, given):
+def _translate(dims, offset, positions, payload, where, there, given):
     """Of changes those that lie in a piece: their positions, places in its memory, and what comes there."""
     found = 0
-    if straight:
-        for k in range(positions.size):
-            where[k], there[k], given[k] = positions[k], positions[k] - offset, payload[k]
-        return positions.size
     for k in range(positions.size):
         rest, to, inside = np.int64(positions[k]) - offset, 0, True
         for d in range(dims.shape[0]):
@@ -264,43 +260,61 @@ def _translate(dims, straight, offset, positions, payload, where, there, given):
 
 
 @helper
-def _gather(target, there, count, found):
-    for k in range(count):
-        found[k] = target[np.uint64(there[k])]
+def _shift(positions, offset, there):
+    for k in range(positions.size):
+        there[k] = positions[k] - offset
+
+
+@helper
+def _gather(target, there, found):
+    for k in range(there.size):
+        found[k] = target[there[k]]
+
+
+@helper
+def _copy(source, target):
+    for k in range(source.size):
+        target[k] = source[k]
 
 
 @njit
-def land(target, dims, offset, positions, payload, straight, steps, ordered, offsets, values, digest):
+def land(target, dims, offset, positions, payload, straight, same, steps, ordered, offsets, values, digest):
     """Translate changes for a piece, resolve steps, and add to a position digest what the changes do to it.
 
     Args:
         target: unsigned, shape (m,): the memory of the piece.
         dims: int64 shape (d, 3), offset, straight: as in `torchrl_ext.kernels.base.Piece`.
         positions, payload: shape (k,): where, and new bits, or (with ``steps``) steps; ``ordered`` says on which line.
+        same: ``offsets`` are ``positions``.
         offsets, values: shape (k,), filled as far as changes lie in the piece.
         digest: uint64 shape (2,).
 
     Returns:
         How many do.
     """
-    where, there = np.empty(_LANDED, np.int64), np.empty(_LANDED, np.int64)
-    given, before, after = (
-        np.empty(_LANDED, target.dtype), np.empty(_LANDED, target.dtype), np.empty(_LANDED, target.dtype),
-    )  # fmt: skip
+    where, given = np.empty(_LANDED, positions.dtype), np.empty(_LANDED, target.dtype)
+    there, before = np.empty(_LANDED, offsets.dtype), np.empty(_LANDED, target.dtype)
     top = _1 << np.uint64(8 * target.itemsize - 1)
     mask, total = top | (top - _1), 0
     for at in range(0, positions.size, _LANDED):
         end = min(at + _LANDED, positions.size)
-        found = _translate(dims, straight, offset, positions[at:end], payload[at:end], where, there, given)
-        _gather(target, there, found, before)
+        own, come, places, count = positions[at:end], payload[at:end], offsets[total:], end - at
+        if not straight:
+            count = _translate(dims, offset, own, come, where, there, given)
+            own, come = where[:count], given[:count]
+            _copy(there[:count], places)
+        elif offset:
+            _shift(own, offset, places)
+        elif not same:
+            _copy(own, places)
+        _gather(target, places[:count], before)
+        after = values[total : total + count]
         if steps:
-            move(before[:found], given[:found], top, mask, ordered, after)
+            move(before[:count], come, top, mask, ordered, after)
         else:
-            after[:found] = given[:found]
-        _add_digest(0, where, before, after, found, digest)
-        _widen(there, 0, found, offsets[total:])
-        values[total : total + found] = after[:found]
-        total += found
+            _copy(come, after)
+        _add_digest(0, own, before, after, count, digest)
+        total += count
     return total
 
 
