@@ -38,7 +38,7 @@ class _Begun(NamedTuple):
 
     meta: ParamMeta
     codec: Codec
-    count: int  # units
+    units: int
     blocks: Iterator[_Coded]
 
 
@@ -231,8 +231,8 @@ def _listed(
     cuts, found = np.searchsorted(every, [*starts, count]).tolist(), []
     for number, start in enumerate(starts):
         own = slice(cuts[number], cuts[number + 1])
-        places = (every[own] - start).astype(np.int32 if size < 2**31 else np.int64)
-        part = Part(places, olds[own].view(unit.dtype), news[own].view(unit.dtype))
+        where = (every[own] - start).astype(np.int32 if size < 2**31 else np.int64)
+        part = Part(where, olds[own].view(unit.dtype), news[own].view(unit.dtype))
         block = Block(start=start, size=min(size, count - start), parts=(part,) if part.places.size else ())
         found.append((block, part.places.size, (first, second) if number == 0 else (0, 0)))
     return found

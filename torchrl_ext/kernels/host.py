@@ -60,10 +60,11 @@ class Search:
         room = max(_ROOM, CHUNK) + 64
         dtype, size = self.old.dtype, self.old.size
         index = np.dtype(np.int32 if size < 2**31 else np.int64)
-        lists = vars(_lists).get((dtype, index))
+        key = dtype.str + index.str
+        lists = vars(_lists).get(key)
         if lists is None:
             lists = np.empty(room, index), np.empty(room, dtype), np.empty(room, dtype)
-            vars(_lists)[dtype, index] = lists
+            vars(_lists)[key] = lists
         places, before, after = lists
         changed, digest, end, part = 0, np.zeros(2, np.uint64), 0, None
         while end < size:
