@@ -10,7 +10,7 @@ from tests.codecs.data import DTYPES, pairs, random_bits
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.patch import diff
 from torchrl_ext.codecs.pipeline import encode_tensor
-from torchrl_ext.kernels.base import Place, flat_bits
+from torchrl_ext.kernels.base import Piece, flat_bits
 from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, position_digest
@@ -35,8 +35,7 @@ def of_part(full: torch.Tensor, ranges) -> PositionDigest:
     """The digest of a rectangular part, at its place in the full tensor."""
     part = full[tuple(slice(first, end) for first, end in ranges)].contiguous()
     offset = sum(first * stride for (first, _), stride in zip(ranges, full.stride(), strict=True))
-    place = Place(shape=tuple(part.shape), offset=offset, strides=full.stride(), to=part.stride())
-    return PositionDigest(*HostKernels().words(flat_bits(part), place))
+    return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride())))
 
 
 def test_it_is_what_its_definition_says():

@@ -25,7 +25,7 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.base import kernels_on
-from torchrl_ext.landing.changes import Changes
+from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.types import ParamMeta
 
@@ -129,14 +129,7 @@ def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
         for one in encode_tensors(rows, make_codec("ulp"), threads=threads)
         if one.changed
     ]
-    changes = Changes(
-        held=("", 0),
-        reached=("", 0),
-        params=(),
-        patches=lambda wanted: iter(patches),
-        digests={},
-        whole=lambda names: iter(()),
-    )
+    changes = Changes(patches=lambda wanted: iter(patches), digests={}, whole=lambda names: iter(()))
     patcher = Patcher(identity(live))
     patcher.held()
     began = time.perf_counter()

@@ -15,7 +15,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor, distributed, nn
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.landing.patcher import Piece, read
+from torchrl_ext.landing.patcher import read
 from torchrl_ext.landing.placement import Placement, record
 from torchrl_ext.landing.runtime import Reading, reachable
 from torchrl_ext.plugins.loader import UNCHANGED, PluginLoader
