@@ -11,7 +11,8 @@ import torch
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.kernels.host import HostKernels, Search
-from torchrl_ext.kernels.host_loops import CHUNK, digest_change, list_by_vectors, list_by_words, list_changes
+from torchrl_ext.kernels.host_lists import CHUNK, list_by_vectors, list_by_words, list_changes
+from torchrl_ext.kernels.host_loops import digest_change
 from torchrl_ext.kernels.jit import njit
 
 LENGTHS = [0, 1, 7, 31, 33, 64, 1000, CHUNK - 1, CHUNK, CHUNK + 65]

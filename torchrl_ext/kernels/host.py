@@ -15,7 +15,7 @@ from torchrl_ext.kernels.base import UNSIGNED, Diff, Kernels, Landed, Piece, Wor
 
 __all__ = ["HostKernels", "Part", "Search"]
 
-_ROOM = 1 << 15  # changes that are listed together: their lists stay in the nearest caches of a core
+_ROOM = (1 << 15) + 64  # changes that are listed together: their lists stay in the nearest caches of a core
 _lists = threading.local()  # by dtype: where much changes, fresh memory would cost more than finding does
 
 
@@ -55,15 +55,14 @@ class Search:
     only: Part | None = None
 
     def __iter__(self) -> Iterator[Part]:
-        from torchrl_ext.kernels.host_loops import CHUNK, diff
+        from torchrl_ext.kernels.host_loops import diff
 
-        room = max(_ROOM, CHUNK) + 64
         dtype, size = self.old.dtype, self.old.size
         index = np.dtype(np.int32 if size < 2**31 else np.int64)
         key = dtype.str + index.str
         lists = vars(_lists).get(key)
         if lists is None:
-            lists = np.empty(room, index), np.empty(room, dtype), np.empty(room, dtype)
+            lists = np.empty(_ROOM, index), np.empty(_ROOM, dtype), np.empty(_ROOM, dtype)
             vars(_lists)[key] = lists
         places, before, after = lists
         changed, digest, end, part = 0, np.zeros(2, np.uint64), 0, None

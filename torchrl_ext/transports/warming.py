@@ -182,9 +182,9 @@ def _stamp(codec: Codec, widths: Iterable[int]) -> Path:
     from llvmlite import binding
 
     from torchrl_ext.codecs.coder import contexts, decode, encode, tokens
-    from torchrl_ext.kernels import host_loops
+    from torchrl_ext.kernels import host_lists, host_loops
 
-    modules = (host_loops, tokens, contexts, encode, decode)
+    modules = (host_lists, host_loops, tokens, contexts, encode, decode)
     sources = [Path(str(module.__file__)).read_bytes() for module in modules]
     about: list[Any] = [sys.version, numba.__version__, llvmlite.__version__, binding.get_host_cpu_name()]
     about += [sorted(binding.get_host_cpu_features().items()), codec.to_json(), max(widths)]
