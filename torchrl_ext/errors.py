@@ -22,20 +22,10 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "ConcurrentUpdateError",
-    "ConfigError",
-    "DeadlineError",
-    "EngineError",
-    "EngineRefusedError",
-    "EngineUnreachableError",
-    "IntegrityError",
-    "ManifestError",
-    "NotConnectedError",
-    "StoreError",
-    "TransportError",
-    "UpdateError",
-    "WeightSyncError",
-]
+    "ConcurrentUpdateError", "ConfigError", "DeadlineError", "EngineError", "EngineRefusedError",
+    "EngineUnreachableError", "IntegrityError", "ManifestError", "NotConnectedError", "StoreError",
+    "TransportError", "UpdateError", "WeightSyncError",
+]  # fmt: skip
 
 
 class WeightSyncError(RuntimeError):

@@ -58,7 +58,8 @@ class Registry:
 
     def names(self) -> MappingProxyType[str, str]:
         """Read-only mapping of the names to one line each."""
-        self._look_around()
+        if self._group is not None:
+            self._look_around(self._group)
         return MappingProxyType({name: entry.summary for name, entry in self._entries.items()})
 
     def load(self, name: str) -> type[Any]:
@@ -67,7 +68,8 @@ class Registry:
         Raises:
             ConfigError: nobody registered the name, or its imports fail.
         """
-        self._look_around()
+        if self._group is not None:
+            self._look_around(self._group)
         if name not in self._entries:
             close = difflib.get_close_matches(str(name), self._entries, n=1)
             raise ConfigError(
@@ -103,11 +105,9 @@ class Registry:
             ) from error
         return cls(**settings)
 
-    def _look_around(self) -> None:
-        """Add what installed packages have in the entry-point group; names that are taken stay whose they are."""
-        if self._group is None:
-            return
-        group, self._group = self._group, None
+    def _look_around(self, group: str) -> None:
+        """Add what installed packages have in the entry-point group, once; names that are taken stay whose they are."""
+        self._group = None
         from importlib.metadata import entry_points  # costs what scanning every installed package costs
 
         for point in entry_points(group=group):

@@ -16,20 +16,9 @@ import torch
 from torchrl_ext.errors import ManifestError
 
 __all__ = [
-    "PROOFS",
-    "EngineInfo",
-    "EngineRow",
-    "Handoff",
-    "Info",
-    "ParamMeta",
-    "SyncReport",
-    "adapter_label",
-    "adapter_rank",
-    "adapter_version",
-    "dtype_from_name",
-    "dtype_name",
-    "least",
-]
+    "PROOFS", "EngineInfo", "EngineRow", "Handoff", "Info", "ParamMeta", "SyncReport", "adapter_label",
+    "adapter_rank", "adapter_version", "dtype_from_name", "dtype_name", "least",
+]  # fmt: skip
 
 Info = dict[str, Any]
 """A JSON-safe message: str, int, float, bool, None, and lists and dicts of these."""

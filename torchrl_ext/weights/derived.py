@@ -18,15 +18,9 @@ from torchrl_ext.weights.peft import PeftSource
 from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, named_tensors
 
 __all__ = [
-    "CastSource",
-    "ConvertedSource",
-    "Layered",
-    "RenamedSource",
-    "as_mapper",
-    "converted",
-    "regex_mapper",
+    "CastSource", "ConvertedSource", "Layered", "RenamedSource", "as_mapper", "converted", "regex_mapper",
     "stacked",
-]
+]  # fmt: skip
 
 
 class RenamedSource(WeightSource):
