@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser("chain", help="list, check, thin out and unpack the versions under a root")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("root", metavar="ROOT", help="directory, or URL of an object store")
-    common.add_argument(
-        "--base", metavar="DIR", help="checkpoint that is version 0, where the chain begins with a delta"
-    )
+    common.add_argument("--base", metavar="DIR", help="checkpoint that is version 0, where a delta comes first")
     common.add_argument(
         "--storage-option", action="append", default=[], metavar="KEY=VALUE", help="setting of the fsspec filesystem"
     )
@@ -86,16 +84,13 @@ class Reader:
 
     def numbers(self) -> list[int]:
         """Every version there is; not what somebody began to write."""
-        return [number for number in self.chain.numbers() if self._is_there(number)]
-
-    def _is_there(self, number: int) -> bool:
-        try:
-            self.chain.version(number)
-        except FileNotFoundError:
-            return False
-        except WeightSyncError:  # told by whoever reads it
-            pass
-        return True
+        found = []
+        for number in self.chain.numbers():
+            with suppress(FileNotFoundError):
+                with suppress(WeightSyncError):  # told by whoever reads it
+                    self.chain.version(number)
+                found.append(number)
+        return found
 
     def route(self, version: int, follower: ChainReader) -> OpenRoute:
         try:
@@ -140,13 +135,11 @@ def _ls(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
 
 
 def _line(row: Info) -> str:
-    base, density = ("" if row[key] is None else row[key] for key in ("base", "density"))
-    share = f"{density:.4%}" if density != "" else ""
+    base = "" if row["base"] is None else row["base"]
+    share = "" if row["density"] is None else f"{row['density']:.4%}"
     full = f"{row['keyframe_bytes']:,}" if row["keyframe_bytes"] else ""
-    encoding = ", ".join(row["encoding"])
-    return (
-        f"{row['version']:>8}  {row['kind']:<15}{base:>8}{row['bytes']:>14,}{full:>16}  {share:>9}  {encoding}".rstrip()
-    )
+    line = f"{row['version']:>8}  {row['kind']:<15}{base:>8}{row['bytes']:>14,}{full:>16}  {share:>9}  "
+    return (line + ", ".join(row["encoding"])).rstrip()
 
 
 def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
@@ -157,23 +150,15 @@ def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     version = reader.chain.version(args.version)
     full, delta = version.full, version.delta
     changes = {row.meta.name: row for row in delta.params} if delta else {}
-    names = delta.codecs if delta else ()
     tensors = []
     for meta in version.params:
-        row = changes.get(meta.name)
-        changed = row.changed if row else None
-        tensors.append(
-            {
-                "name": meta.name,
-                "dtype": dtype_name(meta.dtype),
-                "shape": list(meta.shape),
-                "changed": changed,
-                "bytes": row.nbytes if row else None,
-                "encoding": names[row.codec]["name"] if row and row.changed else None,
-                "file": row.file if row and row.changed else None,
-                "digest": row.digest if row else None,
-            }
-        )
+        tensor: Info = {"name": meta.name, "dtype": dtype_name(meta.dtype), "shape": list(meta.shape)}
+        tensor |= dict.fromkeys(("changed", "bytes", "encoding", "file", "digest"))
+        if delta is not None and (row := changes.get(meta.name)) is not None:
+            tensor |= {"changed": row.changed, "bytes": row.nbytes, "digest": row.digest}
+            if row.changed:
+                tensor |= {"encoding": delta.codecs[row.codec]["name"], "file": row.file}
+        tensors.append(tensor)
     document |= {"files": {**(full.files if full else {}), **(delta.files if delta else {})}, "tensors": tensors}
     lines = [_line(document), *(f"    {name}  {size:,} bytes" for name, size in document["files"].items())]
     lines += [f"    {t['name']}  {t['dtype']}{t['shape']}  {t['changed'] or 0:,} changed" for t in tensors]
@@ -186,6 +171,8 @@ def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     follower = reader.follower(keep=True)
     rows: list[Info] = []
     for number in reader.numbers():
+        ok: bool | None = True
+        error = None
         try:
             route = reader.route(number, follower)
             full = reader.chain.version(number).full
@@ -198,26 +185,26 @@ def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
             if full is not None:
                 with closing(PublishedVersion(reader.store, number, full)) as published:
                     published.verify()
-            rows.append({"version": number, "ok": True, "error": None})
-        except ConfigError as error:  # something that the call did not name
-            rows.append({"version": number, "ok": None, "error": str(error)})
-        except WeightSyncError as error:
-            rows.append({"version": number, "ok": False, "error": str(error)})
-        if not rows[-1]["ok"]:
+        except ConfigError as raised:  # something that the call did not name
+            ok, error = None, str(raised)
+        except WeightSyncError as raised:
+            ok, error = False, str(raised)
+        if not ok:
             follower = reader.follower(keep=True)
-        print(f"version {number}: {_FOUND[rows[-1]['ok']]}", file=sys.stderr)
-    good, damaged, unchecked = ([row["version"] for row in rows if row["ok"] is ok] for ok in (True, False, None))
-    incomplete = [number for number in reader.chain.numbers() if number not in {row["version"] for row in rows}]
+        rows.append({"version": number, "ok": ok, "error": error})
+        print(f"version {number}: {_FOUND[ok]}", file=sys.stderr)
+    known = {row["version"] for row in rows}
     document = {
         "root": reader.store.url,
         "versions": rows,
-        "damaged": damaged,
-        "unchecked": unchecked,
-        "incomplete": incomplete,
+        "damaged": [row["version"] for row in rows if row["ok"] is False],
+        "unchecked": [row["version"] for row in rows if row["ok"] is None],
+        "incomplete": [number for number in reader.chain.numbers() if number not in known],
     }
-    lines = [f"version {number}: being written, or left unfinished" for number in incomplete]
+    lines = [f"version {number}: being written, or left unfinished" for number in document["incomplete"]]
     lines += [f"version {row['version']}: {row['error']}" for row in rows if not row["ok"]]
-    return document, [*lines, f"{len(good)} of {len(rows)} versions are what their digests say"]
+    good = sum(row["ok"] is True for row in rows)
+    return document, [*lines, f"{good} of {len(rows)} versions are what their digests say"]
 
 
 _FOUND = {True: "ok", False: "damaged", None: "not checked"}
@@ -277,12 +264,11 @@ def _diff(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
         for name, tensor in new.items()
         if name not in seen
     ]
-    document = {"a": args.a, "b": args.b, "density": changed / max(1, total), "changed": changed, "tensors": rows}
-    lines = [
-        f"{row['name']}  " + ("another parameter" if row["density"] is None else f"{row['density']:.4%}")
-        for row in rows
-    ]
-    return document, [*lines, f"{changed:,} of {total:,} elements, {document['density']:.4%}"]
+    density = changed / max(1, total)
+    document = {"a": args.a, "b": args.b, "density": density, "changed": changed, "tensors": rows}
+    shares = ["another parameter" if row["density"] is None else f"{row['density']:.4%}" for row in rows]
+    lines = [f"{row['name']}  {share}" for row, share in zip(rows, shares, strict=True)]
+    return document, [*lines, f"{changed:,} of {total:,} elements, {density:.4%}"]
 
 
 class _Unpacked(WeightSource):
@@ -302,12 +288,9 @@ class _Unpacked(WeightSource):
         keyframe = self._route.keyframe
         if keyframe is None:
             return {} if self._route.base is None else self._route.base.files()
-        names = [
-            name
-            for name in keyframe.files
-            if not name.endswith((".safetensors", ".index.json"))  # the writer makes these anew
-        ]
-        return {name: self._reader.store.get(f"{version_name(keyframe.version)}/{name}") for name in names}
+        made_anew, folder = (".safetensors", ".index.json"), version_name(keyframe.version)
+        names = (name for name in keyframe.files if not name.endswith(made_anew))
+        return {name: self._reader.store.get(f"{folder}/{name}") for name in names}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._follower.tensors(self._route, {})
