@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +40,7 @@ _HASHED: Final = frozenset(  # what torch.hash_tensor takes
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlushFile:
+class FlushFile(NamedTuple):
     """A file, read back: its patches in the file's order."""
 
     encoding: str
@@ -73,32 +71,37 @@ def flush_buckets(
     A group is let go before an addition once it holds more than ``buffer_bytes`` of positions and values; a single
     patch larger than that goes alone.
     """
-    open_buckets: dict[torch.dtype, tuple[list[SparsePatch], int]] = {}
+    begun: dict[torch.dtype, tuple[list[SparsePatch], int]] = {}
     for patch in patches:
         if not patch.changed:
             continue
-        bucket, held = open_buckets.get(patch.meta.dtype, ([], 0))
-        size = _positions(patch, encoding)[0].nbytes + patch.values.nbytes
+        bucket, held = begun.get(patch.meta.dtype, ([], 0))
+        size = patch.changed * _width(patch, encoding) + patch.values.nbytes
         if bucket and held + size > buffer_bytes:
             yield bucket
             bucket, held = [], 0
-        open_buckets[patch.meta.dtype] = ([*bucket, patch], held + size)
-    yield from (bucket for bucket, _ in open_buckets.values())
+        bucket.append(patch)
+        begun[patch.meta.dtype] = bucket, held + size
+    for bucket, _ in begun.values():
+        yield bucket
 
 
-def _positions(patch: SparsePatch, encoding: str) -> tuple[np.ndarray, int]:
-    where = patch.indices.astype(np.int64)
+def _gaps(patch: SparsePatch) -> np.ndarray:
+    return np.diff(patch.indices, prepend=-1) - 1
+
+
+def _width(patch: SparsePatch, encoding: str) -> int:
+    """Return the bytes per position of a parameter."""
     if encoding == "indices":
         if unit_of(patch.meta.dtype).count(patch.meta) > 2**31:
             raise ConfigError(
                 f"{patch.meta} has more elements than encoding 'indices' can number", hint="use 'deltas' or 'ulp'"
             )
-        return where.astype("<i4"), 4
-    gaps = np.diff(where, prepend=-1) - 1
-    largest = int(gaps.max(initial=0))
+        return 4
+    largest = int(_gaps(patch).max(initial=0))
     if largest >= 2**32:
         raise ConfigError(f"{patch.meta} has a gap of {largest}, too long for encoding {encoding!r}", hint="use 'ulp'")
-    return (gaps.astype("<u2"), 2) if largest <= 65535 else (gaps.astype("<u4"), 4)
+    return 2 if largest <= 65535 else 4
 
 
 def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_version: str) -> bytes:
@@ -115,7 +118,8 @@ def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_versio
     rows, positions, values, at, element = [], [], [], 0, 0
     for patch in patches:
         check_dtype(patch.meta)
-        packed, width = _positions(patch, encoding)
+        width = _width(patch, encoding)
+        packed = patch.indices.astype("<i4") if encoding == "indices" else _gaps(patch).astype(f"<u{width}")
         rows.append(
             {
                 "name": patch.meta.name,
