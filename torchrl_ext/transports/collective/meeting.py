@@ -24,7 +24,7 @@ from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.handoffs import Announcements, tell_stopped
 from torchrl_ext.transports.collective.notes import KeptNotes, NoteStore, RemoteNotes
 from torchrl_ext.transports.links import ranks_text
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import ParamMeta
 
 __all__ = ["LOBBY", "Membership", "Note", "enter", "host"]
 
@@ -98,20 +98,8 @@ class Membership:
         """
         secret = self._secret if room == LOBBY else self._private
         if self._notes is not None and self._notes.secret != secret:
-            self._notes.close()
-            self._notes = None
+            self._end_notes()
         return self._notes or self._keep(KeptNotes(self.address, self.port, secret, self.stop))
-
-    def address_info(self, room: str) -> Info:
-        """Trainer: what a worker needs to reach its notes, and to speak the same backend."""
-        notes = self.notes(room)
-        return {
-            "master_address": self.address,
-            "master_port": notes.port,
-            "secret": notes.secret,
-            "backend": self.backend,
-            "timeout_s": self.timeout_s,
-        }
 
     def host(self, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
         """Trainer: form the next group with the workers that stand in ``room``.
@@ -135,8 +123,7 @@ class Membership:
             TransportError: connections could not be made.
         """
         self.leave()
-        if self._notes is not None:
-            self._notes.close()
+        self._end_notes()
         until = deadline(self.timeout_s)
         notes = self._keep(RemoteNotes(self.address, self.port, self._secret, self.stop, timeout_s=self.timeout_s))
         generation, peers = enter(notes, room, rank, self._own_note(size, params), until)
@@ -162,9 +149,7 @@ class Membership:
         """Leave, and close the notes. May be called twice."""
         self.stop.set()
         self.leave()
-        if self._notes is not None:
-            self._notes.close()
-            self._notes = None
+        self._end_notes()
 
     def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
         try:
@@ -179,10 +164,15 @@ class Membership:
             ) from error
 
     def _keep(self, notes: NoteStore) -> NoteStore:
-        self._notes = notes
+        self._notes, self._close_notes = notes, weakref.finalize(self, notes.close)
         # at the end of a process its connections close by themselves: those of a fork would end its parent's
-        weakref.finalize(self, notes.close).atexit = False
+        self._close_notes.atexit = False
         return notes
+
+    def _end_notes(self) -> None:
+        if self._notes is not None:
+            self._close_notes()
+            self._notes = None
 
     def _own_note(self, size: int | None, params: tuple[ParamMeta, ...]) -> Note:
         return Note(

@@ -163,8 +163,18 @@ class VLLMCollectiveTransport(StandaloneTransport):
                     f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
                     expected=f"world_size {size} (1 + workers), or None to take it from the engines",
                 )
-        info = {"transport": self.name, "world_size": size, "room": room, "bucket_bytes": self.bucket_bytes}
-        info |= self._member.address_info(room)
+        notes = self._member.notes(room)
+        info = {
+            "transport": self.name,
+            "master_address": self.master_address,
+            "master_port": notes.port,
+            "secret": notes.secret,
+            "world_size": size,
+            "room": room,
+            "backend": self.backend,
+            "bucket_bytes": self.bucket_bytes,
+            "timeout_s": self.timeout_s,
+        }
         return Handoff(info=info, transfer=partial(self._host, room, size, params))
 
     def join(self, info: Info) -> None:
