@@ -16,7 +16,7 @@ __all__ = ["agree", "combine"]
 
 _WORDS_BYTES = 4096  # of each worker's failure that the others get to see
 _SIGN = 1 << 63
-_UNKNOWN = [0, 0, -1, 0]
+_UNKNOWN = (0, 0, -1, 0)
 
 
 def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
@@ -55,20 +55,14 @@ def combine(
     known = tuple(params)
     if not known:
         return {}
-    rows = torch.tensor(
-        [_row(own[meta.name], pieces[meta.name]) if meta.name in own else _UNKNOWN for meta in known],
-        dtype=torch.int64,
-    )
-    every = _gather(rows, group)
+    rows = [_row(own[meta.name], pieces[meta.name]) if meta.name in own else _UNKNOWN for meta in known]
+    every = _gather(torch.tensor(rows, dtype=torch.int64), group)
     found = {}
-    for index, meta in enumerate(known):
-        shares = {tuple(row[index].tolist()) for row in every}  # equal shares are one share, held twice
-        if tuple(_UNKNOWN) in shares:
-            continue
-        if sum(share[2] for share in shares) == unit_of(meta.dtype).count(meta):
-            found[meta.name] = sum(
-                (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in shares), PositionDigest()
-            )
+    for meta, *held in zip(known, *(row.tolist() for row in every), strict=True):
+        shares = set(map(tuple, held))  # equal shares are one share, held twice
+        if _UNKNOWN not in shares and sum(share[2] for share in shares) == unit_of(meta.dtype).count(meta):
+            words = (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in shares)
+            found[meta.name] = sum(words, PositionDigest())
     return found
 
 
@@ -80,12 +74,8 @@ def _gather(row: torch.Tensor, group: distributed.ProcessGroup) -> list[torch.Te
     return every
 
 
-def _row(coverage: Coverage, pieces: Iterable[Piece]) -> list[int]:
+def _row(coverage: Coverage, pieces: Iterable[Piece]) -> tuple[int, int, int, int]:
     """A share as four int64: two digest words, its size, and where it lies."""
     digest, count = coverage
-    where = hash(tuple((piece.offset, tuple(piece.destination.shape), piece.strides) for piece in pieces))
-    return [_signed(digest.first), _signed(digest.second), count, where]
-
-
-def _signed(word: int) -> int:
-    return word - 2 * _SIGN if word >= _SIGN else word
+    first, second = (word - 2 * _SIGN if word >= _SIGN else word for word in (digest.first, digest.second))
+    return first, second, count, hash(tuple((one.offset, tuple(one.destination.shape), one.strides) for one in pieces))

@@ -189,33 +189,26 @@ def _united(step: Callable[[], None]) -> str:
 
 def _worker(runner: Any) -> Any:
     """The part of ours that keeps this runner's model up to date; there is one per model and process."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
+    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
+    from torchrl_ext.plugins.loader import UNCHANGED, rebalanced
     from torchrl_ext.plugins.sglang.worker import SGLangWorker
 
     model = runner.model
     if model not in _workers:
+        unfit = None if getattr(runner, "eplb_manager", None) is None else rebalanced()
+        if get_pp_group().world_size > 1:
+            unfit = ConfigError(
+                "the plugin does not know engines with pipeline stages", expected="--pp-size 1", state=UNCHANGED
+            )
         _workers[model] = SGLangWorker(
             model,
             runner.model_config.model_path,
             get_tp_group().cpu_group,
             dummy=str(runner.server_args.load_format) == "dummy",
-            unfit=_unfit(runner),
+            unfit=unfit,
         )
     return _workers[model]
-
-
-def _unfit(runner: Any) -> Any:
-    """Why an engine of these settings takes no update; None where it does."""
-    from sglang.srt.distributed.parallel_state import get_pp_group
-
-    from torchrl_ext.plugins.loader import UNCHANGED, rebalanced
-
-    if get_pp_group().world_size > 1:
-        return ConfigError(
-            "the plugin does not know engines with pipeline stages", expected="--pp-size 1", state=UNCHANGED
-        )
-    return None if getattr(runner, "eplb_manager", None) is None else rebalanced()
 
 
 def _exists(target: str) -> bool:

@@ -118,7 +118,10 @@ class VLLMLoader(PluginLoader):
         return (tensor.shape, tensor.stride(), tensor.dtype) == (form.shape, form.stride(), form.dtype)
 
     def _made_up(self) -> Iterable[tuple[str, Tensor]] | None:
-        return None if self._placement is None else made_up(self._placement, self._forms)
+        placement = self._placement
+        if placement is None or not all(one.exact for own in placement.landings.values() for one in own):
+            return None  # what a loader computes from checkpoint tensors cannot be undone
+        return made_up(placement, self._forms)
 
     def _open(self, names: Collection[str] | None) -> Collection[nn.Module]:
         """`initialize_layerwise_reload`, also of some layers only, and of those that derive something from them."""

@@ -43,25 +43,16 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
                 yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
 
 
-def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]] | None:
+def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """What a checkpoint would hold of which an engine's dummy weights are this worker's part (``--load-format dummy``).
 
     vLLM fills each parameter, as a loader would find it, from a generator of its own (`DummyModelLoader`), so that they
     can be made again. What other workers hold is zero here.
 
     Args:
-        placement: where checkpoint tensors land.
+        placement: where checkpoint tensors land; by exact copies.
         forms: runtime parameters as a loader finds them, on the meta device, by name.
-
-    Returns:
-        None where a loader computes something from checkpoint tensors: that cannot be undone.
     """
-    if any(not landing.exact for landings in placement.landings.values() for landing in landings):
-        return None
-    return _made_up(placement, forms)
-
-
-def _made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for meta in placement.params:
         landings = placement.landings[meta.name]
         tensor = torch.zeros(meta.shape, dtype=landings[0].dtype if landings else meta.dtype)
@@ -78,8 +69,9 @@ def _made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tupl
 def _answer(layer: LinearBase | ParallelLMHead, dtype: torch.dtype) -> Tensor | None:
     """What it makes of a fixed input; None where it wants to be asked otherwise."""
     fixed = torch.randn(_ROWS, _inputs(layer), generator=torch.Generator().manual_seed(0)).to(dtype)
+    device = next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
     try:
-        return layer.quant_method.apply(layer, fixed.to(_device(layer)), None)
+        return layer.quant_method.apply(layer, fixed.to(device), None)
     except Exception as error:  # whatever a kernel of somebody else's says
         log.warning("a %s gives no answer of its own", type(layer).__name__, exc_info=error)
         return None
@@ -107,10 +99,6 @@ def _inputs(layer: nn.Module) -> int:
     return int(per_rank if per_rank is not None or loaded is None else loaded.shape[-1])
 
 
-def _device(layer: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
-
-
 def _pack_experts(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
     """Bring experts that were loaded into the form of their kernel.
 
@@ -132,10 +120,11 @@ def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Modul
 
     A layerwise reload processes the layer that was loaded, and the other one's packed copy (CPU) would stay as it was.
     """
-    inputs = [layer for layer in model.modules() if type(layer) is VocabParallelEmbedding]
+    inputs: list[Any] = [layer.weight for layer in model.modules() if type(layer) is VocabParallelEmbedding]
+    looked_up = {weight.data_ptr() for weight in inputs if weight.numel()}
     packed = []
     for head in (layer for layer in model.modules() if isinstance(layer, ParallelLMHead)):
-        if any(_same_weight(head, layer) for layer in inputs):
+        if head.weight.numel() and head.weight.data_ptr() in looked_up:
             head.quant_method.process_weights_after_loading(head)
             packed.append(head)
     return packed
@@ -162,10 +151,6 @@ REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]
     "mixer.conv_weights": _follow_convolutions,
 }
 """Name -> step; takes the model and the layers that were loaded, returns the layers that it finished."""
-
-
-def _same_weight(one: VocabParallelEmbedding, other: VocabParallelEmbedding) -> bool:
-    return one.weight.numel() > 0 and one.weight.data_ptr() == other.weight.data_ptr()
 
 
 def also_packed(model: nn.Module) -> Iterator[Tensor]:
