@@ -14,7 +14,6 @@ a control call has to reach exactly the engine that it names.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
 import logging
 import os
@@ -345,34 +344,32 @@ class HTTPSession:
         until, url = time.monotonic() + limit_s, self.url + route
 
         async def asked() -> Answer:
-            return await self._core.call(method, url, body, until=until, query=query, over=_UNKEPT.here())
+            return await self._core.call(method, url, body, until=until, query=query, over=_UNKEPT.here().client)
 
         # the call has a deadline of its own; a loop that is stuck has none
         return _CONTROL.run(asked(), limit_s + _GRACE_S, f"{method} {url}")
 
 
-_MADE: list[aiohttp.ClientSession] = []
+class _Unkept:
+    """Connections of one loop for control calls; at the end of a process aiohttp is told that nobody closes them."""
 
+    def __init__(self) -> None:
+        self.client = connections(keep_s=0.0)
 
-def _unkept() -> aiohttp.ClientSession:
-    _MADE.append(connections(keep_s=0.0))
-    return _MADE[-1]
+    def __del__(self) -> None:
+        self.client.detach()
 
-
-@atexit.register
-def _detach() -> None:
-    """Else aiohttp would say at the end of the process that nobody closed them."""
-    for client in _MADE:
-        client.detach()
+    async def close(self) -> None:
+        await self.client.close()
 
 
 def _fresh() -> None:
     """In a process that was forked the loop's thread is gone, and a lock may have been held."""
     global _CONTROL, _UNKEPT
-    _CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_unkept)
+    _CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_Unkept)
 
 
-_CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_unkept)
+_CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_Unkept)
 os.register_at_fork(after_in_child=_fresh)
 
 
