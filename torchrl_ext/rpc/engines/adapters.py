@@ -16,7 +16,7 @@ from typing import final
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter
 from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.rpc.engines.base import restated
+from torchrl_ext.rpc.engines.base import is_absent, restated
 from torchrl_ext.types import EngineInfo, EngineRow, Info, adapter_label
 
 __all__ = ["AdapterClient"]
@@ -33,19 +33,28 @@ class AdapterClient(EngineClient):
         name: what requests call the adapter.
         served: asks the engine what each name stands for: ``{name: {"version": 7}}``.
         tell: sends the engine a message about adapters; returns its answer.
+        plugin, lora: what to do where the engine has no plugin of ours, and where it was started without adapters.
 
     Raises:
         ConfigError: a name that cannot be a folder and a model's name.
     """
 
     def __init__(
-        self, engine: EngineClient, name: str, served: Callable[[], Info], tell: Callable[[Message], Info]
+        self,
+        engine: EngineClient,
+        name: str,
+        served: Callable[[], Info],
+        tell: Callable[[Message], Info],
+        *,
+        plugin: str,
+        lora: str,
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"an adapter cannot be called {name!r}", expected="letters, digits, '.', '_' and '-', at most 128"
             )
         self._engine, self.name, self._served, self._tell = engine, name, served, tell
+        self._plugin, self._lora = plugin, lora
         self.kind = engine.kind  # type: ignore[misc]
         self._state = "serving"
         self._error: str | None = None
@@ -59,7 +68,8 @@ class AdapterClient(EngineClient):
 
     def info(self) -> EngineInfo:
         """As the engine says of itself; ``weight_version`` is the adapter's, "" while there is none."""
-        version = self._version = self._serving()
+        with self._explained():
+            version = self._version = self._serving()
         return replace(
             self._engine.info(), weight_version="" if version is None else str(version), transports=("disk",)
         )
@@ -153,10 +163,23 @@ class AdapterClient(EngineClient):
         return self._served().get(self.name, {}).get("version")
 
     @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says what to do where the engine can serve no adapters at all."""
+        try:
+            yield
+        except EngineRefusedError as error:
+            if "LoRA is not enabled" in error.what:
+                raise restated(error, error.what, hint=self._lora) from error
+            if is_absent(error) and "is loaded; there are" not in error.what:
+                raise restated(error, error.what, expected="our plugin", hint=self._plugin) from error
+            raise
+
+    @contextmanager
     def _step(self, what: str) -> Iterator[None]:
         """Names the step in an error, and remembers it for the report; whatever fails, the engine goes on."""
         try:
-            yield
+            with self._explained():
+                yield
         except (EngineError, DeadlineError) as error:
             if isinstance(error, EngineUnreachableError):
                 self._state = "unreachable"

@@ -26,7 +26,7 @@ from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info, least
 from torchrl_ext.waiting import wait_until
 
-__all__ = ["HTTPEngine", "restated"]
+__all__ = ["HTTPEngine", "is_absent", "restated"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -425,3 +425,8 @@ def restated(
     if isinstance(error, EngineRefusedError):
         more["status"] = error.status
     return type(error)(what, **more)
+
+
+def is_absent(error: EngineRefusedError) -> bool:
+    """Whether a server refuses since it has no plugin of ours; SGLang's routes answer for their own reasons."""
+    return error.status in (404, 405, 501) or "Unsupported action" in error.what

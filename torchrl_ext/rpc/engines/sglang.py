@@ -34,7 +34,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.messages import CHANNEL, Message, merged
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
-from torchrl_ext.rpc.engines.base import HTTPEngine, restated
+from torchrl_ext.rpc.engines.base import HTTPEngine, is_absent, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, named_tags
 from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
 from torchrl_ext.types import EngineInfo, Info
@@ -126,7 +126,7 @@ class SGLangEngine(HTTPEngine):
         try:
             return any("torchrl_ext" in answer for answer in self._tell(messages.Inspect()))
         except EngineRefusedError as error:
-            if _is_absent(error):
+            if is_absent(error):
                 return False
             raise
 
@@ -285,7 +285,7 @@ class SGLangEngine(HTTPEngine):
         try:
             told = {} if self._native else merged(self._tell(messages.State()))
         except EngineRefusedError as error:
-            if not _is_absent(error):
+            if not is_absent(error):
                 raise
         paused = {_OK: False, _NOT_READY: True}.get(self._ready(), told.get("paused"))
         paused = None if paused is None else bool(paused)
@@ -305,21 +305,15 @@ class SGLangEngine(HTTPEngine):
 
     def adapter(self, name: str) -> EngineClient:
         """See `EngineClient.adapter`. The server needs ``--enable-lora`` and our plugin."""
-        return AdapterClient(
-            self, name, lambda: self._tell_adapters(messages.ListAdapters())["adapters"], self._tell_adapters
-        )
+        return AdapterClient(self, name, self._adapters, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
+
+    def _adapters(self) -> Info:
+        return self._tell_adapters(messages.ListAdapters())["adapters"]
 
     def _tell_adapters(self, message: Message) -> Info:
-        try:
-            told = merged(self.tell(message))
-            if isinstance(told.get("adapters"), dict):
-                return told
-        except EngineRefusedError as error:
-            if "LoRA is not enabled" in error.what:
-                raise restated(error, error.what, hint=_LORA) from error
-            if _is_absent(error):
-                raise restated(error, error.what, expected="our plugin", hint=_ADAPTERS) from error
-            raise
+        told = merged(self.tell(message))
+        if isinstance(told.get("adapters"), dict):
+            return told
         expected = "what the name of every adapter stands for"
         raise EngineRefusedError(f"{self.url} answered {told!r}", expected=expected, hint=_ADAPTERS)
 
@@ -416,8 +410,3 @@ class SGLangEngine(HTTPEngine):
                 return self._http.get(older)
             except EngineRefusedError as second:
                 raise restated(second, f"{error.what}; {second.what}") from error
-
-
-def _is_absent(error: EngineRefusedError) -> bool:
-    """Whether the server has no plugin of ours."""
-    return error.status in _ABSENT or "Unsupported action" in error.what

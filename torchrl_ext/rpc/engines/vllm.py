@@ -303,15 +303,16 @@ class VLLMEngine(VLLMRoutes):
 
     def adapter(self, name: str) -> EngineClient:
         """See `EngineClient.adapter`. The server needs ``--enable-lora``."""
-        return AdapterClient(self, name, self._adapters, self._tell_adapters)
+        return AdapterClient(self, name, self._adapters, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
 
     def _adapters(self) -> Info:
-        with _explained_adapters():
-            return self._http.get(ADAPTERS_ROUTE)["adapters"]
+        return self._http.get(ADAPTERS_ROUTE)["adapters"]
 
     def _tell_adapters(self, message: Message) -> Info:
-        with _explained_adapters():
+        try:
             return self._http.post(ADAPTERS_ROUTE, message.to_json(), timeout_s=self._load_timeout_s)
+        except EngineRefusedError as error:
+            raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
 
 
 @final
@@ -325,16 +326,3 @@ class EmbeddedEngine(VLLMRoutes):
 
     def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
         return told["logprobs"][0]
-
-
-@contextmanager
-def _explained_adapters() -> Iterator[None]:
-    """The engine's refusals in words that help."""
-    try:
-        yield
-    except EngineRefusedError as error:
-        if "LoRA is not enabled" in error.what:
-            raise restated(error, error.what, hint=_LORA) from error
-        if error.status in (404, 405) and "is loaded; there are" not in error.what:
-            raise restated(error, error.what, expected="the routes of our plugin", hint=_ADAPTERS) from error
-        raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
