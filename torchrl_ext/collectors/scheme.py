@@ -35,12 +35,7 @@ __all__ = ["TransportSchemeBase", "TransportWeightSyncScheme", "check_settings"]
 class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
     """A scheme for one model, on the trainer's side or, pickled into a worker, on the worker's.
 
-    Args:
-        strategy: how weights are taken from a module, ``"tensordict"`` or ``"state_dict"``.
-        host: address at which workers reach this process.
-        timeout_s: deadline of every wait during an update, in seconds.
-        start_timeout_s: deadline for all workers to start and to connect, in seconds.
-        verify: workers compare a digest of each tensor with the trainer's before an update counts.
+    Its settings are those that `TransportWeightSyncScheme` describes.
     """
 
     def __init__(
@@ -325,6 +320,6 @@ def check_settings(transport: str, settings: Mapping[str, Any]) -> None:
 
 
 def _remove(path: str, owner: int) -> None:
-    """Remove a scheme's own directory, unless this is a fork of the process that made it."""
+    """Remove a scheme's own directory, but in a fork of the process that made it."""
     if owner == os.getpid():
         shutil.rmtree(path, ignore_errors=True)

@@ -22,7 +22,7 @@ HEAVY = 0.1
 """A full update is too heavy when it takes more than this share of the time from one update to the next."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Answer:
     """One row of the table.
 
@@ -35,39 +35,27 @@ class Answer:
     entry_point: str
 
 
+_FULL, _DELTA = "update_weight_mode=full update_weight_transport=", "update_weight_mode=delta update_weight_transport="
+
 DECISIONS: Mapping[str, Answer] = MappingProxyType(
     {
         "external": Answer(
-            goal="engines are launched by somebody else, and the job only connects to them",
-            entry_point="rollout_external_engine_addrs",
+            "engines are launched by somebody else, and the job only connects to them", "rollout_external_engine_addrs"
         ),
         "topology": Answer(
-            goal="the job launches engines, with prefill/decode pools, several models, different groups or overrides",
-            entry_point="vllm_config",
+            "the job launches engines, with prefill/decode pools, several models, different groups or overrides",
+            "vllm_config",
         ),
-        "group": Answer(
-            goal="trainer and engines can form a process group",
-            entry_point="update_weight_mode=full update_weight_transport=nccl",
-        ),
-        "path": Answer(
-            goal="trainer and engines cannot form a process group, but see the same path",
-            entry_point="update_weight_mode=full update_weight_transport=disk",
-        ),
-        "heavy": Answer(
-            goal="full checkpoints are too heavy, across clusters or datacenters",
-            entry_point="update_weight_mode=delta update_weight_transport=disk",
-        ),
+        "group": Answer("trainer and engines can form a process group", _FULL + "nccl"),
+        "path": Answer("trainer and engines cannot form a process group, but see the same path", _FULL + "disk"),
+        "heavy": Answer("full checkpoints are too heavy, across clusters or datacenters", _DELTA + "disk"),
         "stack": Answer(
-            goal="engines have an environment of their own, or devices of another model or vendor",
-            entry_point="rollout_external_engine_addrs update_weight_transport=disk",
+            "engines have an environment of their own, or devices of another model or vendor",
+            "rollout_external_engine_addrs update_weight_transport=disk",
         ),
-        "validate": Answer(
-            goal="the delta's coding and landing are to be tried inside one datacenter",
-            entry_point="update_weight_mode=delta update_weight_transport=nccl",
-        ),
+        "validate": Answer("the delta's coding and landing are to be tried inside one datacenter", _DELTA + "nccl"),
         "frozen": Answer(
-            goal="frozen reference, reward or tool models are served too",
-            entry_point="vllm_config with update_weights: false",
+            "frozen reference, reward or tool models are served too", "vllm_config with update_weights: false"
         ),
     }
 )
@@ -160,8 +148,7 @@ def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
     """Say which route weights should take.
 
     Args:
-        facts: about the deployment; or give its fields by name.
-        given: fields of `Facts`.
+        facts, given: about the deployment, as a `Facts` or by the names of its fields.
 
     Raises:
         ConfigError: facts that cannot be, or under which nothing works.
@@ -202,8 +189,7 @@ def _choose(facts: Facts, every: list[Route]) -> tuple[Route, str]:
             expected="a process group, a shared path or bucket, or a device that both share",
         )
     if facts.validate_delta:
-        why = "the plainest encoding over a group, which needs no shared path, is the easiest to look at"
-        return possible[0], why
+        return possible[0], "the plainest encoding over a group, which needs no shared path, is the easiest to look at"
     if facts.colocated:
         return possible[0], "trainer and engines share their devices: weights go from memory to memory"
     full = [route for route in possible if route.encoding is None]
