@@ -21,7 +21,7 @@ from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.rpc.router import RouterClient, engine_key
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
-__all__ = ["Changes", "Routing"]
+__all__ = ["MemberChanges", "Routing"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -29,7 +29,7 @@ _ABORT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Changes:
+class MemberChanges:
     """What a look at a report has led to.
 
     Attributes:
@@ -174,7 +174,7 @@ class Routing:
 
         return updating
 
-    def follow(self, report: SyncReport) -> Changes:
+    def follow(self, report: SyncReport) -> MemberChanges:
         """Let the router use the engines that serve the newest weights, and no others.
 
         Newest are those that any engine serves; so an update that reached nobody changes nothing. Engines that the
@@ -196,7 +196,7 @@ class Routing:
             listed = self._listed()
         except (EngineError, DeadlineError) as error:
             log.warning("router %s does not say whom it uses: %s", self.url, error)
-            return Changes(problems=(*problems, (self.url, str(error))))
+            return MemberChanges(problems=(*problems, (self.url, str(error))))
         out = [url for url in self._engines if url in listed - fit and url not in unclear]
         back = [url for url in self._engines if url in fit - listed]
         changes = self._rebuilt(listed, out, back) if self._pools else self._changed(out, back)
@@ -208,16 +208,16 @@ class Routing:
                 self._end_requests(url)
         return replace(changes, problems=(*problems, *changes.problems))
 
-    def withdraw(self, url: str) -> Changes:
+    def withdraw(self, url: str) -> MemberChanges:
         """Send no more requests to an engine that is known to be broken, until `follow` or `restore`.
 
         A router with pools is left as it is: it leaves out by itself whoever does not answer.
         """
-        return Changes() if self._pools else self._changed([normalise_url(url)], [])
+        return MemberChanges() if self._pools else self._changed([normalise_url(url)], [])
 
-    def restore(self, url: str) -> Changes:
+    def restore(self, url: str) -> MemberChanges:
         """Send requests again to an engine whose weights are known to be right."""
-        return Changes() if self._pools else self._changed([], [normalise_url(url)])
+        return MemberChanges() if self._pools else self._changed([], [normalise_url(url)])
 
     def close(self) -> None:
         """End the router where it is ours; leave one that was given as it is. May be called twice."""
@@ -274,7 +274,7 @@ class Routing:
         used = {engine_key(worker.url) for worker in self.router.workers()}
         return {url for url in self._engines if engine_key(url) in used}
 
-    def _changed(self, out: Sequence[str], back: Sequence[str]) -> Changes:
+    def _changed(self, out: Sequence[str], back: Sequence[str]) -> MemberChanges:
         added: list[str] = []
         removed: list[str] = []
         problems = []
@@ -287,18 +287,18 @@ class Routing:
             except WeightSyncError as error:
                 log.warning("router %s and %s: %s", self.url, url, error)
                 problems.append((normalise_url(url), str(error)))
-        return Changes(added=tuple(added), removed=tuple(removed), problems=tuple(problems))
+        return MemberChanges(added=tuple(added), removed=tuple(removed), problems=tuple(problems))
 
     def _add(self, info: EngineInfo) -> None:
         self.router.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
 
-    def _rebuilt(self, listed: set[str], out: Sequence[str], back: Sequence[str]) -> Changes:
+    def _rebuilt(self, listed: set[str], out: Sequence[str], back: Sequence[str]) -> MemberChanges:
         """A router with pools learns of changes only by a new start, at the same port.
 
         One port cannot have two: the new one shows beside the old one that it stands, and then takes its place.
         """
         if not out and not back:
-            return Changes()
+            return MemberChanges()
         members = [url for url in self._engines if url in (listed | set(back)) - set(out)]
         if self._process is None:
             why = "has static pools"
@@ -308,22 +308,22 @@ class Routing:
             try:
                 self._started(members, port=0).stop()
                 self._start_again(members)
-                return Changes(added=tuple(back), removed=tuple(out))
+                return MemberChanges(added=tuple(back), removed=tuple(out))
             except WeightSyncError as error:
                 why = f"could not be started anew: {error}"
         problems = [(url, f"the router {why}") for url in (*out, *back)]
         log.warning("router %s %s, and goes on with the engines that it has", self.url, why)
         if self._process is None or self._process.alive():
-            return Changes(problems=tuple(problems))
+            return MemberChanges(problems=tuple(problems))
         again = self._revived([url for url in self._engines if url in listed], [])
-        return Changes(problems=(*problems, *again.problems))
+        return MemberChanges(problems=(*problems, *again.problems))
 
     def _start_again(self, members: Sequence[str]) -> None:
         """End our router, and start it with ``members`` at its address."""
         self._process.stop()  # type: ignore[union-attr]
         self._process = self._started(members, port=urlsplit(self.url).port)
 
-    def _revived(self, members: Sequence[str], problems: Sequence[tuple[str, str]]) -> Changes:
+    def _revived(self, members: Sequence[str], problems: Sequence[tuple[str, str]]) -> MemberChanges:
         """Start our router again, which has ended."""
         members = [url for url in self._engines if url in members]
         try:
@@ -331,10 +331,10 @@ class Routing:
         except WeightSyncError as error:
             log.error("router %s is down: %s", self.url, error)
             down = f"it is down, and is tried again with the next report: {error}"
-            return Changes(problems=(*problems, (self.url, down)))
+            return MemberChanges(problems=(*problems, (self.url, down)))
         log.warning("router %s had ended, and is up again", self.url)
         removed = tuple(url for url in self._engines if url not in members)
-        return Changes(removed=removed, problems=tuple(problems))
+        return MemberChanges(removed=removed, problems=tuple(problems))
 
     def _end_requests(self, url: str) -> None:
         """End what a paused engine has in work, so that clients take it elsewhere."""
