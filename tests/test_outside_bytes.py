@@ -24,9 +24,9 @@ from torchrl_ext.codecs.slime.current import DeltaIndex, build_shard, checksum, 
 from torchrl_ext.codecs.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import version_name
+from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Route
 from torchrl_ext.stores.manifest import DeltaManifest, read_manifest
-from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import Version
 from torchrl_ext.types import ParamMeta, adapter_version, dtype_from_name
 from torchrl_ext.versions.containers import NewDelta

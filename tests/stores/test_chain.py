@@ -14,9 +14,9 @@ import torch
 import torchrl_ext as tx
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import LocalStore
+from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest, Manifest
-from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import version_name
 from torchrl_ext.testing import WAIT_S, same_bits
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion

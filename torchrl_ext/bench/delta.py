@@ -33,7 +33,7 @@ from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.slime.current import DeltaIndex, build_shard, checksum, shard_name
 from torchrl_ext.codecs.units import Unit, units
 from torchrl_ext.stores import version_name
-from torchrl_ext.stores.memory import MemoryStore
+from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.containers import NewDelta
 from torchrl_ext.weights.digests import position_digest

@@ -130,14 +130,6 @@ class ObjectStore(Store):
                 raise
             draft.settle()
 
-    def upload(self, path: Path, key: str) -> None:
-        """Put a local file.
-
-        Raises:
-            StoreError: as `put`.
-        """
-        self._call("write", key, lambda target: self._fs.put_file(str(path), target))
-
     def delete(self, key: str) -> None:
         """Objects go one by one, the manifest first: without it the rest is no version any more."""
 
@@ -171,21 +163,20 @@ class ObjectStore(Store):
             return None
 
     def list(self, folder: str = "") -> list[str]:
-        try:
-            found = self._call("list", folder, lambda path: self._fs.ls(path, detail=False))
-        except FileNotFoundError:
-            return []
-        base = f"{self._path}/{folder}".rstrip("/")
-        names = {name.rstrip("/").rsplit("/", 1)[-1] for name in found if name.rstrip("/") != base}
-        return sorted(name for name in names if name and not name.startswith("."))
+        return sorted(self._rows(folder))
 
     def sizes(self, folder: str) -> dict[str, int]:
+        return {name: row["size"] for name, row in self._rows(folder).items() if row["type"] == "file"}
+
+    def _rows(self, folder: str) -> dict[str, dict[str, Any]]:
+        """What the filesystem says of everything directly under ``folder``, by name."""
         try:
             found = self._call("list", folder, lambda path: self._fs.ls(path, detail=True))
         except FileNotFoundError:
             return {}
-        sizes = {row["name"].rsplit("/", 1)[-1]: row["size"] for row in found if row["type"] == "file"}
-        return {name: size for name, size in sizes.items() if not name.startswith(".")}
+        base = f"{self._path}/{folder}".rstrip("/")
+        rows = {row["name"].rstrip("/").rsplit("/", 1)[-1]: row for row in found if row["name"].rstrip("/") != base}
+        return {name: row for name, row in rows.items() if name and not name.startswith(".")}
 
     @contextmanager
     def local(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
@@ -220,6 +211,10 @@ class ObjectStore(Store):
                 state=f"{self.url} holds what it held",
                 hint="free some space, or point TMPDIR elsewhere",
             ) from error
+
+    def put_file(self, path: str, key: str) -> None:
+        """Put a local file; as `put`."""
+        self._call("write", key, lambda target: self._fs.put_file(path, target))
 
     def _overwrites(self) -> bool:
         """Whether a value goes when it is created once more."""
@@ -303,7 +298,7 @@ class _ObjectDraft(Draft):
         for file in sorted(self.path.iterdir()):
             key = f"{self._folder}/{file.name}"
             self._written.append(key)
-            self._store.upload(file, key)
+            self._store.put_file(str(file), key)
             file.unlink()
 
     def settle(self) -> None:

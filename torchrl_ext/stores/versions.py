@@ -84,41 +84,24 @@ def read_version(store: Store, number: int) -> Version:
 
 
 class Foreign(Protocol):
-    """Reads versions that another library wrote, which have no manifest of ours."""
+    """Reads versions that another library wrote, which have no manifest of ours.
+
+    Each method raises FileNotFoundError where there is no such version, or a part of it only, which is being written;
+    and IntegrityError where it is damaged, or was left unfinished.
+    """
 
     def finished(self, number: int) -> bool:
-        """Return whether all of a version is there, as far as whoever was not told of it can know.
-
-        Raises:
-            FileNotFoundError: there is no such version.
-            IntegrityError: it is damaged.
-        """
+        """Return whether all of a version is there, as far as whoever was not told of it can know."""
 
     def replaced(self, number: int, run_id: str) -> bool:
-        """Return whether all of another version is there than the one that was read, under its number, as ``run_id``.
-
-        Raises:
-            FileNotFoundError: there is none, or a part of it only.
-            IntegrityError: it is damaged.
-        """
+        """Return whether all of another version than the one that was read as ``run_id`` is there under its number."""
 
     def base(self, number: int) -> int | None:
-        """Return the earlier version that is a version's base, 0 being the first checkpoint; None for a full version.
-
-        Raises:
-            FileNotFoundError: there is no such version, or a part of it only, and it is being written.
-            IntegrityError: it is damaged, or was left unfinished.
-        """
+        """Return the version that a version is based on, 0 being the first checkpoint; None for a full version."""
 
     def read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
-        """Return a version.
-
-        Args:
-            number: the version.
-            params: those of its base; None where that is the checkpoint that everything began with.
+        """Return a version whose base has ``params``; None where that is the checkpoint that everything began with.
 
         Raises:
-            FileNotFoundError: there is no such version.
-            IntegrityError: it is damaged.
-            ConfigError: the checkpoint that everything began with is needed, and was not given.
+            ConfigError: that checkpoint is needed, and was not given.
         """

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
 from torchrl_ext.stores import Chain, Store, version_name
+from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.stores.versions import version_number
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot

@@ -32,8 +32,8 @@ from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.memory import MemoryStore
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.kept_tensors import KeptTensors
 from torchrl_ext.versions.reader import ChainReader
