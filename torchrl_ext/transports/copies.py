@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.waiting import in_thread
 
 __all__ = [
     "BufferPool",
@@ -29,6 +29,9 @@ CopyBytes = Callable[[np.ndarray, np.ndarray], None]
 
 _STREAM_BYTES = 64 << 20
 """Updates from which on copies around the caches pay (the first one compiles a loop)."""
+
+_KEPT = 8
+"""Idle buffers of a pool that are kept for another use."""
 
 _HOST = torch.device("cpu")
 _LARGE_ELEMENTS = 32768
@@ -51,17 +54,11 @@ def fastest_copy(nbytes: int) -> CopyBytes:
     return copy_streaming
 
 
-def warm_copies(nbytes: int) -> threading.Thread | None:
+def warm_copies(nbytes: int) -> None:
     """Have the copy for updates of ``nbytes`` compiled before they come, in a thread, where it is one to compile."""
-    if nbytes < _STREAM_BYTES:
-        return None
-
-    def once() -> None:
-        fastest_copy(nbytes)(np.zeros(1024, np.uint8), np.zeros(1024, np.uint8))
-
-    thread = threading.Thread(target=once, name="torchrl-ext-warm", daemon=True)
-    thread.start()
-    return thread
+    if nbytes >= _STREAM_BYTES:
+        some = np.zeros(1024, np.uint8)
+        in_thread(lambda: fastest_copy(nbytes)(some, some.copy()), "torchrl-ext-warm")
 
 
 def plain(tensor: Tensor, device: torch.device) -> Tensor:
@@ -116,11 +113,10 @@ class BufferPool:
 
     Args:
         device: where buffers live.
-        keep: most buffers that are kept for another use.
     """
 
-    def __init__(self, device: torch.device, *, keep: int = 8) -> None:
-        self._device, self._keep = device, keep
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._buffers: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def take(self, nbytes: int) -> Tensor:
@@ -138,5 +134,5 @@ class BufferPool:
         if array is None:
             array = np.empty(max(nbytes, 1), dtype=np.uint8)
         handed_out = array[:nbytes]
-        self._buffers = [*idle[-self._keep :], *kept, (array, weakref.ref(handed_out))]
+        self._buffers = [*idle[-_KEPT:], *kept, (array, weakref.ref(handed_out))]
         return torch.from_numpy(handed_out)
