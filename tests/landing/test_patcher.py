@@ -6,7 +6,7 @@ import torch
 
 from tests.landing.changes import Listed
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
-from torchrl_ext.codecs.units import from_units, unit_of, units
+from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.kernels.base import kernels_on
 from torchrl_ext.landing.patcher import Patcher, Piece, as_bits, compare, identity
@@ -75,6 +75,11 @@ class Engine:
                 params["experts"][int(name[-1])].copy_(tensor)
             else:
                 params[name].copy_(tensor)
+
+
+def from_units(values, meta):
+    """A tensor over the memory of ``values`` (unsigned, 1-D)."""
+    return torch.from_numpy(values).view(meta.dtype).reshape(meta.shape)
 
 
 def random_bits(shape, dtype, generator):

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.units import unit_of, units, writable_units
-from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.codecs.units import unit_of, units
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.kernels.base import flat_bits, kernels_on, unsigned
 from torchrl_ext.types import ParamMeta
 
@@ -162,8 +162,9 @@ def apply_patch(patch: Patch, tensor: Tensor) -> None:
         ManifestError: the tensor has another dtype or shape.
         ConfigError: the tensor is not contiguous on the host.
     """
-    same(patch.meta, tensor)
-    target = writable_units(tensor)
+    (target,) = same(patch.meta, tensor)
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ConfigError("a patch can be applied in place to contiguous host tensors only")
     if isinstance(patch, DensePatch):
         target[:] = patch.values
     else:

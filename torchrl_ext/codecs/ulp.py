@@ -213,7 +213,7 @@ class UlpCodec(_StepCodec):
     def _untoken(
         self, unit: Unit, base: np.ndarray | None, start: int, size: int, decoded: _Tokens, *into: np.ndarray
     ) -> bool:
-        from torchrl_ext.codecs.coder.tokens import untokenise
+        from torchrl_ext.codecs.coder.decode import untokenise
 
         gaps, values, _, _, raw = decoded
         return untokenise(gaps, values, raw, size, start, unit.mask, *into)
@@ -233,7 +233,7 @@ class ContextCodec(_StepCodec):
     reads: ClassVar[Reads] = "all"
 
     def _tokens(self, unit: Unit, block: Block) -> _Tokens:
-        from torchrl_ext.codecs.coder.contexts import sort_by_context, walk
+        from torchrl_ext.codecs.coder.tokens import sort_by_context, walk
 
         line, context = (unit.top, unit.mask, unit.ordered), (np.uint64(unit.shift), np.uint64(unit.select))
         contexts, far = np.empty(block.size, np.uint8), np.empty(block.size, np.uint32)  # what is filled takes memory
@@ -253,7 +253,7 @@ class ContextCodec(_StepCodec):
     def _untoken(
         self, unit: Unit, base: np.ndarray | None, start: int, size: int, decoded: _Tokens, *into: np.ndarray
     ) -> bool:
-        from torchrl_ext.codecs.coder.contexts import unwalk
+        from torchrl_ext.codecs.coder.decode import unwalk
 
         gaps, values, ids, starts, raw = decoded
         context = np.uint64(unit.shift), np.uint64(unit.select)

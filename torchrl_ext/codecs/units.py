@@ -14,7 +14,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.base import BITS, flat_bits, unsigned
 from torchrl_ext.types import ParamMeta, dtype_name
 
-__all__ = ["Unit", "from_units", "unit_of", "units", "writable_units"]
+__all__ = ["Unit", "unit_of", "units"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,19 +89,3 @@ def unit_of(dtype: torch.dtype) -> Unit:
 def units(tensor: Tensor) -> np.ndarray:
     """The bits of ``tensor`` in C order: unsigned, 1-D; shares memory where the tensor is contiguous on the host."""
     return unsigned(flat_bits(tensor.cpu()))
-
-
-def writable_units(tensor: Tensor) -> np.ndarray:
-    """As `units`, and always the memory of ``tensor`` itself.
-
-    Raises:
-        ConfigError: the tensor is not contiguous, or not on the host.
-    """
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ConfigError("a patch can be applied in place to contiguous host tensors only")
-    return units(tensor)
-
-
-def from_units(values: np.ndarray, meta: ParamMeta) -> Tensor:
-    """A tensor of ``meta``'s dtype and shape over the memory of ``values`` (unsigned, 1-D)."""
-    return torch.from_numpy(values).view(meta.dtype).reshape(meta.shape)

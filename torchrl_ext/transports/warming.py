@@ -45,7 +45,7 @@ __all__ = ["Warming", "cache_folder", "main", "rehearse"]
 log = logging.getLogger("torchrl_ext")
 
 _APART = (50, 2, 1)  # elements from one that changes to the next, in each version
-_SMALL, _LARGE = 4096, (1 << 20) + 64  # one that shares a task, and one that is cut into pieces (`codecs.stream`)
+_SMALL, _LARGE = 4096, (1 << 20) + 64  # one that shares a task, and one that is cut into pieces (`codecs.pipeline`)
 _COMPILER_S = 300.0
 _WARM: dict[tuple[str, int], threading.Event] = {}
 _LOCK = threading.Lock()
@@ -181,10 +181,10 @@ def _stamp(codec: Codec, widths: Iterable[int]) -> Path:
     import numba
     from llvmlite import binding
 
-    from torchrl_ext.codecs.coder import contexts, decode, encode, tokens
+    from torchrl_ext.codecs.coder import decode, encode, tokens
     from torchrl_ext.kernels import host_lists, host_loops
 
-    modules = (host_lists, host_loops, tokens, contexts, encode, decode)
+    modules = (host_lists, host_loops, tokens, encode, decode)
     sources = [Path(str(module.__file__)).read_bytes() for module in modules]
     about: list[Any] = [sys.version, numba.__version__, llvmlite.__version__, binding.get_host_cpu_name()]
     about += [sorted(binding.get_host_cpu_features().items()), codec.to_json(), max(widths)]

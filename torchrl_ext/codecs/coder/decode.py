@@ -8,7 +8,7 @@ from torchrl_ext.codecs.coder.encode import LOWEST, lanes_for
 from torchrl_ext.codecs.coder.models import BITS, TOTAL, read_model
 from torchrl_ext.kernels.jit import helper, njit
 
-__all__ = ["ERRORS", "decode_body"]
+__all__ = ["ERRORS", "decode_body", "untokenise", "unwalk"]
 
 ERRORS = {
     1: "it ends too early",
@@ -18,6 +18,7 @@ ERRORS = {
     5: "contexts are repeated, out of order or unknown",
 }
 _SLOT, _BITS = np.uint64(TOTAL - 1), np.uint64(BITS)
+_0, _1, _LOW = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFF)
 
 
 @helper
@@ -151,3 +152,99 @@ def decode_body(data, size, named):
     if word != end:
         return 4, nothing, nothing, nothing, no_starts, 0, 0
     return 0, gap_tokens, step_tokens, ids, starts, at, raw_end
+
+
+@helper
+def unzigzag(value, mask):
+    """The step, modulo 2^width, of a lowered zigzag one."""
+    value = value + _1
+    if value & _1:
+        return (mask - (value >> _1)) & mask
+    return value >> _1
+
+
+@helper
+def take(raw, at, acc, filled, token):
+    """The value of a token; raw bits come from ``acc``, refilled from ``raw`` (uint8, whole 32-bit words).
+
+    Reads zeros beyond the end of ``raw``; the index tells.
+    """
+    if token < 16:
+        return np.uint64(token), at, acc, filled
+    count = (np.int64(token) >> 2) - 2
+    value, shift = np.uint64(4 + (token & 3)) << np.uint64(count), 0
+    while True:
+        now = min(count, 32)
+        if filled < now:
+            if at + 4 <= raw.size:
+                word = np.uint64(raw[at]) | np.uint64(raw[at + 1]) << np.uint64(8)
+                word |= np.uint64(raw[at + 2]) << np.uint64(16) | np.uint64(raw[at + 3]) << np.uint64(24)
+                acc |= word << np.uint64(filled)
+            at += 4
+            filled += 32
+        value |= (acc & ((_1 << np.uint64(now)) - _1)) << np.uint64(shift)
+        acc >>= np.uint64(now)
+        filled -= now
+        if now == count:
+            return value, at, acc, filled
+        shift, count = shift + now, count - now
+
+
+@njit
+def untokenise(gaps, values, raw, size, start, mask, indices, steps):
+    """Indices (from ``start``) and steps of a decoded block: the inverse of `torchrl_ext.codecs.coder.tokens.tokenise`.
+
+    Args:
+        gaps, values: uint8 tokens.
+        raw: uint8, the raw bits.
+        indices, steps: filled; shape (n,).
+
+    Returns:
+        False where the changes leave the block, or the raw bits are more or fewer than the tokens say.
+    """
+    last, at, acc, filled = np.int64(-1), 0, _0, 0
+    for k in range(gaps.size):
+        gap, at, acc, filled = take(raw, at, acc, filled, gaps[k])
+        if gap >= np.uint64(size):
+            return False
+        last += np.int64(gap) + 1
+        if last >= size:
+            return False
+        value, at, acc, filled = take(raw, at, acc, filled, values[k])
+        indices[k] = start + last
+        steps[k] = unzigzag(value, mask)
+    return at == raw.size
+
+
+@njit
+def unwalk(old, shift, select, ids, starts, gaps, values, raw, start, mask, indices, steps):
+    """As `untokenise`, by the same walk over the base ``old`` that the writer made.
+
+    Args:
+        ids, starts: context ``ids[c]`` owns tokens ``starts[c]`` to ``starts[c + 1]``.
+    """
+    at, acc, filled = 0, _0, 0
+    far, wide = np.empty(gaps.size, np.uint64), np.empty(gaps.size, np.uint64)
+    for k in range(gaps.size):
+        far[k], at, acc, filled = take(raw, at, acc, filled, gaps[k])
+        wide[k], at, acc, filled = take(raw, at, acc, filled, values[k])
+    if at != raw.size:
+        return False
+    left, place, stop = np.full(256, np.int64(1) << 62), np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for c in range(ids.size):
+        place[ids[c]], stop[ids[c]] = starts[c], starts[c + 1]
+        left[ids[c]] = np.int64(far[starts[c]] & _LOW)
+    found = 0
+    for i in range(old.size):
+        context = (np.uint64(old[i]) >> shift) & select
+        if left[context]:
+            left[context] -= 1
+            continue
+        k = place[context]
+        indices[found] = start + i
+        steps[found] = unzigzag(wide[k], mask)
+        found += 1
+        k += 1
+        place[context] = k
+        left[context] = np.int64(far[k] & _LOW) if k < stop[context] else np.int64(1) << 62
+    return found == gaps.size

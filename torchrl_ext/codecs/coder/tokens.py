@@ -1,4 +1,4 @@
-"""What changed as tokens and raw bits, and back.
+"""What changed as tokens and raw bits; `torchrl_ext.codecs.coder.decode` has the way back.
 
 A changed element is a *gap* (unchanged elements since the last changed one) and a *step* (units in the last place,
 counted on one ordered line of integers). Float formats are sign-magnitude: mapped so that -0.0 and 0.0 are neighbours
@@ -7,6 +7,8 @@ modulo 2^width, zigzagged (-1, 1, -2, 2, ... become 1, 2, 3, 4) and lowered by o
 
 A value ``v`` is split in a token below 256 and raw bits: ``v`` itself below 16; above, its bit length and the two bits
 after the leading one make the token, the remaining low bits are raw.
+
+Gaps may be counted apart for each context, the exponent of an element of the base: `walk` and `sort_by_context`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from torchrl_ext.kernels.jit import bit_length, helper, line, njit
 
-__all__ = ["lay_steps", "put", "split", "survey", "take", "tokenise", "untokenise", "unzigzag", "zigzag"]
+__all__ = ["lay_steps", "sort_by_context", "survey", "tokenise", "walk"]
 
 _CHUNK = 4096  # changes that are worked on together: they stay in the processor's nearest cache
 
@@ -31,15 +33,6 @@ def zigzag(a, b, top, mask, ordered):
     if step & top:
         return (mask - step) << _1  # 2|step| - 1, lowered by one
     return (step << _1) - _1
-
-
-@helper
-def unzigzag(value, mask):
-    """The step, modulo 2^width, of a lowered zigzag one."""
-    value = value + _1
-    if value & _1:
-        return (mask - (value >> _1)) & mask
-    return value >> _1
 
 
 @helper
@@ -68,33 +61,6 @@ def put(raw, used, acc, filled, value, count):
     used += full
     acc >>= np.uint64(32 * full)
     return used, acc, filled - 32 * full
-
-
-@helper
-def take(raw, at, acc, filled, token):
-    """The value of a token; raw bits come from ``acc``, refilled from ``raw`` (uint8, whole 32-bit words).
-
-    Reads zeros beyond the end of ``raw``; the index tells.
-    """
-    if token < 16:
-        return np.uint64(token), at, acc, filled
-    count = (np.int64(token) >> 2) - 2
-    value, shift = np.uint64(4 + (token & 3)) << np.uint64(count), 0
-    while True:
-        now = min(count, 32)
-        if filled < now:
-            if at + 4 <= raw.size:
-                word = np.uint64(raw[at]) | np.uint64(raw[at + 1]) << np.uint64(8)
-                word |= np.uint64(raw[at + 2]) << np.uint64(16) | np.uint64(raw[at + 3]) << np.uint64(24)
-                acc |= word << np.uint64(filled)
-            at += 4
-            filled += 32
-        value |= (acc & ((_1 << np.uint64(now)) - _1)) << np.uint64(shift)
-        acc >>= np.uint64(now)
-        filled -= now
-        if now == count:
-            return value, at, acc, filled
-        shift, count = shift + now, count - now
 
 
 @helper
@@ -161,30 +127,77 @@ def tokenise(places, before, after, top, mask, ordered, gap_tokens, step_tokens,
     state[0], state[1], state[2] = used, acc, filled
 
 
+@helper
+def _count(old, begin, end, shift, select, counts):
+    for t in range(begin, end):
+        counts[t & 3, (np.uint64(old[t]) >> shift) & select] += np.uint32(1)
+
+
 @njit
-def untokenise(gaps, values, raw, size, start, mask, indices, steps):
-    """Indices (from ``start``) and steps of a decoded block: the inverse of `tokenise`, which trusts nothing.
+def walk(old, places, before, after, top, mask, ordered, shift, select, contexts, gaps, steps, at, counts, last):
+    """Changes of a part of a block, gaps counted per context: ``(old >> shift) & select``, the exponent of the old one.
 
     Args:
-        gaps, values: uint8 tokens.
-        raw: uint8, the raw bits.
-        indices, steps: filled; shape (n,).
+        old: all elements of the block.
+        places: int32 shape (k,), increasing: places in the block.
+        before, after: bits there, shape (k,).
+        contexts: uint8 shape (k,), filled.
+        gaps: uint32 shape (k,), filled: elements of the same context since its last change.
+        steps: of the dtype of ``before``, shape (k,), filled with lowered zigzag steps.
+        at: the place after the last one of the part before.
+        counts: uint32 shape (4, 256), last: uint32 shape (256,), zeros at the start; go from part to part. Four tables,
+            so that equal neighbours do not wait for each other.
+    """
+    zigzags(before, after, top, mask, ordered, steps)
+    for k in range(places.size):
+        j = np.int64(places[k])
+        _count(old, at, j, shift, select, counts)
+        at = j + 1
+        context = (np.uint64(before[k]) >> shift) & select
+        seen = counts[0, context] + counts[1, context] + counts[2, context] + counts[3, context]
+        counts[j & 3, context] += np.uint32(1)
+        contexts[k] = context
+        gaps[k] = seen - last[context]
+        last[context] = seen + np.uint32(1)
+
+
+@njit
+def sort_by_context(contexts, gaps, steps, starts, gap_tokens, step_tokens, raw):
+    """Bring changes into the order of their contexts and split them in tokens and raw bits.
+
+    Args:
+        starts: int64 shape (257,), filled: context ``c`` owns tokens ``starts[c]`` to ``starts[c + 1]``.
+        gap_tokens, step_tokens: uint8 shape (k,), filled.
+        raw: uint32, filled with raw bits, in the order of the tokens: gap, step, gap, step...
 
     Returns:
-        False where the changes leave the block, or the raw bits are more or fewer than the tokens say.
+        Number of words used in ``raw``.
     """
-    last, at, acc, filled = np.int64(-1), 0, _0, 0
-    for k in range(gaps.size):
-        gap, at, acc, filled = take(raw, at, acc, filled, gaps[k])
-        if gap >= np.uint64(size):
-            return False
-        last += np.int64(gap) + 1
-        if last >= size:
-            return False
-        value, at, acc, filled = take(raw, at, acc, filled, values[k])
-        indices[k] = start + last
-        steps[k] = unzigzag(value, mask)
-    return at == raw.size
+    starts[:] = 0
+    found = contexts.size
+    for k in range(found):
+        starts[contexts[k] + 1] += 1
+    for c in range(256):
+        starts[c + 1] += starts[c]
+    at = starts[:256].copy()
+    order = np.empty(found, np.uint32)
+    for k in range(found):
+        c = contexts[k]
+        order[at[c]] = k
+        at[c] += 1
+    used, acc, filled = 0, _0, 0
+    for k in range(found):
+        j = order[k]
+        gap_tokens[k], bits, count = split(np.uint64(gaps[j]))
+        if count:
+            used, acc, filled = put(raw, used, acc, filled, bits, np.int64(count))
+        step_tokens[k], bits, count = split(np.uint64(steps[j]))
+        if count:
+            used, acc, filled = put(raw, used, acc, filled, bits, np.int64(count))
+    if filled:
+        raw[used] = np.uint32(acc & _LOW)
+        used += 1
+    return used
 
 
 @njit
