@@ -127,7 +127,8 @@ class _StepCodec(FramedCodec):
         if not gaps.size:
             return b""
         most, named = block.size * unit.width, self.needs == "all"
-        head, words = np.empty(1 << 19, np.uint8), np.empty(2 * gaps.size + 8, np.uint16)
+        head = np.empty(2048 * (1 + ids.size), np.uint8)  # a table takes less than 400 bytes
+        words = np.empty(2 * gaps.size + 8, np.uint16)
         end, first = encode_body(gaps, steps, starts, ids, named, raw.size, most, head, words)
         if end >= 0 and end + raw.nbytes + words[first:].nbytes <= most:
             return b"".join((_CODED, head[:end].data, raw.data, words[first:].data))
