@@ -97,7 +97,7 @@ def test_modules_and_files_that_pages_name_are_there():
 
 
 def test_each_hop_of_one_weight_is_a_function_where_the_page_says():
-    page = (ROOT / "docs/one_weight.md").read_text()
+    page = (ROOT / "docs" / "one_weight.md").read_text()
     hops = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", page)
     assert len(hops) > 15
     for name, path in hops:
