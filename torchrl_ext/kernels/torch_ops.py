@@ -105,7 +105,7 @@ class TorchKernels(Kernels):
         return Landed(offsets=offsets, values=values, words=self._change_words(positions, before, values))
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        target.index_copy_(0, offsets, values)
+        target.index_copy_(0, offsets.to(torch.int64), values)  # takes no other; those of `land` are
 
 
 def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
