@@ -1,1 +1,1 @@
-"""Where the data layer and the control layer meet."""
+"""Senders and receivers, where the data layer (transports) and the control layer (engines) meet."""

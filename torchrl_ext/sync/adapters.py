@@ -1,4 +1,4 @@
-"""`AdapterSender`: LoRA adapters, a few megabytes of them, into engines whose base weights stay."""
+"""`AdapterSender` sends LoRA adapters, a few megabytes each, to engines whose base weights stay as they are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AdapterSender:
 
     Each name is a `WeightSender` over a `DiskTransport` of its own: versions appear as a whole in
     ``root/NAME/weight_v000007/``, in PEFT's format, are loaded while the engines serve, and then take over the name.
-    Requests that began before end with the version that they began with.
+    Each request ends with the version that it began with.
 
     Args:
         root: directory that the trainer and every engine reach under the same path. It stays as long as engines serve
@@ -78,7 +78,7 @@ class AdapterSender:
     def unload(self, name: str) -> None:
         """Take ``name`` out of service on every engine: requests by it are refused from now on.
 
-        Requests that run end with what they began with. Files of the last version stay in the root.
+        Running requests end with the version that they began with. Files of the last version stay in the root.
 
         Raises:
             EngineRefusedError: an engine serves no adapter of that name.
@@ -91,7 +91,7 @@ class AdapterSender:
             self._engine.adapter(name).unload()
 
     def version(self, name: str) -> int:
-        """The version of ``name`` that this sender put in service last.
+        """Return the version of ``name`` that this sender put in service last.
 
         Raises:
             ConfigError: it has loaded none of that name.
@@ -103,7 +103,7 @@ class AdapterSender:
         return self._senders[name].version
 
     def shutdown(self) -> None:
-        """Let other trainers have the root; engines keep serving what they have. May be called twice."""
+        """Release the root for other trainers; engines keep serving what they have. May be called twice."""
         for sender in self._senders.values():
             sender.shutdown()
         self._senders.clear()

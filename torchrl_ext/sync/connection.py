@@ -1,4 +1,4 @@
-"""Engines joined to a transport, and versions put in service that somebody else has published."""
+"""`Connection` joins engines to a transport; `HandedOn` puts versions in service that another process has published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Connection", "HandedOn", "Spans"]
 
 @final
 class Spans(dict[str, float]):
-    """Seconds by phase."""
+    """A dictionary of the seconds that each phase of an update took."""
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
@@ -35,11 +35,11 @@ class Spans(dict[str, float]):
 
 @final
 class Connection:
-    """Which engines have joined a transport, for which parameters.
+    """Lets engines join a transport, and remembers which of them have joined, for which parameters.
 
     Args:
         engine: a client, or a fleet.
-        open_transport: makes the handoff by which that many workers join, for these parameters.
+        open_transport: takes the number of workers and the parameters; returns the handoff by which they join.
         abort: ends ``transfer`` of the handoff from another thread.
         compares: whether engines will be asked to compare digests.
         rehearse: as in `WeightSender`.
@@ -63,14 +63,14 @@ class Connection:
         self.newest = 0
 
     def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
-        """Let every engine join, unless those that take part have joined for these parameters.
+        """Let every engine join, unless exactly the present members have joined for these parameters.
 
         Args:
             params: what will be sent.
             spans: takes the seconds of the phases ``connect`` and ``rehearse``.
 
         Raises:
-            WeightSyncError: an engine did not join, and it is not that it left the fleet.
+            WeightSyncError: an engine did not join, and no engine left the fleet meanwhile.
         """
         members = self.engine.members()
         while self._joined != (params, members):
@@ -84,11 +84,11 @@ class Connection:
                 self._joined = params, members
 
     def drop(self) -> None:
-        """Let every engine join anew before the next version: what is left of a group is not built upon."""
+        """Forget which engines joined, so that all join anew before the next version: a group may be left half-made."""
         self._joined = None
 
     def shrank(self) -> bool:
-        """Whether engines have left the fleet since they joined; those that are left join anew."""
+        """Return whether engines have left the fleet since they joined; the remaining ones join anew."""
         joined, self._joined = self._joined, None
         return joined is not None and len(self.engine.members()) < len(joined[1])
 
@@ -113,9 +113,9 @@ class Connection:
 
 @final
 class HandedOn:
-    """Drives an engine through versions that it reads from the directory in which they were published.
+    """Drives an engine through versions that another process publishes in a directory.
 
-    A `WeightSender` would write them once more, under numbers of its own.
+    A `WeightSender` would write them a second time, under version numbers of its own.
 
     Args:
         transport: reader of the directory, which the engine reaches under the same path.
@@ -127,7 +127,7 @@ class HandedOn:
         self._connection = Connection(engine, self._invite, transport.abort)
 
     def take(self, info: Info) -> None:
-        """Put one version in service.
+        """Put one published version in service.
 
         Args:
             info: what `DiskTransport.poll` gave.
@@ -156,5 +156,5 @@ class HandedOn:
         return Handoff(info=self._transport.invite())
 
     def close(self) -> None:
-        """Leave the engine, which goes on with what it has."""
+        """Close the engine's client; the engine keeps serving what it has."""
         self._engine.close()

@@ -1,4 +1,4 @@
-"""What an `InProcessEngine` drives: a module or a receiver, a vLLM object, or the embedded engine's object."""
+"""Hosts, which let `InProcessEngine` drive a module, a receiver, a vLLM object or the embedded engine's object."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COPYING_S: Final = 10.0
 
 
 class Host(ABC):
-    """An engine object of this process, and what takes weights in it.
+    """An engine object of this process, with the operations that `InProcessEngine` needs of it.
 
     Attributes:
         transport: name of the transport by which weights reach it from this process.
@@ -51,10 +51,10 @@ class Host(ABC):
 
     transport: ClassVar[str]
     handle: Callable[[Message], Info]
-    """Does what a message says, and returns the answer when it is done; raises what the step says."""
+    """Does what a message says, and returns the answer when it is done; raises the errors of that step."""
 
     def info(self, url: str) -> EngineInfo:
-        """What it says of itself."""
+        """Return what the engine says of itself; ``url`` is its name in reports."""
         return EngineInfo(url=url, kind="inprocess")
 
     @abstractmethod
@@ -67,19 +67,19 @@ class Host(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises EngineError where it could not take an update: it is dead, or asleep."""
+        """Raise EngineError where the engine could not take an update: it is dead, or asleep."""
 
     @abstractmethod
     def start_weights(self) -> WeightSource:
-        """The weights that it holds before the first update, to fall back on."""
+        """Return the weights that the engine holds before the first update, to fall back on."""
 
     @abstractmethod
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`."""
+        """Return, per prompt, the log-probability of each token after the first; see `EngineClient.logprobs`."""
 
 
 def host_of(engine: Any, *, pause_mode: str, loop: asyncio.AbstractEventLoop | None, timeout_s: float) -> Host:
-    """The host for an object; classes of vLLM are told by their names, since this process may not have vLLM."""
+    """Return the host for an object; vLLM's classes are recognised by name, since this process may not have vLLM."""
     bases = {(base.__module__, base.__name__) for base in type(engine).__mro__}
     if bases & _VLLM:
         return VLLMHost(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
@@ -89,7 +89,7 @@ def host_of(engine: Any, *, pause_mode: str, loop: asyncio.AbstractEventLoop | N
 
 
 class ModuleHost(Host):
-    """A module, a mapping of tensors, a TensorDict, or a receiver.
+    """The host of a module, a mapping of tensors, a TensorDict, or a receiver.
 
     Attributes:
         serving: cleared while paused.
@@ -120,7 +120,7 @@ class ModuleHost(Host):
 
 
 class EmbeddedHost(Host):
-    """The embedded engine's object (`torchrl_ext.embedded.engine.Engine`)."""
+    """The host of the embedded engine's object (`torchrl_ext.embedded.engine.Engine`)."""
 
     transport = "ipc"
 
@@ -149,7 +149,7 @@ class EmbeddedHost(Host):
 
 
 class VLLMHost(Host):
-    """vLLM's `AsyncLLM`, or its `LLM`; nothing of vLLM is patched.
+    """The host of vLLM's `AsyncLLM` or `LLM`; no code of vLLM is replaced.
 
     The workers take weights through our weight-transfer backend, by collective RPC. `LLM` generates only while its
     caller waits, and is not safe to use from two threads: do not update it while another thread generates.
@@ -190,7 +190,7 @@ class VLLMHost(Host):
         return {}
 
     def _ask(self, message: Message) -> Info:
-        """What the workers answer, in the words of an error where they have something to say."""
+        """Return the workers' answer, which vLLM can pass back only as an error's message; without one it is empty."""
         try:
             self._workers("init_weight_transfer_engine", init_info=message.to_json())
         except EngineRefusedError as error:
@@ -234,7 +234,7 @@ class VLLMHost(Host):
         return CheckpointSource(self._config.model_config.model)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`. vLLM's own words for a request can only be had from vLLM, hence the detour."""
+        """See `EngineClient.logprobs`; a request needs classes of vLLM's, which the scorer in our plugin imports."""
         if not prompts:
             return []
         return self._done(scorers.make("vllm", llm=self._llm, asynchronous=self._asynchronous).ask(prompts))
@@ -243,7 +243,7 @@ class VLLMHost(Host):
         """Call a method of every worker.
 
         Raises:
-            EngineRefusedError: one of them says no, in its own words.
+            EngineRefusedError: a worker refused; the message has its own words.
         """
         try:
             self._done(self._llm.collective_rpc(method, kwargs=arguments))
@@ -258,7 +258,7 @@ class VLLMHost(Host):
             raise EngineRefusedError(f"vLLM's workers refused {method}: {error}", hint=hint) from error
 
     def _label(self, version: str) -> None:
-        """Give what is held a version, and drop what was cached of older weights."""
+        """Label the weights in service with a version, and drop what was cached of older ones."""
         if self._asynchronous:
             self._done(self._llm.update_weight_version(version))
         else:
@@ -266,14 +266,14 @@ class VLLMHost(Host):
         self.drop_cached()
 
     def drop_cached(self) -> None:
-        """Drop keys and values, here and where a connector keeps them, of running requests too, and images' embeddings.
+        """Drop cached keys and values, a connector's and running requests' too, and cached embeddings of images.
 
         Raises:
             EngineRefusedError: it could not be dropped.
         """
         until = time.monotonic() + min(self._timeout_s, _COPYING_S)
         while not self._done(self._llm.reset_prefix_cache(self._asynchronous, reset_connector=True)):
-            if time.monotonic() >= until:  # a connector that copies keys and values away holds them for a moment
+            if time.monotonic() >= until:  # a connector holds keys and values for a moment while it copies them
                 raise EngineRefusedError("vLLM could not drop cached keys and values of the old weights")
             threading.Event().wait(_POLL_S)
         if self._config.model_config.multimodal_config is not None:  # embeddings of images come from the old weights
@@ -312,7 +312,7 @@ class VLLMHost(Host):
             )
 
     def at_home(self, loop: asyncio.AbstractEventLoop) -> None:
-        """`AsyncLLM` runs on this loop, unless another one is known."""
+        """Take ``loop`` for the one that `AsyncLLM` runs on, unless that is known already."""
         if self._loop is None and self._asynchronous and self._llm.output_handler is None:
             self._loop = loop
 

@@ -1,5 +1,7 @@
-"""`InProcessEngine`: an engine in the trainer's own process, driven by direct calls; and online switching, where it
-takes other weights between requests, or keeps those it has."""
+"""`InProcessEngine` drives an engine of the trainer's own process by direct calls, and switches its weights online.
+
+Online: between requests the engine takes other weights, or keeps those that it has where they do not land.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class InProcessEngine(EngineClient):
 
     @property
     def serving(self) -> threading.Event:
-        """Set while a module serves.
+        """The event that is set while a module serves.
 
         Raises:
             AttributeError: the engine is no module; it keeps its own requests back.
@@ -92,7 +94,7 @@ class InProcessEngine(EngineClient):
         return self._rehearsed
 
     def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`."""
+        """Rehearse an update where the host needs it, paused meanwhile; see `EngineClient.rehearse`."""
         told = self._host.handle(Rehearse(how=how, ask=True))
         if told.get("needed"):
             served = self.pause()
@@ -128,7 +130,9 @@ class InProcessEngine(EngineClient):
         self.resume()
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`. A module, and the embedded engine's object, answer while paused too.
+        """Return, per prompt, the log-probability of each token after the first; see `EngineClient.logprobs`.
+
+        A module, and the embedded engine's object, answer while paused too.
 
         Raises:
             ConfigError: what takes the weights is no causal LM, or its `WeightReceiver` hides it behind a loader.
@@ -165,13 +169,13 @@ class InProcessEngine(EngineClient):
     # online switching
 
     async def update_model_weights(self, model_weights_path: str | os.PathLike[str]) -> Any:
-        """Serve the weights of a checkpoint directory, without a restart; updates queue behind each other.
+        """Serve the weights of a checkpoint directory, without a restart; concurrent updates run one by one.
 
         Returns:
             The `SyncReport`.
 
         Raises:
-            UpdateError: they did not land; the engine serves what it served.
+            UpdateError: they did not land; the engine serves what it served, unless the message says otherwise.
         """
         return await self._switched(lambda switch: switch.to_checkpoint(model_weights_path))
 
@@ -188,16 +192,17 @@ class InProcessEngine(EngineClient):
             The `SyncReport`.
 
         Raises:
-            ManifestError, UpdateError: as for `update_model_weights`.
+            ManifestError: no parameter has a tensor's name and shape, or a tensor has no data.
+            UpdateError: as for `update_model_weights`.
         """
         return await self._switched(lambda switch: switch.to_state_dict(state_dict, mapper))
 
     def check(self) -> None:
-        """Raises EngineError where no update could land: the engine is dead, or asleep."""
+        """Raise EngineError where no update could land: the engine is dead, or asleep."""
         self._host.check()
 
     def start_weights(self) -> WeightSource:
-        """The weights that the engine holds before the first update."""
+        """Return the weights that the engine holds before the first update."""
         return self._host.start_weights()
 
     async def _switched(self, how: Callable[[_Switch], Any]) -> Any:
@@ -211,8 +216,9 @@ class InProcessEngine(EngineClient):
 
 
 class _Switch:
-    """Switches one engine. What it holds is remembered, to fall back on: the path of a checkpoint, and a host copy of
-    every tensor that came in a state dict since.
+    """Switches the weights of one engine, and remembers what it holds, to fall back on.
+
+    That is the path of a checkpoint, and a host copy of every tensor that came in a state dict since.
 
     Args:
         engine: takes the weights.
@@ -233,7 +239,7 @@ class _Switch:
     def to_state_dict(
         self, tensors: Mapping[str, Tensor], mapper: Callable[[str], str] | Mapping[str, str] | None = None
     ) -> SyncReport:
-        """Serve these tensors, in the dtypes of what is held, and for the rest what is held.
+        """Serve these tensors, cast to the dtypes of those held, and for every other parameter what is held.
 
         Raises:
             ManifestError: nothing held has a tensor's name, or its shape; or a tensor has no data.

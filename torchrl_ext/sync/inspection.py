@@ -1,4 +1,4 @@
-"""What an engine's worker says of its surroundings when `torchrl-ext doctor` asks; no part of any update.
+"""`inspect` answers what `torchrl-ext doctor` asks about an engine worker's surroundings; no part of any update.
 
 The question is an `Inspect` message, and the answer one JSON object:
 
@@ -52,16 +52,16 @@ _DIAL_S = 2.0
 _WORDS = 400
 _TOKEN = re.compile("[0-9a-f]{32}")
 _written: set[tuple[str, str]] = set()
-"""Root and name of the probes that this process left."""
+"""The root and the name of each probe that this process has written and not removed."""
 
 
 def followed() -> list[str]:
-    """Names of the transports that an engine in this environment can follow: all but the one within a process."""
+    """Return the names of the transports that an engine here can follow: all that can be imported but ``memory``."""
     return [name for name in registry.transports.names() if name != "memory" and _importable(name)]
 
 
 def inspect(question: Inspect) -> Info:
-    """Answer ``question``. What goes wrong is told, not raised."""
+    """Answer ``question``; what goes wrong is told in the answer, not raised."""
     answer: Info = {
         "torchrl_ext": torchrl_ext.__version__,
         "python": platform.python_version(),
@@ -82,7 +82,7 @@ def inspect(question: Inspect) -> Info:
 
 
 def _look(invitation: Info) -> Info:
-    """Find the asker's probe, and leave one for the asker."""
+    """Look for the asker's probe, and write one that the asker can look for."""
     found: Info = {"seen": False, "why": "", "free_bytes": None, "probe": None}
     try:
         admit(invitation.get("root"))
@@ -99,22 +99,22 @@ def _look(invitation: Info) -> Info:
     try:
         found["probe"] = shared.invite()["probe"]
         _written.add((store.url, found["probe"]))
-    except (StoreError, OSError) as error:  # readers need not write
+    except (StoreError, OSError) as error:  # readers need not be able to write
         found["why"] = _short(error)
     return found
 
 
 def _clear(asked: Info) -> None:
-    """Remove a probe of this process."""
+    """Remove the probe that ``asked`` names, if this process has written it."""
     for root, probe in list(_written):
         if probe == asked.get("probe"):
-            with suppress(WeightSyncError, OSError):  # the asker's sweep takes it later
+            with suppress(WeightSyncError, OSError):  # the asker's sweep removes it later
                 open_store(root).delete(probe)
             _written.discard((root, probe))
 
 
 def _dial(address: list[Any], token: str | None) -> Info:
-    """Whether the asker can be reached. What is no asker is silent about itself, and so is this."""
+    """Return whether the asker can be reached; of a port that is not the asker's, the answer says nothing."""
     until = time.monotonic() + _DIAL_S
     if token is None or not _TOKEN.fullmatch(token):
         return {"reached": False, "why": "the question has no token"}

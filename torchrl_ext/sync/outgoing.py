@@ -1,5 +1,4 @@
-"""What a sender wraps around a source (names, dtype, digests, lockstep with the other trainer ranks), and whom it tells
-what became of it: those ranks, and collectors."""
+"""`Outgoing` is one update's pass over a source; `Ranks` and `bump` tell trainer ranks and collectors of its end."""
 
 from __future__ import annotations
 
@@ -26,24 +25,24 @@ log = logging.getLogger("torchrl_ext")
 _DEADLINE_S = 1800.0  # as long as torch's own ranks wait for each other in a gather over gloo
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two looks
 
-_senders: Counter[str] = Counter()  # of each model, in this process
+_senders: Counter[str] = Counter()  # by a digest of the model's names, in this process
 
 
 class Outgoing(WeightSource):
-    """One update's pass over a source.
+    """One update's pass over a source, which renames and casts tensors and takes their digests on the way out.
 
     Args:
         source: what is sent.
-        registered: the registered model; anything, or None. What is called as in a module goes as the module would.
+        registered: the registered model, of any kind, or None; a module's own names become those of its checkpoint.
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
 
     Attributes:
-        version: as what it is sent.
-        digesting: take the digest of each tensor as it passes.
+        version: the version as which it is sent.
+        digesting: whether to take the digest of each tensor as it passes.
         digests: digest of each tensor that passed in the last iteration, by name; empty unless `digesting`.
-        count, bytes: what passed in the last iteration.
-        model_bytes: what passes in a whole one.
+        count, bytes: number and bytes of the tensors that passed in the last iteration.
+        model_bytes: bytes of all tensors of a whole iteration.
         store: the store of torch's process group; None where this process is the only rank, and can make another pass
             by itself.
 
@@ -90,7 +89,7 @@ class Outgoing(WeightSource):
         return self._params
 
     def own_names(self) -> list[str]:
-        """Names as the trainer has them, before any mapper."""
+        """Return the names as the trainer has them, before any mapper."""
         return [meta.name for meta in self._origin.params()]
 
     def held(self) -> Mapping[str, Tensor]:
@@ -116,7 +115,7 @@ class Outgoing(WeightSource):
     def drain(self) -> None:
         """Finish a pass that stopped half-way, or make one that never began, where other ranks wait in its gathers.
 
-        One that cannot be finished is logged: whoever drains has something else to raise.
+        One that cannot be finished is logged, not raised: the caller has an error of its own to raise.
         """
         if self.store is None or not self._gathers:
             return
@@ -128,12 +127,11 @@ class Outgoing(WeightSource):
 
 
 class Ranks:
-    """What became of an update, told by the trainer rank that drives to those that only take part in the gathers,
-    through the store of torch's process group.
+    """Tells the trainer ranks that only take part in the gathers how an update ended, through torch's store.
 
-    No collective: one that drives says what it has to say however its update ends, and waits for nobody. Fellows are
-    the senders of the same model, in the order in which each process first used them: on ranks that do not drive nobody
-    need repeat the transport, the mapper or the engine.
+    It is no collective: the rank that drives writes the result however its update ends, and waits for nobody. Senders
+    of the same model are matched across ranks by the order in which each process first used them, so that ranks that
+    do not drive need not be given the transport, the mapper or the engine.
     """
 
     def __init__(self) -> None:
@@ -141,9 +139,9 @@ class Ranks:
         self._updates = 0
 
     def tell(self, source: Outgoing, store: Any, version: int, accepted: bool) -> None:
-        """Say that the update that sent ``source`` is over, and which version the engines serve now.
+        """Tell the other ranks that the update that sent ``source`` is over, and which version the engines serve now.
 
-        A store that is gone is logged.
+        A store that is gone is logged, not raised.
         """
         try:
             store.set(self._next(source), f"{version} {int(accepted)}")
@@ -157,7 +155,7 @@ class Ranks:
             The version that the engines serve now, and whether this update put it in service.
 
         Raises:
-            DeadlineError: the rank that drives said nothing.
+            DeadlineError: the rank that drives said nothing within 30 minutes.
             NotConnectedError: torch's store is gone.
         """
         update = self._next(source)
@@ -186,7 +184,7 @@ class Ranks:
         return int(version), accepted == "1"
 
     def _next(self, source: Outgoing) -> str:
-        """The name of this sender's next update; the same on every rank."""
+        """Return the store's key for this sender's next update; the same on every rank."""
         if not self._name:
             model = hashlib.sha256("\n".join(sorted(source.own_names())).encode()).hexdigest()[:32]
             self._name = f"torchrl_ext/{model}/{_senders[model]}"
@@ -201,12 +199,12 @@ def bump(collectors: Iterable[Callable[[], Any]]) -> None:
     Args:
         collectors: references that return a collector, or None where it is gone.
 
-    The engines have the weights, whatever a collector makes of it: one that raises is logged, and the others are told.
+    The engines have the weights by then, so a collector that raises is logged, and the others are told all the same.
     """
     seen: set[int] = set()
     for known in collectors:
         collector = known()
-        if collector is None or id(collector) in seen:  # its truth would be its length, and an endless one has none
+        if collector is None or id(collector) in seen:  # not its truth: endless ones have no length
             continue
         seen.add(id(collector))
         try:

@@ -1,6 +1,6 @@
-"""Outputs as proof: an engine says of a few tokens what the trainer says of them.
+"""`Outputs` compares each engine's log-probabilities of a few tokens with the trainer's, as the proof of an update.
 
-Digests show that the right bytes arrived. What an engine makes of them shows in what it computes alone.
+Digests show that the right bytes arrived; only outputs show whether the engine computes the right thing with them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _QUANTISED: Final = 2.0
 
 
 def bound_of(params: Iterable[ParamMeta]) -> float:
-    """The gap, in nats, up to which engine and trainer agree, by the coarsest dtype among the weights as they travel.
+    """Return the gap, in nats, up to which engine and trainer agree, by the coarsest dtype among ``params`` as sent.
 
     1e-3 for float32, where two implementations of one model were seen to differ by some 1e-6. 0.1 for float16 and 1.0
     for bfloat16: logits of 16 to 32 are 0.016 and 0.125 apart there, and what layers round adds to it (seen on small
@@ -51,9 +51,9 @@ def bound_of(params: Iterable[ParamMeta]) -> float:
 
 
 def random_prompts(vocabulary: int, *, sequences: int = 2, tokens: int = 16, seed: int = 0) -> Prompts:
-    """Token ids below ``vocabulary``, ``sequences`` times ``tokens`` of them; the same ones for the same arguments.
+    """Draw ``sequences`` prompts of ``tokens`` token ids below ``vocabulary``; the same for the same arguments.
 
-    Random ones: most are improbable, so that what is compared is not the best token's probability alone. 16 are too few
+    Most random tokens are improbable, so that not only the best token's probability is compared. 16 are too few
     for a block of vLLM's prefix cache, whose last token is always computed anew.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ def random_prompts(vocabulary: int, *, sequences: int = 2, tokens: int = 16, see
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What engine and trainer are both asked.
+    """The prompts that engine and trainer are both asked about, and the function that answers for the trainer.
 
     Attributes:
         prompts: token ids, at least two per prompt; None draws `random_prompts` for the registered model's vocabulary.
@@ -71,7 +71,7 @@ class Probe:
             it once per update, before the weights are gathered, so that it may run a sharded model.
 
     Raises:
-        ConfigError: a prompt has nothing to say a probability of.
+        ConfigError: there is no prompt, or one of fewer than two token ids.
     """
 
     prompts: Prompts | None = None
@@ -82,10 +82,10 @@ class Probe:
             raise ConfigError("a probe needs prompts of at least two token ids", expected="such as ((17, 3, 42),)")
 
     def trainer(self, model: Any) -> _Asked:
-        """The prompts, and the trainer's log-probabilities of them.
+        """Return the prompts, and the trainer's log-probabilities of them.
 
         Raises:
-            ConfigError: there is neither a function nor a model that computes them, or it gives other numbers of them.
+            ConfigError: neither a function nor a model computes them, or the function returns too many or too few.
         """
         prompts = self.prompts or random_prompts(_vocabulary(model))
         if self.compute is None:
@@ -100,13 +100,13 @@ class Probe:
 
 
 def gaps(trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The largest and the mean absolute difference, in nats; what is no number on either side is infinitely far off.
+    """Return the largest and the mean absolute difference, in nats; a difference that is NaN counts as infinite.
 
     Args:
         trainer, engine: per prompt the log-probability of each token after the first.
 
     Raises:
-        ConfigError: they are not about the same tokens.
+        ConfigError: they are not of the same lengths.
     """
     if [len(row) for row in trainer] != [len(row) for row in engine]:
         raise ConfigError(
@@ -120,7 +120,7 @@ def gaps(trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Finding:
-    """What came of asking one engine."""
+    """The result of asking one engine for its log-probabilities."""
 
     largest: float | None = None
     mean: float | None = None
@@ -132,8 +132,7 @@ class Outputs:
     """Compares the outputs of a sender's engines with the trainer's after each update.
 
     Args:
-        max_gap: largest gap that is accepted, in nats; ``"dtype"`` takes `bound_of` what travels, and None only
-            reports.
+        max_gap: largest accepted gap, in nats; ``"dtype"`` takes `bound_of` what is sent, and None only reports.
         probe: what is asked; a callable stands for ``Probe(compute=callable)``.
 
     Attributes:
@@ -141,7 +140,7 @@ class Outputs:
         spans: ``{"probe": seconds}`` of the newest update, both sides together.
 
     Raises:
-        ConfigError: settings that cannot work, or that nothing would look at.
+        ConfigError: settings that cannot work.
     """
 
     def __init__(self, max_gap: float | str | None, probe: Probe | Compute | None) -> None:
@@ -157,10 +156,10 @@ class Outputs:
 
     @classmethod
     def wanted(cls, verify: bool | str, max_gap: float | str | None, probe: Probe | Compute | None) -> Outputs | None:
-        """What `WeightSender`'s settings ask for; None where no outputs are compared.
+        """Return the `Outputs` that `WeightSender`'s settings ask for; None where no outputs are compared.
 
         Raises:
-            ConfigError: settings that cannot work, or that nothing would look at.
+            ConfigError: settings that cannot work, or that would have no effect.
         """
         if verify not in (True, False, "outputs"):
             raise ConfigError(f"there is nothing to verify called {verify!r}", expected="True, False or 'outputs'")
@@ -169,10 +168,9 @@ class Outputs:
         return cls(max_gap, probe) if verify == "outputs" else None
 
     def asked(self, weights: Any, model: Any) -> _Asked:
-        """The trainer's side of one update.
+        """Return the prompts, and the trainer's log-probabilities of them, for one update.
 
-        Every rank comes here first, before anything that could fail on one of them alone: others may be in the same
-        forward pass.
+        Every rank calls this first: a failure of one rank before it would leave the others in the forward pass.
 
         Args:
             weights, model: what the caller wants sent (or None), and the registered model; the first of them that is a
@@ -189,8 +187,10 @@ class Outputs:
     def compared(
         self, engine: EngineClient, source: Outgoing, weights: Any, model: Any
     ) -> AbstractContextManager[None]:
-        """Ask the trainer (`asked`); and around one update: every engine that serves its version is asked after it,
-        also when it failed for others. One that is beyond the bound, or gives no answer, is paused.
+        """Ask the trainer (`asked`), and return a context for one update that asks the engines when the update ends.
+
+        Every engine that serves the version is asked, also when the update failed for others. One that is beyond the
+        bound, or gives no answer, is paused.
 
         Args:
             engine: the sender's.
@@ -208,12 +208,12 @@ class Outputs:
         self._findings, self.agreed = {}, frozenset()
         began = time.perf_counter()
         for one in engine.each():
-            one.logprobs(())  # whether it could be asked at all
+            one.logprobs(())  # raises where it cannot compute any, before it takes the version
         bound = bound_of(source.params()) if isinstance(self._max_gap, str) else self._max_gap
         self.spans["probe"] += time.perf_counter() - began
         try:
             yield
-        except Exception:  # the engines that serve the version are asked all the same: their rows tell
+        except Exception:  # the engines that serve the version are asked all the same, for the rows of the report
             self._ask_all(engine, source.version, asked, bound)
             raise
         self._ask_all(engine, source.version, asked, bound)
@@ -228,7 +228,7 @@ class Outputs:
             )
 
     def noted(self, rows: Iterable[EngineRow]) -> list[EngineRow]:
-        """The engines' rows of a report, with what was found in their outputs."""
+        """Return the engines' rows of a report, with what was found in their outputs."""
         found = []
         for row in rows:
             finding = self._findings.get(row.engine, _Finding())
@@ -254,7 +254,7 @@ class Outputs:
 
 
 def _asked_one(engine: EngineClient, asked: _Asked, bound: float | None) -> _Finding:
-    """Ask one engine; pause it where its answer is not what it should be."""
+    """Ask one engine; where there is a bound, pause an engine that is beyond it or gives no answer."""
     prompts, trainer = asked
     try:
         largest, mean = gaps(trainer, engine.logprobs(prompts))
@@ -285,7 +285,7 @@ def _module_of(*candidates: Any) -> nn.Module | None:
 
 
 def _vocabulary(model: Any) -> int:
-    """Number of token ids that a model of `transformers` knows, by its configuration: a sharded table tells less.
+    """Return the vocabulary size in the configuration of a `transformers` model: a sharded table may have fewer rows.
 
     Raises:
         ConfigError: it has none.

@@ -34,7 +34,7 @@ def _ray() -> Any:
 
 
 def as_remote(cls: type[Any], remote_config: Mapping[str, Any] | None = None) -> Any:
-    """``cls`` as a Ray actor class, by TorchRL's own helper.
+    """Return ``cls`` as a Ray actor class, made by TorchRL's own helper.
 
     Args:
         cls: what runs in the actor.
@@ -52,7 +52,7 @@ def as_remote(cls: type[Any], remote_config: Mapping[str, Any] | None = None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """Recipe of an engine server that an `EngineActor` starts on its node, with the client that drives it there.
+    """A recipe of an engine server that an `EngineActor` starts on its node, with the client that drives it there.
 
     Attributes:
         kind: ``"embedded"``, ``"vllm"``, ``"sglang"``.
@@ -65,7 +65,7 @@ class Served:
     client: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> tuple[EngineClient, Any]:
-        """Start it.
+        """Start the server, and make its client.
 
         Returns:
             The client, and the server.
@@ -75,7 +75,7 @@ class Served:
 
 
 class EngineActor:
-    """What runs in the actor: an engine of its process, or a server on its node.
+    """The class that runs in a Ray actor, with an engine of the actor's process or a server on its node.
 
     Args:
         make: called in the actor; returns what takes the weights (a module, a TensorDict, a `WeightReceiver` or an
@@ -92,20 +92,20 @@ class EngineActor:
 
     @classmethod
     def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
-        """As the function `as_remote`, with room for two calls at a time: one waits for weights, one asks or closes."""
+        """Return the actor class (`as_remote`), with room for two calls: one waits for weights, one asks or closes."""
         return as_remote(cls, {"max_concurrency": 2, **(remote_config or {})})
 
     def info(self) -> EngineInfo:
-        """What the engine says of itself; ``url`` is where a server answers requests."""
+        """Return what the engine says of itself; ``url`` is where a server answers requests."""
         return self._client.info()
 
     def connect(self, info: Info) -> bool:
-        """Join; returns whether the engine can compare what it holds with the trainer's digests."""
+        """Join the transport; return whether the engine can compare what it holds with the trainer's digests."""
         self._client.connect(info)
         return self._client.verifies
 
     def rehearse(self, how: str) -> str:
-        """As `EngineClient.rehearse`; returns `EngineClient.proof`."""
+        """Rehearse an update, as `EngineClient.rehearse`; return `EngineClient.proof`."""
         self._client.rehearse(how)
         return self._client.proof
 
@@ -137,7 +137,7 @@ class EngineActor:
         self._client.wake_up(tags)
 
     def row(self) -> EngineRow:
-        """How the last update went."""
+        """Return the engine's row, which says how the last update went."""
         (row,) = self._client.rows()
         return row
 
@@ -146,7 +146,7 @@ class EngineActor:
         self._client.close()
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(target, *args)``, where the target is what ``make`` returned."""
+        """Return ``function(target, *args)``, where the target is what ``make`` returned."""
         return function(self.target, *args)
 
     def stop(self) -> None:
@@ -201,7 +201,7 @@ class RayEngine(EngineClient):
         return self._verifies
 
     def address(self) -> str:
-        """Where the engine answers requests, when it is a server."""
+        """Return the URL at which the engine answers requests, when it is a server."""
         return self._ask("info").url
 
     def info(self) -> EngineInfo:
@@ -292,7 +292,7 @@ class RayEngine(EngineClient):
 
     def _failed(self, method: str, cause: BaseException) -> WeightSyncError:
         ray = _ray()
-        try:  # whoever drives the engine knows how it is now
+        try:  # the client in the actor knows the engine's state now
             row = ray.get(self._actor.row.remote(), timeout=self._timeout_s)
             self._row = replace(row, engine=self._url, kind=self.kind)
         except ray.exceptions.RayError as error:
@@ -307,7 +307,7 @@ class RayEngine(EngineClient):
 
 
 def connect_actors(engine: Any, **settings: Any) -> EngineClient:
-    """The client for whatever Ray runs: what the engine name ``"ray"`` stands for.
+    """Return the client for engines that Ray runs; `make_engine("ray", ...)` calls it.
 
     Args:
         engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `RLvLLMEngine`.

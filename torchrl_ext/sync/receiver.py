@@ -1,4 +1,4 @@
-"""`WeightReceiver`: the engine end. Joins the transport that the trainer names, and lands what it sends."""
+"""`WeightReceiver` joins the transport that the trainer names, and lands the weights that it sends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class WeightReceiver:
 
     @property
     def target(self) -> Any:
-        """What takes the weights, as it was given."""
+        """The target that takes the weights, as it was given."""
         return self._target
 
     # driven by an engine
@@ -79,8 +79,8 @@ class WeightReceiver:
             The answer, JSON-safe; empty where there is nothing to say.
 
         Raises:
-            ConfigError: nobody here knows such a message.
-            WeightSyncError: what the step says.
+            ConfigError: a receiver does not know such a message.
+            WeightSyncError: the step failed.
         """
         match message:
             case Join():
@@ -151,7 +151,7 @@ class WeightReceiver:
         self._staged = None
 
     def rehearse(self, message: Rehearse) -> Info:
-        """Show whether the route of an update leads to where a cold start does (`torchrl_ext.proof.rehearsal`).
+        """Show that an update's route leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
 
         Returns:
             ``needed`` (to an ``ask``: it would be done), ``proof`` (`WeightLoader.proof`) and what it showed.
@@ -167,7 +167,7 @@ class WeightReceiver:
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
     def prefetch(self, version: int) -> None:
-        """Do for ``version`` whatever can be done while the engine serves: fetch, check, decode, translate.
+        """Fetch, check, decode and stage ``version``, as far as that can be done while the engine serves.
 
         Raises:
             WeightSyncError: the version cannot be had; the engine goes on with what it serves.
@@ -183,7 +183,7 @@ class WeightReceiver:
             self._staged = changes
 
     def confirm(self) -> None:
-        """Where an engine's workers compare notes on what they staged; called in the thread that generates.
+        """Check what was staged together with the engine's other workers; called in the thread that generates.
 
         Raises:
             IntegrityError: together they would not hold what the trainer has.
@@ -196,7 +196,7 @@ class WeightReceiver:
                 raise
 
     def start(self) -> None:
-        """The engine is idle: make ready to load."""
+        """Make ready to load; the engine is idle."""
         self._require_transport()
         self._sealed = False
         if self._staged is None:
@@ -204,7 +204,7 @@ class WeightReceiver:
             self._require_loader().start()
 
     def load(self, message: Load) -> None:
-        """Receive one handoff."""
+        """Land one handoff, or the staged changes where they are of its version."""
         loader = self._require_loader()
         transport, staged, self._staged = self._require_transport(), self._staged, None
         if staged is not None and staged.reached[1] == message.version:
@@ -219,9 +219,9 @@ class WeightReceiver:
             loader.load(pairs)
 
     def verify(self, expected: Mapping[str, str]) -> None:
-        """End the load, and compare with what the loader vouches for (see `WeightLoader.digests`).
+        """End the load, and compare ``expected`` with the digests that the loader vouches for (`WeightLoader.digests`).
 
-        Until the load has ended some layers may hold what they held.
+        The load is ended first, since until then some layers may hold older weights.
 
         Raises:
             IntegrityError: names the first parameter that is not what the trainer sent.
@@ -238,12 +238,12 @@ class WeightReceiver:
                 )
 
     def seal(self) -> None:
-        """End the load. Sealing ahead of `finish` leaves nothing for that which could fail."""
+        """End the load, so that nothing is left for `finish` that could fail."""
         self._require_loader().finish()
         self._sealed = True
 
     def finish(self, version: int) -> None:
-        """Everything arrived."""
+        """Note that the model holds ``version``, of which everything arrived; end the load if `seal` did not."""
         if not self._sealed:
             self._require_loader().finish()
         self._sealed = self.empty = False
@@ -251,7 +251,7 @@ class WeightReceiver:
         self.version = version
 
     def invalidate(self, *, empty: bool = False) -> None:
-        """The model holds something else than what landed here: the next version does not build on it.
+        """Note that the model holds something else than what landed here: the next version does not build on it.
 
         Args:
             empty: it holds nothing, until an update fills it.
@@ -270,18 +270,18 @@ class WeightReceiver:
             self._transport.shutdown()
             self._transport = None
 
-    # alone: TorchRL's surface
+    # used alone: methods with TorchRL's names
 
     def register_model(self, model: Any) -> None:
         """Set where weights land."""
         self._target, self._loader = model, as_loader(model)
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], **_: Any) -> None:
-        """Connect the worker end (collective); other transports need no group."""
+        """Connect the worker end of a collective transport; other transports need no group."""
         self._alone().init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
-        """Apply the newest version if one came within ``timeout`` seconds; returns whether one did."""
+        """Apply the newest version if one came within ``timeout`` seconds; return whether one did."""
         received = self._alone().receive_weights(timeout, model=self._loader)
         if received is not None:
             self.version = self._alone().received_version
@@ -312,7 +312,7 @@ class WeightReceiver:
 
 
 def _passed_on(pairs: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
-    """The same pairs. Closed, it closes those of a transport at once; an error's traceback would keep them half-way."""
+    """Yield the same pairs; closing this drops the transport's iterator, which an error's traceback could keep open."""
     try:
         yield from pairs
     except KeyError as error:
@@ -320,5 +320,5 @@ def _passed_on(pairs: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tens
 
 
 def _incomplete(what: str, error: KeyError) -> ConfigError:
-    """A transport looked for what its other end always says."""
+    """Return the error for a field that the transport's other end should have sent."""
     return ConfigError(f"{what} has no {error}", state="unchanged", hint="use one release of torchrl_ext on both ends")

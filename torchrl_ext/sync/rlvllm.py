@@ -1,7 +1,7 @@
-"""TorchRL's vLLM engines (`RLvLLMEngine`: `AsyncVLLM`, Ray workers, local ones) as engines of ours.
+"""`RLvLLMClient` drives TorchRL's own vLLM engines (`RLvLLMEngine`: `AsyncVLLM`, Ray workers, local ones).
 
-Such an engine moves weights by itself: it is handed pairs, and what carries them further is its business. So the worker
-end of the transport is in this process, and every transport can feed it.
+Such an engine takes pairs of name and tensor, and carries them to its workers by itself. So the worker end of the
+transport is in this process, and every transport can feed it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RLvLLMClient(EngineClient):
         self._inner.close()
 
     def _call(self, what: str, call: Callable[[], Any]) -> None:
-        """Run ``call`` beside, with a deadline.
+        """Run ``call`` in a thread of its own, with a deadline.
 
         Raises:
             DeadlineError: it did not return in time.
@@ -103,7 +103,7 @@ class RLvLLMClient(EngineClient):
 
 
 class _Loader(WeightLoader):
-    """Hands pairs to the engine, whole tensors even of a delta.
+    """Hands pairs of name and tensor to the engine; the tensors are whole, even those of a delta.
 
     Its digests are those of what it handed over: the interface reads nothing back.
     """

@@ -1,4 +1,4 @@
-"""`WeightSender`: the only place where the data layer and the control layer meet."""
+"""`WeightSender` sends a policy's weights to engines: a transport moves them, and an engine client says when."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class WeightSender:
         verify: every engine compares a digest of each tensor with the trainer's before a version is in service; engines
             that cannot (`EngineClient.verifies`) are not asked, and the report says so. ``"outputs"``: besides that,
             every engine that serves the version computes log-probabilities of a probe, which are compared with the
-            trainer's; one that is further off than ``max_gap`` is paused, and the update fails. For some requests in
-            between it served what it should not.
-        rehearse: when an engine that processes its weights shows that an update leads to where a cold start does
-            (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update; ``"never"``,
-            and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every connection before
-            which nothing was loaded.
+            trainer's; one that is further off than ``max_gap`` is paused, and the update fails. Some requests
+            in between were answered by such an engine.
+        rehearse: when an engine that processes its weights shows that an update leads to the same state as a
+            cold start (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update;
+            ``"never"``, and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every
+            connection before which nothing was loaded.
         rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
             `update_weights` too, replay the same gathers, and learn from rank 0 which version is in service.
         max_gap: of ``verify="outputs"``: the largest accepted difference of a log-probability, in nats; ``"dtype"``
@@ -57,7 +57,7 @@ class WeightSender:
             `transformers`, on random tokens.
 
     Attributes:
-        engine: who is told what to do; of a data layer alone a client that drives nobody.
+        engine: the client of the engines; for the data layer alone, a client that drives none.
         version: the version in service; 0 before the first.
 
     Raises:
@@ -108,7 +108,7 @@ class WeightSender:
         self._attempted = 0
         self.version = 0
 
-    # TorchRL's surface
+    # methods with TorchRL's names
 
     def register_model(self, model: Any) -> None:
         """Remember what to send: a module, TensorDict, mapping, checkpoint directory or WeightSource; held weakly.
@@ -136,7 +136,7 @@ class WeightSender:
         model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None,
         vllm_engine: EngineClient | None = None,
     ) -> None:
-        """Connect the engines' workers to the transport. `update_weights` does it by itself when it was not called.
+        """Connect the engines' workers to the transport. `update_weights` does it where it was not done.
 
         Args:
             model_metadata: ``{name: (dtype, shape)}`` in checkpoint coordinates; derived from the model if omitted.
@@ -177,7 +177,7 @@ class WeightSender:
         return report
 
     def check_connection(self) -> bool:
-        """Whether the transport is connected."""
+        """Return whether the transport is connected."""
         return self._transport.check_connection()
 
     def shutdown(self) -> None:
@@ -207,7 +207,7 @@ class WeightSender:
             if isinstance(error, ConcurrentUpdateError) or not isinstance(error, Exception):
                 raise
             report = self._report(source.version, source, started, failed=True)
-            raise UpdateError(  # whatever it is, the caller learns who serves what
+            raise UpdateError(  # whatever it is, the caller learns which engine serves what
                 f"weights version {source.version} did not reach every engine: {error}",
                 report=report,
                 rows=report.engines,
@@ -216,7 +216,7 @@ class WeightSender:
         return self._report(self.version, source, started)
 
     def _follow(self, source: Outgoing, weights: Any) -> SyncReport:
-        """The role of ranks that do not drive: the gathers, and then what became of them."""
+        """Take part in the gathers, on a rank that does not drive, and wait for what became of the update."""
         if self._outputs is not None:
             self._outputs.asked(weights, self._model())
         source.replay()
@@ -229,10 +229,10 @@ class WeightSender:
         return SyncReport(version=self.version, transport=self._transport.name)
 
     def _deliver(self, source: Outgoing) -> None:
-        """One version to every engine that answers.
+        """Send one version to every engine that answers.
 
-        A broadcast in which an engine is lost fails for all of its group: the others get theirs in another one, before
-        the caller hears of the loss.
+        A broadcast in which an engine is lost fails for its whole group: the others get the version in another one,
+        before the caller is told of the loss.
         """
         lost: WeightSyncError | None = None
         while True:
@@ -254,10 +254,10 @@ class WeightSender:
     def _nobody_got(self, version: int) -> bool:
         return not any(row.version == version and row.state == "serving" for row in self.engine.rows())
 
-    # the heart
+    # one update, phase by phase
 
     def _update(self, source: Outgoing, version: int) -> None:
-        self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
+        self._attempted = version  # an engine may see it from here on: the number is used for no other weights
         with self._spans.of("prepare"):
             handoff = self._transport.prepare(source, version)
         with self._spans.of("prefetch"), in_background(self._prefetch, version, self._transport.abort):
@@ -283,7 +283,7 @@ class WeightSender:
         return Outgoing(source, registered, mapper=self._mapper, dtype=self._dtype)
 
     def _next_version(self) -> int:
-        """Never one that an engine may have seen: those of failed attempts and of other senders are used up."""
+        """Return the next version number, which neither a failed attempt nor another sender has used."""
         return max(self.version, self._attempted, self._connection.newest, self._transport.latest_version()) + 1
 
     def _connect_to(self, engine: EngineClient) -> None:

@@ -1,4 +1,4 @@
-"""`WorkerEnd`: one worker of an engine, driven by messages that all workers of the engine get at the same point.
+"""`WorkerEnd` is one worker of an engine, driven by messages that all workers of the engine get at the same point.
 
 What waits for others (joining a transport, staging a version) runs in a thread of its own, so that the engine goes on
 generating, and a trainer that never comes blocks nobody; `Poll` says whether it is over. Workers agree after each step:
@@ -38,8 +38,8 @@ class WorkerEnd:
         loader: lands weights in this worker's model.
         rank: this worker's rank among all workers of the engine that receive weights.
         workers: how many these are.
-        agree: what each worker that gets the same messages has to say, in order of rank, given this one's words.
-        mode: entered around what runs in a thread of its own.
+        agree: takes this worker's words; returns those of all workers that get the same messages, in order of rank.
+        mode: makes the context that is entered around what runs in a thread of its own.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class WorkerEnd:
             raise EngineError(joined(failures))
 
     def invalidate(self) -> None:
-        """The engine loads the model by itself: the next version does not build on what it holds."""
+        """Note that the engine loads the model by itself: the next version does not build on what it holds."""
         self.receiver.invalidate()
 
     def settle(self) -> None:
-        """End what was begun, on every worker: no thread of ours works behind this line."""
+        """End what was begun, on every worker: once this returns, no thread of ours is at work."""
         self.together(self._stop)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class WorkerEnd:
         self.receiver.handle(message)
 
     def _check(self, message: Join) -> None:
-        """Everything that can be known before a transport is joined, or a weight touched."""
+        """Check everything that can be known before a transport is joined, or a weight touched."""
         self._stop()
         first, size = message.rank_offset, message.world_size
         if size is not None and not 1 <= first <= size - self._workers:
@@ -136,7 +136,7 @@ class WorkerEnd:
         self.receiver.check(message)
 
     def _rehearse(self, message: Rehearse) -> Info:
-        """Try the route of an update; every worker for itself, on its own part of the model."""
+        """Rehearse an update on this worker's part of the model; return an answer that holds for all workers."""
         found: Info = {}
         self.settle()
         self.together(lambda: found.update(self.receiver.rehearse(message)))
@@ -154,7 +154,7 @@ class WorkerEnd:
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def aside() -> None:
-            if device is not None:  # a new thread begins with the first one
+            if device is not None:  # a new thread begins with the first device
                 torch.accelerator.set_device_index(device)
             with self._mode():
                 work()
@@ -162,7 +162,7 @@ class WorkerEnd:
         self._job, self._after, self._settled = in_thread(aside, "torchrl_ext"), after, False
 
     def _is_working(self) -> bool:
-        """Whether any worker is still at what was begun.
+        """Return whether any worker is still at what was begun.
 
         Raises:
             EngineError: it failed on a worker.
@@ -203,12 +203,12 @@ _WORKING = "working"
 
 
 def words_of(error: BaseException) -> str:
-    """What a worker says of an error to those who asked."""
+    """Return the words in which a worker reports an error."""
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
 def joined(failures: list[str]) -> str:
-    """One line; workers that failed in the same words are named together."""
+    """Join the failures of workers into one line; workers that failed in the same words are named together."""
     if len(failures) == 1:
         return failures[0]
     ranks: dict[str, list[str]] = {}
