@@ -1,10 +1,10 @@
-"""What the control layer of a trainer says to the workers of an engine: one frozen message per step.
+"""Messages from a trainer's control layer to the workers of an engine: one frozen class per step.
 
 A message is one JSON object: ``{"format": 1, "release": "0.1.0", "kind": "prefetch", "version": 7}``. The format counts
 the changes of this protocol, and the release is the one of the sender, for error messages; the other fields are those
-of the message. Which route brings it is the business of an engine's client (`torchrl_ext.rpc`) and plugin; what a
-worker does with it is `torchrl_ext.sync.worker_end.WorkerEnd.handle`'s, or, where weights land in this process,
-`torchrl_ext.sync.receiver.WeightReceiver.handle`'s. An answer is a JSON object too, and empty where there is nothing to
+of the message. An engine's client (`torchrl_ext.rpc`) and plugin choose the route that brings it. Workers handle it in
+`torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, where weights land in this process, in
+`torchrl_ext.sync.receiver.WeightReceiver.handle`. An answer is a JSON object too, and empty where there is nothing to
 say.
 
 Whoever reaches an engine's port can send one, so every field is checked as it is read. What a transport's trainer end

@@ -1,4 +1,4 @@
-"""What every message is: frozen, written to one JSON object, and read back with every field held against its rule."""
+"""The base of all messages: frozen, written to one JSON object, and read back with every field checked by its rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST = 2**62
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field may be.
+    """The rule that a field of a message obeys, with its conversion from JSON and to it.
 
     Attributes:
         kinds: exact types of the value in JSON.
@@ -59,7 +59,7 @@ def _short(value: Any) -> bool:
 
 
 def rule_of(hint: Any) -> Rule:
-    """The rule of an annotated type."""
+    """Return the rule of an annotated type."""
     return hint.__metadata__[0]
 
 
@@ -93,19 +93,19 @@ _OFFERED: dict[str, Rule] = {
     "wire": rule_of(Object),
     "params": Rule((list,), "a list"),
 }
-"""What the fields that several transports have may be, where they are there."""
+"""The rules of the fields that several transports have, by name; a transport need not have them all."""
 
 
 def refused(what: str, name: str, value: Any, expected: str) -> ConfigError:
-    """The error that names a field."""
+    """Return the error for a field whose value breaks its rule; it names the field."""
     return ConfigError(f"{name} of {what} is {value!r:.80}", expected=expected, state="unchanged")
 
 
 def check_offered(what: str, info: Mapping[str, Any]) -> None:
-    """Hold the fields that several transports have against their rules.
+    """Check the fields that several transports have against their rules.
 
     Raises:
-        ConfigError: names the first that is something else.
+        ConfigError: a field breaks its rule; it is named.
     """
     for name in info.keys() & _OFFERED.keys():
         if not _OFFERED[name].accepts(info[name]):
@@ -116,14 +116,14 @@ def check_offered(what: str, info: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _rules(kind: type[Message]) -> dict[str, Rule]:
-    """The rule of each field."""
+    """Return the rule of each field of a message class, by the field's name."""
     hints = get_type_hints(kind, include_extras=True)
     return {one.name: rule_of(hints[one.name]) for one in fields(kind)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message(ABC):
-    """One step of an update, or a question.
+    """A message to the workers of an engine: one step of an update, or a question.
 
     Attributes:
         kind: the name of the message in JSON.
@@ -135,13 +135,13 @@ class Message(ABC):
         _KINDS[cls.kind] = cls
 
     def to_json(self) -> Info:
-        """The message as a JSON object."""
+        """Return the message as a JSON object."""
         written = {name: rule.write(getattr(self, name)) for name, rule in _rules(type(self)).items()}
         return {"format": FORMAT, "release": torchrl_ext.__version__, "kind": self.kind, **written}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json` for a message of this class.
+        """Make a message of this class from its JSON object; the inverse of `to_json`.
 
         Raises:
             ConfigError: a field is missing, unknown, of another type or out of bounds; it is named.
@@ -170,7 +170,7 @@ class Message(ABC):
         return made
 
     def check(self) -> None:  # noqa: B027 - most messages are what their fields are
-        """Hold against their bounds what a field has inside.
+        """Check what the fields have inside against its bounds.
 
         Raises:
             ConfigError: it does not fit.
@@ -178,7 +178,7 @@ class Message(ABC):
 
 
 def read(told: Any) -> Message:
-    """The message that a JSON object is.
+    """Return the message that a JSON object stands for.
 
     Raises:
         ConfigError: it is none, one of another release, or one with a field that cannot be; the field is named.

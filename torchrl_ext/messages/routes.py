@@ -1,5 +1,7 @@
-"""How messages and answers get through an engine's routes: words that its plugin and its client both have to know, and
-who may call the routes that are ours, whichever server they lie in."""
+"""How messages and answers get through an engine's routes, and who may call the routes that are ours.
+
+An engine's plugin and its client share the names and readers here.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """What an engine's refusal to join says when ``/finish_weight_update`` has to end an abandoned update first."""
 
 ADAPTERS_ROUTE = "/torchrl_ext/adapters"
-"""Where our plugin in vLLM lists LoRA adapters; what can be done with them lies below."""
+"""The route on which our plugin in vLLM lists LoRA adapters (GET), and takes the messages about them (POST)."""
 
 _IF_ANY, _IF_ALL = ("working", "needed", "empty"), ("flushed", "restored")
 
 
 def merged(answers: Sequence[Info]) -> Info:
-    """One answer for those of several workers or replicas: what holds for any of them, or for all; the least proof."""
+    """Merge the answers of workers or replicas: a flag holds for any or for all of them, and the proof is the least."""
     found = {name: value for answer in answers for name, value in answer.items()}
     found |= {name: any(answer.get(name) for answer in answers) for name in _IF_ANY if name in found}
     found |= {name: all(answer.get(name, True) for answer in answers) for name in _IF_ALL if name in found}
@@ -39,7 +41,7 @@ def merged(answers: Sequence[Info]) -> Info:
 
 
 def answers_in(content: Any) -> list[Info]:
-    """The answers of workers in what a route said, in JSON or in an error's words."""
+    """Return the answers of workers in a route's response, which has them as JSON or inside an error's message."""
     answers = [found for text in _strings(content) for found in _objects(text)]
     if isinstance(content, dict) and isinstance(content.get("answer"), dict):
         answers.append(content["answer"])
@@ -58,7 +60,7 @@ def _strings(content: Any) -> Iterator[str]:
 
 
 def _objects(text: str) -> Iterator[Info]:
-    """JSON objects behind `ANSWERS`, or, as SGLang's data-parallel ranks answer, between bars."""
+    """Yield the JSON objects that follow `ANSWERS`, or, as SGLang's data-parallel ranks answer, lie between bars."""
     pieces = text.split(ANSWERS)[1:] or text.split(" | ")
     for piece in pieces:
         try:
@@ -70,7 +72,7 @@ def _objects(text: str) -> Iterator[Info]:
 
 
 def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
-    """Whether a request may pass: there are no keys, or its ``Authorization`` header is ``Bearer`` and one of them.
+    """Return whether a request may pass: there are no keys, or its ``Authorization`` header is ``Bearer`` and a key.
 
     Keys are compared in constant time.
     """
@@ -81,6 +83,6 @@ def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
 
 
 def refusal() -> dict[str, Any]:
-    """The body of a 401, in vLLM's shape of an error."""
+    """Return the body of a 401 response, in the shape of vLLM's errors."""
     row = {"message": "this route wants the engine's API key", "type": "Unauthorized", "param": None, "code": 401}
     return {"error": row}

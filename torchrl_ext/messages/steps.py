@@ -1,4 +1,4 @@
-"""The steps of an update, the questions around it, and LoRA adapters by name and version."""
+"""Message classes for the steps of an update, the questions around it, and LoRA adapters by name and version."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Inspect(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Join(Message):
-    """Check the parameters, then join a trainer's transport. Begun here: `Poll` says when it is over.
+    """Tells workers to check the parameters, then to join a trainer's transport; `Poll` says when that is over.
 
     Attributes:
         transport: the registered name.
@@ -68,17 +68,17 @@ class Join(Message):
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Join:
-        """The message around what `Transport.open` gives, once ``params`` were added to it.
+        """Make the message from what `Transport.open` gives, once ``params`` were added to it.
 
         Raises:
-            ConfigError: a field of it is no such thing.
+            ConfigError: a field breaks its rule; it is named.
         """
         own = {one.name for one in fields(cls)}
         told = {name: value for name, value in info.items() if name in own}
         return cls.from_json({**told, "offer": {name: value for name, value in info.items() if name not in own}})
 
     def info(self) -> Info:
-        """What `Transport.from_info` and `Transport.join` take."""
+        """Return the info that `Transport.from_info` and `Transport.join` take."""
         return {
             **self.offer,
             "transport": self.transport,
@@ -93,7 +93,7 @@ class Join(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearse(Message):
-    """Show that the route of an update leads to where a cold start does (`torchrl_ext.proof.rehearsal`).
+    """Tells workers to show that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
 
     Attributes:
         how: ``"once"`` per start of the engine, ``"never"`` or ``"always"``.
@@ -109,7 +109,7 @@ class Rehearse(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch(Message):
-    """Stage a version while the engine serves. Begun here: `Poll` says when it is over."""
+    """Tells workers to stage a version while the engine serves; `Poll` says when that is over."""
 
     kind: ClassVar[str] = "prefetch"
     version: Count
@@ -117,14 +117,14 @@ class Prefetch(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Poll(Message):
-    """Is what `Join` or `Prefetch` began over? The answer has ``working: true`` while it is not, on any worker."""
+    """Asks whether what `Join` or `Prefetch` began is over; the answer has ``working: true`` while a worker works."""
 
     kind: ClassVar[str] = "poll"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Message):
-    """The engine is paused: make ready to load.
+    """Tells workers that the engine is paused, and to make ready to load.
 
     Attributes:
         bracketed: SGLang's own bracket around a load is open (``/begin_weight_update``).
@@ -136,7 +136,7 @@ class Start(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Load(Message):
-    """Receive one handoff.
+    """Tells workers to receive one handoff.
 
     Attributes:
         version: the one that the handoff belongs to.
@@ -149,12 +149,12 @@ class Load(Message):
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Load:
-        """The message around `Handoff.info`; who reads it from JSON holds it against the rules of its fields."""
+        """Make the message from `Handoff.info`; fields are checked against their rules where it is read from JSON."""
         handoff = {**info}
         return cls(version=handoff.pop("version"), handoff=handoff)
 
     def info(self) -> Info:
-        """What `Transport.receive` takes."""
+        """Return the info that `Transport.receive` takes."""
         return {**self.handoff, "version": self.version}
 
     def check(self) -> None:
@@ -163,27 +163,27 @@ class Load(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(Message):
-    """Every handoff came: end the load, and hold what the model has against the trainer's digests, by name."""
+    """Tells workers that every handoff came, to end the load, and to compare the model with digests by name."""
 
     kind: ClassVar[str] = "verify"
     digests: Digests
 
 
 def loading(info: Mapping[str, Any]) -> Load | Verify:
-    """The message for one piece of an update: a handoff's info, or ``{"verify": digests}``."""
+    """Return the message for a handoff's info, or for ``{"verify": digests}``."""
     return Verify(digests=info["verify"]) if "verify" in info else Load.of(info)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seal(Message):
-    """Every handoff came: end the load, so that nothing is left for `Finish` that could fail."""
+    """Tells workers that every handoff came, and to end the load, so that `Finish` has nothing left that could fail."""
 
     kind: ClassVar[str] = "seal"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finish(Message):
-    """The version that was loaded is the one in service; what was not sealed is."""
+    """Tells workers that the loaded version is now the one in service; a load that was not sealed is ended first."""
 
     kind: ClassVar[str] = "finish"
     version: Count
@@ -191,7 +191,7 @@ class Finish(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Reset(Message):
-    """What is known of the weights in the engine no longer holds: the next version does not build on it.
+    """Tells workers that the engine's weights are not those of an update: the next version does not build on them.
 
     Attributes:
         weights: ``"gone"``: their memory is about to be given up, and only a whole update brings them back;
@@ -204,7 +204,7 @@ class Reset(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class State(Message):
-    """How is the engine? The answer has ``empty: true`` where the weights were given up, and no update came since.
+    """Asks how the engine is; the answer has ``empty: true`` where the weights were given up, and no update came since.
 
     What else an engine's plugin knows of its pause and its sleep comes with it.
     """
@@ -214,31 +214,31 @@ class State(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Flush(Message):
-    """Drop cached keys and values. The answer has ``flushed``, false while requests hold on to them."""
+    """Tells the engine to drop cached keys and values; the answer has ``flushed``, false while requests use them."""
 
     kind: ClassVar[str] = "flush"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Message):
-    """To a worker that waits for its first weights: there are none to wait for; keep what you have."""
+    """Tells a worker that waits for its first weights that none will come, and to keep what it has."""
 
     kind: ClassVar[str] = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(Message):
-    """Leave the transport."""
+    """Tells workers to leave the transport."""
 
     kind: ClassVar[str] = "leave"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckAdapter(Message):
-    """Could such a LoRA adapter be loaded?
+    """Asks whether a LoRA adapter with these parameters could be loaded.
 
     Attributes:
-        params: its tensors.
+        params: the adapter's tensors.
         root: where its versions will lie, as `SharedRoot.invite` gives it; None where that was looked at already.
     """
 
@@ -248,24 +248,24 @@ class CheckAdapter(Message):
 
     @classmethod
     def of(cls, info: Info) -> CheckAdapter:
-        """The message around what `Transport.open` gives, once ``params`` were added to it.
+        """Make the message from what `Transport.open` gives, once ``params`` were added to it.
 
         Raises:
-            ConfigError: the parameters are none.
+            ConfigError: ``params`` are missing, or do not describe parameters.
         """
         return cls.from_json({"params": info.get("params"), "root": {k: v for k, v in info.items() if k != "params"}})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListAdapters(Message):
-    """What does each name stand for? The answer has ``adapters``: ``{name: {"version"}}``."""
+    """Asks which version each adapter's name stands for; the answer has ``adapters``: ``{name: {"version"}}``."""
 
     kind: ClassVar[str] = "list_adapters"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageAdapter(Message):
-    """Load a version; nobody is served with it yet.
+    """Tells the engine to load a version of a LoRA adapter, with which no request is served yet.
 
     Attributes:
         name: what requests call the adapter.
@@ -281,7 +281,7 @@ class StageAdapter(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeAdapter(Message):
-    """From now on the name stands for a version that was staged.
+    """Tells the engine that an adapter's name stands for a staged version from now on.
 
     The answer may have ``in_use``: the versions that requests are still at work with.
     """
@@ -293,7 +293,7 @@ class ServeAdapter(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class UnloadAdapter(Message):
-    """From now on requests by the name are refused."""
+    """Tells the engine to refuse requests by an adapter's name from now on."""
 
     kind: ClassVar[str] = "unload_adapter"
     name: Text
@@ -301,7 +301,7 @@ class UnloadAdapter(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckLoaded(Message):
-    """To workers: has every tensor of the adapter that was loaded under ``label`` a layer that it is applied in?"""
+    """Asks workers whether each tensor of the adapter that was loaded under ``label`` has a layer that applies it."""
 
     kind: ClassVar[str] = "check_loaded"
     label: Text
