@@ -1,4 +1,4 @@
-"""What every transport promises, as a suite of tests that whoever writes one runs over it.
+"""A suite of tests of what every transport promises, to be run over a new one.
 
     from torchrl_ext.testing import Ends, TransportContract
 

@@ -1,4 +1,4 @@
-"""What every transport promises, as one suite. Subclass `TransportContract`, give it ends, and run it by pytest::
+"""Tests of what every transport promises: subclass `TransportContract`, give it ends, and run it by pytest::
 
     class TestPigeon(TransportContract):
         name = "pigeon"
@@ -79,12 +79,12 @@ DTYPES = [
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal dtype, shape and bytes: NaN payloads and the sign of zero count."""
+    """Return whether dtype, shape and bytes are equal: NaN payloads and the sign of zero count."""
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(byte_view(left), byte_view(right))
 
 
 def any_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    """A tensor of random bytes: every payload, NaNs and subnormals included."""
+    """Make a tensor of random bytes: every payload, NaNs and subnormals included."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).bool()
@@ -93,7 +93,7 @@ def any_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -112,7 +112,7 @@ class Ends:
         self._connected = False
 
     def connect(self, weights: Any) -> None:
-        """The standalone start of both ends, beside each other."""
+        """Connect both ends at the same time, without an engine, for the parameters of ``weights``."""
         metadata = {meta.name: (meta.dtype, meta.shape) for meta in as_source(weights).params()}
         with ThreadPoolExecutor(2) as pool:
             for end in [pool.submit(side.init_all_workers_group, metadata) for side in (self.trainer, self.worker)]:
@@ -141,7 +141,7 @@ class Ends:
 
 
 def assert_arrived(received: Any, weights: Any) -> None:
-    """The received TensorDict has flat keys and, bit for bit, the tensors of ``weights``."""
+    """Assert that ``received`` is a TensorDict with flat keys and, bit for bit, the tensors of ``weights``."""
     expected = dict(as_source(weights))
     assert isinstance(received, TensorDict)
     assert set(received.keys()) == set(expected)
@@ -160,7 +160,7 @@ class _Remote(InProcessEngine):
 
 
 class TransportContract(ABC):
-    """The suite. Derive a class whose name begins with ``Test``, and give it a name and ends.
+    """The tests that every transport passes: derive a class that is named ``Test...``, and give it a name and ends.
 
     Attributes:
         name: under which the transport is registered.
@@ -186,7 +186,7 @@ class TransportContract(ABC):
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Iterator[Callable[[str], Ends]]:
-        """What makes ends by a name of the test's choosing, each pair on ground of its own; shut down afterwards."""
+        """Yield what makes a pair of ends by name, in a directory of its own; shut all pairs down afterwards."""
         made: list[Ends] = []
 
         def make(name: str) -> Ends:
@@ -201,7 +201,7 @@ class TransportContract(ABC):
 
     @pytest.fixture
     def ends(self, make: Callable[[str], Ends]) -> Ends:
-        """Both ends."""
+        """Return one pair of ends."""
         return make("ends")
 
     def test_it_is_the_class_behind_its_registered_name(self, ends: Ends) -> None:
