@@ -29,7 +29,7 @@ _senders: Counter[str] = Counter()  # by a digest of the model's names, in this 
 
 
 class Outgoing(WeightSource):
-    """One update's pass over a source, which renames and casts tensors and takes their digests on the way out.
+    """One update's pass over a source, which renames and casts tensors and takes their digests as they pass.
 
     Args:
         source: what is sent.

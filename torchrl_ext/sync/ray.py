@@ -92,7 +92,7 @@ class EngineActor:
 
     @classmethod
     def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
-        """Return the actor class (`as_remote`), with room for two calls: one waits for weights, one asks or closes."""
+        """Return this class as a Ray actor class with room for two calls: one waits for weights, one asks or closes."""
         return as_remote(cls, {"max_concurrency": 2, **(remote_config or {})})
 
     def info(self) -> EngineInfo:
