@@ -9,7 +9,7 @@ say.
 
 Whoever reaches an engine's port can send one, so every field is checked as it is read. What a transport's trainer end
 tells its worker ends travels inside (`Join.offer`, `Load.handoff`). The transport alone knows what that means; here the
-fields that several transports have are held against their types and bounds.
+fields that several transports have are checked against their types and bounds.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Rule:
     write: Callable[[Any], Any] = lambda value: value
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value of JSON obeys the rule."""
+        """Return whether a value of JSON obeys the rule."""
         return type(value) in self.kinds and self.valid(value)
 
 
