@@ -1,7 +1,7 @@
-"""Weight synchronisation for TorchRL: a trainer's policy, followed by running engines over a transport picked by name.
+"""Weight synchronisation for TorchRL: running engines follow a trainer's policy over a transport picked by name.
 
 Everything here is imported on first use: an engine that only needs one worker end imports only that. Where TorchRL is
-there before a name of ours is used, its `WeightSyncScheme.from_backend` knows every transport by its name
+imported before a name of ours is used, its `WeightSyncScheme.from_backend` knows every transport by its name
 (`torchrl_ext.collectors.backends`).
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # what an editor and a type checker read; `_HOME` is what happens
+if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOME` decides
     from torchrl_ext import errors as errors
     from torchrl_ext.collectors.from_torchrl import SGLangWeightSyncScheme as SGLangWeightSyncScheme
     from torchrl_ext.collectors.from_torchrl import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme

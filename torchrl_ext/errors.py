@@ -1,4 +1,4 @@
-"""One error tree; every message says what happened, what was expected, what the state is now, what to do next.
+"""The tree of errors; every message says what happened, what was expected, what the state is now, what to do next.
 
 ::
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class WeightSyncError(RuntimeError):
-    """Root of the tree.
+    """The root of the tree of errors, which makes one message of up to four parts.
 
     Args:
         what: what happened, with the names of the parties.
@@ -57,19 +57,19 @@ class WeightSyncError(RuntimeError):
 
 
 class ConfigError(WeightSyncError, ValueError):
-    """A setting or a name that cannot work."""
+    """A setting or a name cannot work; raised before any I/O."""
 
 
 class ManifestError(WeightSyncError):
-    """Names, shapes or dtypes that do not agree between two parties."""
+    """Names, shapes or dtypes do not agree between two parties."""
 
 
 class IntegrityError(WeightSyncError):
-    """Bytes that are not what their manifest promises."""
+    """Bytes are not what their manifest promises."""
 
 
 class DeadlineError(WeightSyncError, TimeoutError):
-    """A wait that reached its deadline."""
+    """A wait reached its deadline; the message names the peer."""
 
 
 class TransportError(WeightSyncError):
@@ -101,7 +101,7 @@ class EngineError(WeightSyncError):
 
 
 class EngineUnreachableError(EngineError):
-    """No answer at the engine's address."""
+    """Nothing answers at the engine's address."""
 
 
 class EngineRefusedError(EngineError):
@@ -117,7 +117,7 @@ class EngineRefusedError(EngineError):
 
 
 class UpdateError(EngineError):
-    """An update that not every engine accepted.
+    """Not every engine accepted an update.
 
     Args:
         report: the `SyncReport` of the attempt, with a row per engine.
@@ -129,5 +129,5 @@ class UpdateError(EngineError):
 
 
 def why(error: BaseException) -> str:
-    """``error`` in the few words that fit into another one's message."""
+    """Return the words of ``error`` that fit into another error's message."""
     return error.what.rstrip(".") if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Opening files that others wrote: only what is a file, where it is said to be, and no larger than it may be."""
+"""Opening files that others wrote: only regular files, and only where they are said to be."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _Path = str | os.PathLike[str]
 
 
 def open_regular(path: _Path, *, within: _Path | None = None) -> tuple[int, int]:
-    """Open a file for reading without ever waiting for a writer of it, as one waits at a pipe.
+    """Open a regular file for reading, and never wait for a writer of it, as opening a pipe would.
 
     Args:
         path: the file, or a link to it.
         within: a directory that links may not lead out of; None where they may lead anywhere.
 
     Returns:
-        The descriptor, closed on exec, and the size in bytes.
+        The descriptor, closed on exec, and the size in bytes, for callers that limit it.
 
     Raises:
         IntegrityError: a pipe, a device, a directory or a socket; or a link out of ``within``.
@@ -36,7 +36,7 @@ def open_regular(path: _Path, *, within: _Path | None = None) -> tuple[int, int]
             state="it was not read",
             hint="put the file itself there",
         )
-    if not stat.S_ISREG(os.stat(where).st_mode):  # opening some devices does something by itself
+    if not stat.S_ISREG(os.stat(where).st_mode):  # opening some devices has effects of its own
         raise _special(path)
     try:
         descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)

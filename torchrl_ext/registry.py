@@ -1,4 +1,4 @@
-"""Name -> class, imported on first use, so that picking `disk` never imports what `collective` needs.
+"""Tables of classes by name, imported on first use, so that picking `disk` never imports what `collective` needs.
 
 Transports of other packages come by the entry-point group ``torchrl_ext.transports``: a package names its class there,
 and every process in whose environment it is installed knows it, a trainer as well as an engine::
@@ -26,7 +26,7 @@ __all__ = ["Entry", "Registry", "engines", "launchers", "scorers", "transports"]
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a class lives, and what it is for."""
+    """One row of a registry: where a class lives, and what it is for."""
 
     path: str
     summary: str
@@ -57,7 +57,7 @@ class Registry:
         self._entries[name] = entry
 
     def names(self) -> MappingProxyType[str, str]:
-        """Read-only mapping of the names to one line each."""
+        """Return a read-only mapping of the names to one line each."""
         if self._group is not None:
             self._look_around(self._group)
         return MappingProxyType({name: entry.summary for name, entry in self._entries.items()})
@@ -106,9 +106,9 @@ class Registry:
         return cls(**settings)
 
     def _look_around(self, group: str) -> None:
-        """Add what installed packages have in the entry-point group, once; names that are taken stay whose they are."""
+        """Add what installed packages have in the entry-point group, once; a name that is taken keeps its class."""
         self._group = None
-        from importlib.metadata import entry_points  # costs what scanning every installed package costs
+        from importlib.metadata import entry_points  # imported late: its call scans all installed packages
 
         for point in entry_points(group=group):
             package = "another package" if point.dist is None else f"package {point.dist.name}"

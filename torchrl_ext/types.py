@@ -1,4 +1,4 @@
-"""The words of the library: what crosses a process is a frozen, keyword-only, JSON-safe dataclass."""
+"""The types that all layers share: what crosses a process boundary is a frozen, JSON-safe dataclass."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ API_KEY_VARIABLE = "TORCHRL_EXT_API_KEY"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> ``"bfloat16"``."""
+    """Return the name of a dtype: ``"bfloat16"`` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> `torch.bfloat16`.
+    """Return the dtype of a name: `torch.bfloat16` for ``"bfloat16"``.
 
     Raises:
         ManifestError: torch has no such dtype.
@@ -54,26 +54,26 @@ class ParamMeta:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
-        """The description of ``tensor``; a DTensor gives its global shape without a gather."""
+        """Describe ``tensor``; a DTensor gives its global shape without a gather."""
         return cls(name, tensor.dtype, tuple(tensor.shape))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> list[Any]:
-        """``[name, dtype name, [sizes]]``: short, since a model has thousands."""
+        """Return ``[name, dtype name, [sizes]]``: short, since a model has thousands."""
         return [self.name, dtype_name(self.dtype), list(self.shape)]
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> ParamMeta:
-        """Inverse of `to_json`.
+        """Make a description from its JSON row; the inverse of `to_json`.
 
         Raises:
             ManifestError: the row is malformed.
@@ -92,18 +92,18 @@ class ParamMeta:
 
 
 def adapter_label(name: str, version: int) -> str:
-    """What an engine calls one version of a LoRA adapter: ``"policy-lora@7"``."""
+    """Return what an engine calls one version of a LoRA adapter: ``"policy-lora@7"``."""
     return f"{name}@{version}"
 
 
 def adapter_version(label: str) -> int | None:
-    """``"policy-lora@7"`` -> 7; None for a name without a version."""
+    """Return the version in an adapter's label: 7 for ``"policy-lora@7"``, None for a name without a version."""
     number = label.rpartition("@")[2]
     return int(number) if "@" in label and len(number) < 19 and number.isascii() and number.isdecimal() else None
 
 
 def adapter_rank(params: Iterable[ParamMeta]) -> int:
-    """The greatest rank among an adapter's layers; 0 where it has none."""
+    """Return the greatest rank among an adapter's layers; 0 where it has none."""
     return max(
         (meta.shape[0] for meta in params if ".lora_A." in meta.name or "lora_embedding_A" in meta.name), default=0
     )
@@ -115,7 +115,7 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """One version, ready to go; or what engines need to join a transport.
+    """One version that is ready to be sent, or what engines need to join a transport.
 
     Attributes:
         info: JSON-safe; what the engine needs to know to receive it.
@@ -133,7 +133,7 @@ class Handoff:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What discovery learns about an engine.
+    """The description of an engine, as discovery finds it.
 
     Attributes:
         url: base address, without a trailing slash.
@@ -171,7 +171,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """One engine's line in a report.
+    """One engine's row in a report.
 
     Attributes:
         engine: URL, or another name a person recognises.
@@ -202,7 +202,7 @@ PROOFS = ("sent", "in place", "rehearsed", "outputs")
 
 
 def least(proofs: Iterable[str]) -> str:
-    """The least of several proofs; of none, ``"sent"``, and a word that is none of them stands for that."""
+    """Return the least of several proofs; ``"sent"`` where there are none, or where one of them is unknown."""
     found = {*proofs}
     if not found <= {*PROOFS}:
         return PROOFS[0]
@@ -211,7 +211,7 @@ def least(proofs: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What one `update_weights` did.
+    """The report of one `update_weights`: what it sent, and what each engine serves.
 
     Attributes:
         version: the version that the engines serve now.
@@ -250,7 +250,7 @@ class SyncReport:
     proof: str = "sent"
 
     def to_json(self) -> Info:
-        """A JSON-safe dictionary of every field; a gap without bounds is ``"inf"``, for which JSON has no number."""
+        """Return a JSON-safe dictionary of every field; an infinite gap is ``"inf"``, as JSON has no such number."""
         return dataclasses.asdict(self, dict_factory=_finite) | {"spans": dict(self.spans)}
 
 
@@ -259,7 +259,7 @@ def _finite(fields: Iterable[tuple[str, Any]]) -> Info:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or ``localhost``, is reached by this machine alone."""
+    """Return whether this machine alone reaches ``host``: a loopback address, or ``localhost``."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -1,6 +1,6 @@
-"""Waiting for what has to be asked for again and again, or can neither be interrupted nor be given a deadline.
+"""Waits with a deadline: for what has to be polled, and for calls that can neither be interrupted nor given one.
 
-Whoever waits in this package gives a deadline, and says in the error whom it waited for.
+Every wait of this package has a deadline, and its error names what it waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pauses(
     shortest_s: float = _SHORTEST_S,
     longest_s: float = _LONGEST_S,
 ) -> Iterator[float]:
-    """The turns of a loop that asks for something; each yields the seconds that are left until the deadline.
+    """Yield the turns of a loop that polls something, each as the seconds that are left until the deadline.
 
     There is always a first turn, and a last one at the deadline. The pauses between turns grow by half.
 
@@ -74,10 +74,10 @@ def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
     """Run ``call``, which may never return, in a thread that nobody has to wait for, not even the end of the process.
 
     Returns:
-        What it returns or raises; ``result(timeout)`` of it is a wait with a deadline.
+        The future of what it returns or raises; its ``result(timeout)`` is a wait with a deadline.
     """
     job: Future[Found] = Future()
-    job.set_running_or_notify_cancel()  # who no longer waits for it cannot end it
+    job.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
 
     def work() -> None:
         try:
