@@ -257,7 +257,7 @@ class WeightSender:
     # one update, phase by phase
 
     def _update(self, source: Outgoing, version: int) -> None:
-        self._attempted = version  # an engine may see it from here on: the number is used for no other weights
+        self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
         with self._spans.of("prepare"):
             handoff = self._transport.prepare(source, version)
         with self._spans.of("prefetch"), in_background(self._prefetch, version, self._transport.abort):
