@@ -11,10 +11,10 @@ __all__ = ["Transport"]
 
 
 class _CallablePackage(types.ModuleType):
-    """Importing a submodule binds this package over the function `torchrl_ext.transports`: so it answers like it."""
+    """A package that can be called like the function `torchrl_ext.transports`, whose name it takes when imported."""
 
     def __call__(self) -> Mapping[str, str]:
-        """Read-only mapping of the transport names to one line each."""
+        """Return a read-only mapping of the transport names to one line each."""
         return registry.transports.names()
 
 

@@ -26,7 +26,7 @@ __all__ = ["Incremental", "TransferStats", "Transport"]
 
 @dataclass
 class TransferStats:
-    """What the last update of a transport took.
+    """The cost of a transport's last update, in bytes and seconds.
 
     Attributes:
         bytes: bytes that were moved or published, once, whatever the fan-out; None where they equal the model's.
@@ -40,9 +40,9 @@ class TransferStats:
 
 
 class Incremental(ABC):
-    """What a worker end can do for a version before the engine pauses, beside `Transport.receive`.
+    """The steps of a worker end that run before the engine pauses, beside `Transport.receive`.
 
-    Only a transport whose versions lie somewhere, or come as changes, has something to do there.
+    Only a transport whose versions are stored, or come as changes, has something to do there.
     """
 
     @abstractmethod
@@ -50,23 +50,24 @@ class Incremental(ABC):
         """Fetch and check ``version`` while the engine serves.
 
         Args:
-            version: where to.
+            version: the version to reach.
             held: tells the position digests of what the model holds, should they be needed; None where the model may
                 hold parts of several versions, and nothing can be built upon.
 
         Returns:
-            What leads there from the version that the model holds; None where `Transport.receive` gives it in full.
+            The changes that lead there from the version that the model holds; None where `Transport.receive` gives it
+            in full.
         """
 
     def landed(self, changes: Changes) -> None:  # noqa: B027 - without changes there is nothing to follow
-        """The model holds what ``changes`` lead to."""
+        """Take note that the model now holds the version that ``changes`` lead to."""
 
     def retain(self, names: Callable[[str], bool]) -> None:  # noqa: B027 - full versions need no copies
         """Keep host copies of the tensors that ``names`` accepts; the loader needs them whole to take in changes."""
 
 
 class _InFull(Incremental):
-    """Nothing to do ahead: every version comes in full, when it is received."""
+    """Has nothing to do before the pause: every version comes in full, when it is received."""
 
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None) -> None:
         return None
@@ -76,10 +77,10 @@ _IN_FULL = _InFull()
 
 
 class Transport(ABC):
-    """Both ends of one route for weights.
+    """A route for weights from a trainer to its workers; an instance is the trainer end, a worker end, or both.
 
-    Trainer end: `open`, then `prepare` for each version. Worker end: `join`, then `receive` for each version. Who tells
-    the one of the other is a control layer's business, or that of `torchrl_ext.transports.standalone`.
+    Trainer end: `open`, then `prepare` for each version. Worker end: `join`, then `receive` for each version. A control
+    layer passes infos from the one to the other, or else `torchrl_ext.transports.standalone` does.
 
     Args:
         timeout_s: deadline of every wait, in seconds.
@@ -90,7 +91,7 @@ class Transport(ABC):
 
     name: ClassVar[str]
     proves: ClassVar[bool] = False
-    """Workers hold every tensor against digests that travel with the weights; a sender needs no proof of its own."""
+    """Workers check every tensor by digests that travel with the weights; a sender needs no proof of its own."""
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -116,12 +117,12 @@ class Transport(ABC):
         """
 
     def latest_version(self) -> int:
-        """The newest version that this transport knows to exist, or tried to send; 0 before the first."""
+        """Return the newest version that this transport knows to exist, or tried to send; 0 before the first."""
         return self._last_version
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
-        """One send at a time.
+        """Hold this transport for one send; a second one meanwhile is refused.
 
         Raises:
             ConcurrentUpdateError: another one is running.
@@ -141,7 +142,7 @@ class Transport(ABC):
 
     @classmethod
     def from_info(cls, info: Info) -> Transport:
-        """The worker end for a trainer's `open` info, ready to `join`."""
+        """Return the worker end for a trainer's `open` info, ready to `join`."""
         return cls()
 
     @abstractmethod
@@ -160,17 +161,17 @@ class Transport(ABC):
 
     @property
     def incremental(self) -> Incremental:
-        """What this worker end does before the pause."""
+        """The steps of this worker end that run before the pause."""
         return _IN_FULL
 
     # both ends
 
     def abort(self) -> None:  # noqa: B027 - a transport without blocking waits has nothing to abort
-        """Unblock whoever waits inside this transport, from another thread."""
+        """End every wait inside this transport, from another thread."""
 
     @abstractmethod
     def check_connection(self) -> bool:
-        """Whether this end is connected."""
+        """Return whether this end is connected."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -178,5 +179,5 @@ class Transport(ABC):
 
 
 def deadline(timeout_s: float) -> float:
-    """The monotonic moment at which a wait of ``timeout_s`` seconds ends."""
+    """Return the monotonic time at which a wait of ``timeout_s`` seconds that begins now ends."""
     return time.monotonic() + timeout_s

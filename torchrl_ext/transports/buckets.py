@@ -1,4 +1,4 @@
-"""How parameters travel in buckets: a layout that both ends compute from the same list, packing, and landing.
+"""Buckets, in which parameters travel: a layout that both ends compute from the same list, packing, and landing.
 
 Parameters keep their order, and each begins at a multiple of its element size, so no offset is ever taken from a
 message. A broadcast gives every large tensor a bucket of its own, in which it travels as it lies in memory; a staging
@@ -20,10 +20,10 @@ from torchrl_ext.types import ParamMeta
 __all__ = ["Bucket", "Lander", "Packer", "Plan", "Span", "layout"]
 
 _SPLIT_BYTES = 128 << 10
-"""A rest of a bucket that is smaller stays empty rather than take a part of a tensor."""
+"""Bytes that a bucket must have left to take a part of a tensor; a smaller rest stays empty."""
 
 _AT_ONCE_BYTES = 1 << 20
-"""Tensors that are held beside each other while they are packed; a source may make each of them for the occasion."""
+"""Bytes of tensors that are held at once while they are packed; a source may make each of them on request."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Span:
     part: bool = False
 
     def bytes_in(self, buffer: Tensor) -> Tensor:
-        """The bytes of this span in a buffer that holds its bucket."""
+        """Return the bytes of this span in a buffer that holds its bucket."""
         return buffer[self.at : self.at + self.end - self.begin]
 
     def tensors_in(self, buffer: Tensor, metas: Sequence[ParamMeta]) -> list[Tensor]:
-        """Views of a buffer that holds the bucket, with the dtypes and shapes of ``metas``, the parameters in here."""
+        """Return views of a buffer that holds the bucket, one for each of ``metas``, the parameters of this span."""
         sizes, tensors = [], []
         for meta in metas:
             sizes.append(meta.numel)
@@ -61,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What travels at once.
+    """Parameters that travel together, as one run of bytes.
 
     Attributes:
         spans: what lies in it, in order.
@@ -123,7 +123,7 @@ def layout(params: Sequence[ParamMeta], capacity: int, direct_bytes: int | None 
 
 
 class Plan:
-    """The layout and the JSON form of a parameter list, kept from one update to the next: lists rarely change."""
+    """Keeps the layout and the JSON form of a parameter list from one update to the next, since lists rarely change."""
 
     def __init__(self) -> None:
         self._params: tuple[ParamMeta, ...] | None = None
@@ -134,13 +134,13 @@ class Plan:
         self._params, self._rows, self._buckets = params, rows, {}
 
     def rows(self, params: tuple[ParamMeta, ...]) -> list[Any]:
-        """`ParamMeta.to_json` of each parameter."""
+        """Return `ParamMeta.to_json` of each parameter."""
         if params != self._params:
             self._know(params, [meta.to_json() for meta in params])
         return self._rows
 
     def metas(self, rows: list[Any]) -> tuple[ParamMeta, ...]:
-        """Inverse of `rows`.
+        """Return the parameters that ``rows`` describe, the inverse of `rows`.
 
         Raises:
             ManifestError: a row is malformed.
@@ -152,7 +152,7 @@ class Plan:
     def buckets(
         self, params: tuple[ParamMeta, ...], capacity: int, direct_bytes: int | None = None
     ) -> tuple[Bucket, ...]:
-        """`layout` of ``params``."""
+        """Return the `layout` of ``params``."""
         self.rows(params)
         key = (capacity, direct_bytes)
         if key not in self._buckets:
@@ -161,7 +161,7 @@ class Plan:
 
 
 class Packer:
-    """Trainer end: a stream of tensors, bucket by bucket.
+    """Packs a stream of tensors into buckets, one after the other (trainer end).
 
     Args:
         params: what the stream yields.
@@ -173,7 +173,7 @@ class Packer:
         self._split: Tensor | None = None
 
     def direct(self, device: torch.device) -> Tensor:
-        """The bytes of a direct bucket on ``device``: the tensor's own memory, where that is possible.
+        """Return the bytes of a direct bucket on ``device``: the tensor's own memory, where that is possible.
 
         Raises:
             ManifestError: the stream is not what was declared.
@@ -204,7 +204,7 @@ class Packer:
                     batch, done, held = [], number, 0
 
     def finish(self) -> None:
-        """Let the stream say that it has more than it declared."""
+        """Read on to the end of the stream, which raises a ManifestError if it has more than it declared."""
         next(self._stream, None)
 
     def _fill_part(self, span: Span, slots: Sequence[Tensor]) -> None:
@@ -218,7 +218,7 @@ class Packer:
 
 
 class Lander:
-    """Worker end: tensors out of buckets.
+    """Takes tensors out of buckets as they arrive (worker end).
 
     Args:
         params: what arrives.
@@ -239,7 +239,7 @@ class Lander:
         self._begun: dict[int, Tensor] = {}
 
     def begin(self, index: int) -> Tensor:
-        """Bytes that parameter ``index`` may be written to: those of its tensor in ``into``, or memory of its own."""
+        """Return bytes to write parameter ``index`` to: those of its tensor in ``into``, or memory of its own."""
         meta = self._params[index]
         target = self._alike(meta)
         if target is None or not is_plain(target, self._device):
@@ -248,7 +248,7 @@ class Lander:
         return as_bytes(target)
 
     def end(self, index: int) -> tuple[str, Tensor]:
-        """The pair of a parameter whose bytes from `begin` are written."""
+        """Return the pair of a parameter, now that its bytes from `begin` are written."""
         meta, arrived = self._params[index], self._begun.pop(index)
         target = self._alike(meta)
         if target is None:
@@ -258,7 +258,7 @@ class Lander:
         return meta.name, target
 
     def take(self, bucket: Bucket, slot: Tensor, *, lasting: bool = False) -> list[tuple[str, Tensor]]:
-        """The pairs that are complete with what arrived in ``slot``.
+        """Return the pairs that are complete with what arrived in ``slot``.
 
         Args:
             bucket: what arrived.

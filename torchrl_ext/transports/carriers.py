@@ -1,4 +1,4 @@
-"""How a version that the trainer published gets to its workers: through files that all see, or over a broadcast.
+"""Carriers take a published version from the trainer to its workers: through shared files, or by a broadcast.
 
 A broadcast sends through a collective group what a shared directory would hold, and writes nothing to any filesystem. A
 keyframe is the tensors themselves (`torchrl_ext.versions.kept_tensors`). The other files of a version, all that a delta
@@ -36,18 +36,18 @@ __all__ = ["Broadcast", "SharedFiles"]
 _PAUSE_S = 0.005  # between two looks at a version
 
 _FORMAT = 3
-"""Of what is broadcast: 1 sent the files of keyframes, 2 each file as a tensor of its own."""
+"""Number of the broadcast's format: 1 sent the files of keyframes, 2 each file as a tensor of its own."""
 
 
 @final
 class SharedFiles:
-    """A directory, or an object store, that both ends reach; a probe that the trainer leaves there tells that they do.
+    """Carries versions through a directory or object store; a probe shows whether both ends reach it.
 
     Args:
-        store: that.
+        store: the directory or object store.
         run_id: names the trainer's run.
         full: writes keyframes.
-        aborted: ends waits.
+        aborted: set to end every wait.
         timeout_s: deadline of every wait, in seconds.
 
     Attributes:
@@ -63,11 +63,11 @@ class SharedFiles:
         self._shared = SharedRoot(store, run_id)
 
     def open(self, workers: int) -> Handoff:
-        """Make ready for workers; as `Transport.open`."""
+        """Leave a probe for workers, and return what they need to find it; as `Transport.open`."""
         return Handoff(info=self._shared.invite())
 
     def joined(self) -> None:
-        """Let go of what was only there until the workers had joined."""
+        """Remove the probe, which is needed only until the workers have joined."""
         self._shared.clear()
 
     def join(self, info: Info) -> None:
@@ -75,35 +75,35 @@ class SharedFiles:
         self._shared.find(info, self._timeout_s, self._aborted)
 
     def fetch(self, until: float) -> None:
-        """Wait for something new in the store, at most until a monotonic moment."""
+        """Wait a moment for something new in the store, but not beyond the monotonic time ``until``."""
         self._aborted.wait(min(_PAUSE_S, max(0.0, until - time.monotonic())))
 
     def check_connection(self) -> bool:
-        """Return whether this end is connected, once it was."""
+        """Return whether the store can still be reached."""
         return self.store.available()
 
     def abort(self) -> None:
-        """End waits of other threads."""
+        """End every wait, from another thread."""
         self._aborted.set()
 
     def shutdown(self) -> None:
-        """Leave. May be called twice."""
+        """Remove the probe, where this end owns the store. May be called twice."""
         if self.store.owned:
             self._shared.clear()
 
 
 @final
 class Broadcast:
-    """A collective group; each end keeps versions in its own memory, and who comes in anew holds none of them.
+    """Carries versions by broadcasts in a group; each end keeps them in its own memory, where a new worker has none.
 
     Its methods and attributes are those of `SharedFiles`, and some more.
 
     Args:
-        group: of the trainer and its workers.
+        group: the trainer and its workers.
     """
 
     told: ClassVar[Info] = {"wire": {"format": _FORMAT}}
-    """What a worker has to know beside what the group says."""
+    """Fields of the info for workers, beside those of the group."""
 
     def __init__(self, group: VLLMCollectiveTransport) -> None:
         self.link, self.wait_s = group, group.timeout_s
@@ -136,7 +136,7 @@ class Broadcast:
         self.link.join(info)
 
     def joined(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: a broadcast leaves no probe to remove."""
 
     def check_connection(self) -> bool:
         return self.link.check_connection()
@@ -150,7 +150,7 @@ class Broadcast:
         self._versions.prune(before=self._versions.newest() + 1)  # the pointer stays, so that numbers go on
 
     def send(self, version: int, base: int | None) -> None:
-        """Send a version.
+        """Broadcast a version that was published, and say which version ``base`` it builds on, unless it is in full.
 
         Raises:
             TransportError, DeadlineError: a worker is gone, does not answer or cannot build on what it holds; names its
@@ -165,7 +165,7 @@ class Broadcast:
         self.full.tensors = {}  # they are those of the baseline, which the next delta changes
 
     def fetch(self, until: float) -> None:
-        """Take in the next version, when one is announced.
+        """Receive the next version into this end's store, if one is announced by the monotonic time ``until``.
 
         Raises:
             TransportError, DeadlineError: the trainer is gone, or stopped half-way.
@@ -218,7 +218,7 @@ class Broadcast:
         self._versions.advance(version)
 
     def landed(self) -> None:
-        """Let go of tensors and older files: what the next delta builds on is in the model or in host copies."""
+        """Drop tensors and older files: what the next delta builds on is in the model or in host copies."""
         self._versions.prune(before=self._versions.latest())
         self.full.tensors = {}
 

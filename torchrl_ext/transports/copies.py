@@ -1,4 +1,4 @@
-"""Copies of tensors as bytes, and memory to copy into: what every transport through buckets does at either end."""
+"""Copies of tensors as bytes, and memory to copy into, for both ends of every transport that uses buckets."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ CopyBytes = Callable[[np.ndarray, np.ndarray], None]
 """Copies one contiguous uint8 array into another one of the same size."""
 
 _STREAM_BYTES = 64 << 20
-"""Updates from which on copies around the caches pay (the first one compiles a loop)."""
+"""Bytes of an update from which copies past the caches pay off (the first one compiles a loop)."""
 
 _KEPT = 8
 """Idle buffers of a pool that are kept for another use."""
 
 _HOST = torch.device("cpu")
 _LARGE_ELEMENTS = 32768
-"""From here on torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
+"""Elements from which torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
 
 
 def copy_plainly(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy as numpy does, without the interpreter lock."""
+    """Copy with numpy, which releases the interpreter lock."""
     target[:] = source
 
 
 def fastest_copy(nbytes: int) -> CopyBytes:
-    """The copy for an update of ``nbytes`` in all; it gives way to other threads."""
+    """Return the copy function for an update of ``nbytes`` in all; it releases the interpreter lock."""
     if nbytes < _STREAM_BYTES:
         return copy_plainly
     try:
@@ -55,14 +55,14 @@ def fastest_copy(nbytes: int) -> CopyBytes:
 
 
 def warm_copies(nbytes: int) -> None:
-    """Have the copy for updates of ``nbytes`` compiled before they come, in a thread, where it is one to compile."""
+    """Compile the copy for updates of ``nbytes`` before they come, in a thread, if it has to be compiled."""
     if nbytes >= _STREAM_BYTES:
         some = np.zeros(1024, np.uint8)
         in_thread(lambda: fastest_copy(nbytes)(some, some.copy()), "torchrl-ext-warm")
 
 
 def plain(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, contiguous, without lazy conjugation or negation; itself where it is so already."""
+    """Return ``tensor`` on ``device``, contiguous, not lazily conjugated or negated; itself where it is so already."""
     tensor = tensor.detach()
     if _lazy(tensor):
         tensor = tensor.resolve_conj().resolve_neg()
@@ -72,7 +72,7 @@ def plain(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a flat uint8 tensor."""
+    """Return the memory of a contiguous tensor as a flat uint8 tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -81,7 +81,7 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor], copy: CopyBy
     """Copy each source into its target, of the same dtype and shape.
 
     Large ones on the host are copied by ``copy``, in this thread. torch would share such a copy among its OpenMP
-    threads, and on a machine whose cores are busy (they are: the backend moves bytes) waiting for the slowest of them
+    threads, and where cores are busy, as they are while a backend moves bytes, waiting for the slowest of these threads
     was measured to take twenty times as long as the copy.
     """
     small_sources, small_targets = [], []
@@ -96,17 +96,17 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor], copy: CopyBy
 
 
 def is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether memory of ``device`` holds the values of a tensor, one after the other."""
+    """Return whether memory of ``device`` holds the values of a tensor, one after the other."""
     return tensor.device == device and tensor.is_contiguous() and not _lazy(tensor)
 
 
 def _lazy(tensor: Tensor) -> bool:
-    """Whether the values are not those in memory."""
+    """Return whether a conjugation or negation is pending, so that memory does not hold the values."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 class BufferPool:
-    """Buffers that are used again once nothing refers to them: fresh memory costs a page fault every 4 KiB.
+    """A pool of buffers, used again once nothing refers to them: fresh memory costs a page fault every 4 KiB.
 
     A buffer is handed out as a tensor over an array of its own; when the tensor and every view of it are gone, so is
     that array, which a weak reference tells. On CUDA torch's allocator does the same job.
@@ -120,7 +120,7 @@ class BufferPool:
         self._buffers: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 tensor of ``nbytes`` that nothing else refers to; its content is undefined."""
+        """Return a uint8 tensor of ``nbytes`` that nothing else refers to; its content is undefined."""
         if self._device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         array, idle, kept = None, [], []

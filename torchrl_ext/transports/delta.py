@@ -1,4 +1,4 @@
-"""`DeltaTransport`: only what changed, as a chain of versions that a reader can join and follow at any point."""
+"""`DeltaTransport` publishes what changed, as a chain of versions that a reader can join and follow at any point."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HOOK = "TORCHRL_EXT_PRE_READ_HOOK"
 
 
 class DeltaTransport(StandaloneTransport, Incremental):
-    """Publishes a full keyframe first, then what changed. Readers catch up from wherever they are.
+    """Publishes a full keyframe first, then what changed. Readers catch up from whatever version they hold.
 
     Args:
         root: directory that the trainer and every worker reach under the same path; or the URL of an object store.
@@ -64,7 +64,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             for host memory, pinned where the weights are on a GPU; or ``"cuda"``, which takes the model's size on the
             GPU once more, and spares a copy of the whole model to the GPU for every version.
         local_dir: directory on each engine's host, for the copies that it keeps of parameters which cannot be patched
-            in place (quantised, packed), and readers alone of all; None keeps them in memory.
+            in place (quantised, packed), and readers without a control layer of all; None keeps them in memory.
         master_address, master_port, rank, world_size, device: of the group of carrier ``"collective"``, as in
             `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
@@ -74,7 +74,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     Raises:
         ConfigError: no such encoding (the message lists them), or one that does not take ``settings``; no such
-            carrier; a root or hooks with the one that shares no files, or no root with the other.
+            carrier; a root or hooks with carrier ``"collective"``, or no root with ``"disk"``.
 
     Example:
         >>> trainer, worker = tx.DeltaTransport(root), tx.DeltaTransport(root)
@@ -161,7 +161,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     @classmethod
     def encodings(cls) -> tuple[str, ...]:
-        """Names for ``encoding=``."""
+        """Return the names that ``encoding=`` takes."""
         return tuple(encodings.names())
 
     @classmethod
@@ -178,7 +178,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin(tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()))
         if self._broadcast is not None:
-            self._broadcast.link.init_all_workers_group({})  # what travels is versions, whatever the model
+            self._broadcast.link.init_all_workers_group({})  # versions are sent, whatever the model
         self._connected = True
 
     # trainer end
@@ -198,13 +198,13 @@ class DeltaTransport(StandaloneTransport, Incremental):
         return Handoff(info={**opening.info, **info, "codec": self._codec.to_json()}, transfer=transfer)
 
     def _begin(self, params: tuple[ParamMeta, ...]) -> Warming:
-        if self._broadcast is not None:  # who comes in may be new, and hold nothing
+        if self._broadcast is not None:  # workers may be new, and hold no version
             self._writer.restart()
         self._warming = Warming(self._codec, params, beside=False)
         return self._warming
 
     def _begun(self, warming: Warming) -> None:
-        """Wait for compiled loops, once; and let go of what was only there while ends connected."""
+        """Wait for compiled loops, before the first update alone, and remove what only connecting ends needed."""
         warming.wait(self.timeout_s)
         self._warming = None
         self._carrier.joined()
@@ -318,7 +318,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
                 self._reading(self.root)
             version = self._unseen()
             if version:
-                with suppress(FileNotFoundError):  # collected since: a newer one is coming
+                with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
                     self._chain.offered(version)
                     self._pin(route := self._reader.open(version))
                     self._connected = True
@@ -347,7 +347,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             raise self._lost(version) from error
 
     def _pin(self, route: OpenRoute | None) -> None:
-        """Hold one route open, so that collection cannot take it away before it is read."""
+        """Hold one route open, so that pruning cannot remove it before it is read."""
         if self._opened is not None:
             self._opened.close()
         self._opened = route
@@ -355,7 +355,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def _await_version(self, version: int) -> None:
         """Wait until a version is here: a shared filesystem may show it late, and a broadcast takes a while."""
         until = time.monotonic() + self._carrier.wait_s
-        self._aborted.clear()  # an abort ends the waits of its moment, and this one comes after it
+        self._aborted.clear()  # an earlier abort ended the waits of its time, and not this one
         self._chain.known.clear()
         while True:
             if self._reading is not None:

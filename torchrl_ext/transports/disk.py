@@ -1,4 +1,4 @@
-"""`DiskTransport`: every version a complete Hugging Face checkpoint in a directory that both sides see."""
+"""`DiskTransport` publishes each version as a complete Hugging Face checkpoint in a directory that both ends see."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ class DiskTransport(StandaloneTransport, Incremental):
         return Handoff(info=self.invite())
 
     def invite(self) -> Info:
-        """What workers join by, also from a process that only reads: where the root is, and a probe in it."""
+        """Write a probe, and return the info by which workers join; a process that only reads may call this too."""
         return {"transport": self.name, **self._shared.invite(), "root": str(self._seen_at)}
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
         began = time.perf_counter()
         if not self._store.owned:
             self._store.own()
-        if self._shared.probe is not None:  # whoever came has found it
+        if self._shared.probe is not None:  # workers that joined have found it
             self._shared.clear()
         with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
             manifest = self._full.write(draft, source, version, self._run_id)
@@ -183,14 +183,14 @@ class DiskTransport(StandaloneTransport, Incremental):
             pause = min(2 * pause, _LONGEST_S)
 
     def pass_over(self, info: Info) -> None:
-        """Worker end: somebody else took what `poll` gave as ``info``; it waits for another version."""
+        """Take note that others received the version in ``info``, so that `poll` waits for another one (worker end)."""
         self._pin(None)
         self._received = info["run_id"], info["version"]
 
     # its helpers
 
     def _prune(self, oldest: int | None) -> None:
-        """Remove what is older; where nobody says what is read, all but the newest two."""
+        """Remove versions before ``oldest``; with None, where nobody says what is read, all but the newest two."""
         if self._keep_files:
             return
         if oldest is None:
@@ -198,7 +198,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         self._versions.prune(before=oldest)
 
     def _other(self, newest: int) -> bool:
-        """Whether it is not what was received last: in an emptied root it may be lower, or the same of another run."""
+        """Return whether ``newest`` was not received last; in an emptied root it may be lower, or of another run."""
         if self._received is None or newest != self._received[1]:
             return True
         return self._versions.replaced(newest, self._received[0])
@@ -217,7 +217,7 @@ class DiskTransport(StandaloneTransport, Incremental):
 
     def _open_version(self, version: int) -> PublishedVersion:
         until = deadline(min(VISIBLE_S, self.timeout_s))
-        self._aborted.clear()  # an abort ends the waits of its moment, and this one comes after it
+        self._aborted.clear()  # an earlier abort ended the waits of its time, and not this one
         while True:
             try:
                 return PublishedVersion(self._store, version)
@@ -232,7 +232,7 @@ class DiskTransport(StandaloneTransport, Incremental):
                     ) from error
 
     def _pin(self, opened: PublishedVersion | None) -> None:
-        """Hold one version open, so that pruning cannot take it away before it is read."""
+        """Hold one version open, so that pruning cannot remove it before it is read."""
         if self._opened is not None:
             self._opened.close()
         self._opened = opened

@@ -32,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 LONGEST_BYTES = 256 << 20
-"""Bound on one message: a list of a million parameters."""
+"""Bound on one message, in bytes: enough for a list of a million parameters."""
 
 _LOCAL_ADDRESS = re.compile(r"torchrl_ext-ipc2-[0-9]+-[0-9a-f]{32}")
 _SLICE_S = 0.05
@@ -42,7 +42,7 @@ _HUNG_UP: int = getattr(select, "POLLRDHUP", select.POLLHUP)  # macOS says so wi
 
 
 class Link:
-    """One end of a connection. One thread may read while another one writes.
+    """One end of a connection, at which one thread may read while another one writes.
 
     Args:
         connection: a connected socket, owned from here on.
@@ -61,7 +61,7 @@ class Link:
         close_in_children(self)
 
     def fileno(self) -> int:
-        """The descriptor, for `select.poll`; -1 when closed."""
+        """Return the descriptor, for `select.poll`; -1 when closed."""
         return self._socket.fileno()
 
     @property
@@ -98,13 +98,13 @@ class Link:
                 raise self._gone(error) from error
 
     def read(self, until: float | None, stop: threading.Event | None = None) -> Info | None:
-        """The next message, or None when none came by the monotonic moment ``until``, or ``stop`` was set.
+        """Return the next message, or None when none came by the monotonic moment ``until``, or ``stop`` was set.
 
         With an ``until`` of None it waits for as long as the other end lives.
 
         Raises:
-            NotConnectedError: the other end is gone, and everything that it said was read.
-            TransportError: it does not speak our language; the connection is closed.
+            NotConnectedError: the other end is gone, and everything that it sent was read.
+            TransportError: it does not follow the protocol; the connection is closed.
         """
         while True:
             size = int.from_bytes(self._received[:4], "big")
@@ -132,7 +132,7 @@ class Link:
             self._received += data
 
     def end(self) -> None:
-        """Let a wait in another thread, here or there, see the connection closed."""
+        """Shut the connection down, so that waits in other threads, at either end, see it closed."""
         if self._owner == os.getpid():  # else it is the parent's, which a forked child leaves alone
             with contextlib.suppress(OSError):  # the other end was first
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -176,7 +176,7 @@ class Link:
 
 
 def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], name: str) -> None:
-    """Give every connection to ``met``, with its address, in a thread ``name``, until ``listener`` is shut down."""
+    """Call ``met`` with each connection and its address, in a thread ``name``, until ``listener`` is shut down."""
 
     def accept() -> None:
         pause = threading.Event()
@@ -195,17 +195,17 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
 
 
 def new_address() -> str:
-    """An address that nobody else uses."""
+    """Return an address that nobody else uses."""
     return f"torchrl_ext-ipc2-{os.geteuid()}-{uuid.uuid4().hex}"
 
 
 def shared_address(channel: str) -> str:
-    """The address at which this user's ends with the same channel name meet."""
+    """Return the address at which this user's ends with the same channel name meet."""
     return f"torchrl_ext-ipc2-{os.geteuid()}-{hashlib.sha256(channel.encode()).hexdigest()[:32]}"
 
 
 class LocalListener:
-    """Where workers come in: an address from `new_address` or `shared_address`.
+    """Listens for workers of this machine, at an address from `new_address` or `shared_address`.
 
     Raises:
         TransportError: another process listens there.
@@ -227,7 +227,7 @@ class LocalListener:
         close_in_children(self)
 
     def accept(self, until: float) -> Link | None:
-        """The next connection, or None when none came in time."""
+        """Return the next connection, or None when none came by the monotonic moment ``until``."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while poll.poll(max(0.0, until - time.monotonic()) * 1e3):
@@ -236,7 +236,7 @@ class LocalListener:
         return None
 
     def close(self) -> None:
-        """Close. May be called twice."""
+        """Stop listening. May be called twice."""
         self._socket.close()
 
 
@@ -244,7 +244,7 @@ def connect_locally(address: Any) -> Link | None:
     """Connect to the trainer at ``address``; None where nobody listens (yet).
 
     Raises:
-        ConfigError: that is no address of ours, or this system has none.
+        ConfigError: ``address`` is no address of a trainer.
         TransportError: who listens there is another user.
     """
     if not isinstance(address, str) or not _LOCAL_ADDRESS.fullmatch(address):
@@ -260,7 +260,7 @@ def connect_locally(address: Any) -> Link | None:
 
 
 def _link_to(endpoint: socket.socket, what: str) -> Link:
-    """A link over a connected Unix socket; ``what`` is at the other end, a process of this user (or of root's)."""
+    """Return a link over a connected Unix socket; ``what``, at the other end, is a process of this user or of root."""
     raw = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     if uid not in (os.geteuid(), 0):
@@ -274,7 +274,7 @@ def _link_to(endpoint: socket.socket, what: str) -> Link:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``"rank 2"``, ``"ranks 2, 3"``."""
+    """Return ranks as messages name them: ``"rank 2"``, or ``"ranks 2, 3"``."""
     listed = sorted(ranks)
     return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
 
@@ -283,7 +283,7 @@ _OURS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_in_children(resource: Any) -> None:
-    """Close ``resource`` in processes that are forked off this one: else they would keep it alive after its death."""
+    """Close ``resource`` in every forked child, which else would keep it open after this process has died."""
     _OURS.add(resource)
 
 

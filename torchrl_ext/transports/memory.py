@@ -1,4 +1,4 @@
-"""`MemoryTransport`: within one process. Fastest route to an in-process engine."""
+"""`MemoryTransport` carries weights within one process, the fastest route to an in-process engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MemoryTransport"]
 
 
 class _Channel:
-    """What the ends of one named channel share."""
+    """The state that the ends of one named channel share."""
 
     def __init__(self) -> None:
         self.versions: dict[int, dict[str, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""A directory that trainer and workers must both see: the probe that tells whether they do."""
+"""A probe in a directory that trainer and workers must both see, which tells whether they do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchrl_ext.types import Info
 
 __all__ = ["VISIBLE_S", "SharedRoot"]
 
-VISIBLE_S = 2.0  # what a shared filesystem may take to show a new name
+VISIBLE_S = 2.0  # seconds that a shared filesystem may take to show a new name
 _LOOK_S = 0.1
 _PROBE = re.compile(re.escape(f".probe{TEMPORARY}") + "[0-9a-f]{32}")
 
 
 class SharedRoot:
-    """Both ends of the probe.
+    """Writes the probe on the trainer end, and looks for it on a worker end.
 
     Args:
         store: the directory (or bucket), as this process sees it.
@@ -38,7 +38,7 @@ class SharedRoot:
         self.probe: str | None = None
 
     def invite(self) -> Info:
-        """Trainer end: write a probe; what workers need to look for it."""
+        """Write a probe, and return what workers need to look for it (trainer end)."""
         self.clear()
         self.probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
         self._store.put(self.probe, self._token.encode())
@@ -50,14 +50,14 @@ class SharedRoot:
         }
 
     def clear(self) -> None:
-        """Trainer end: remove the probe."""
+        """Remove the probe, if there is one (trainer end)."""
         if self.probe is not None:
             with suppress(StoreError):
                 self._store.delete(self.probe)
             self.probe = None
 
     def find(self, info: Info, timeout_s: float, aborted: threading.Event) -> None:
-        """Worker end: look for the trainer's probe.
+        """Look for the trainer's probe (worker end).
 
         Raises:
             StoreError: it is not here, so the root is only visible to the trainer, or another directory.

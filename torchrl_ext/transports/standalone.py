@@ -1,4 +1,4 @@
-"""Transports without a control layer: TorchRL's `TransportBackend`, where the ends find each other by themselves."""
+"""Transports without a control layer, as TorchRL's `TransportBackend`: their ends find each other by themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StandaloneTransport"]
 
 
 class StandaloneTransport(Transport):
-    """A transport whose worker end hears of a version by itself: `send_weights` here, `receive_weights` there.
+    """A transport whose worker end hears of versions without a control layer: `send_weights` and `receive_weights`.
 
     A transport adds `poll` for it, and `announce` where workers cannot see a version unless they are told.
 
@@ -32,7 +32,7 @@ class StandaloneTransport(Transport):
         self.received_version = 0
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
-        """Connect standalone ends (seed 002's name); only a collective has a group to form.
+        """Connect standalone ends, under TorchRL's name for it; only a collective has a group to form.
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``.
@@ -40,14 +40,14 @@ class StandaloneTransport(Transport):
         del model_metadata
 
     def announce(self, info: Info) -> None:
-        """Trainer end: tell the workers of this transport that a handoff comes."""
+        """Tell the workers of this transport that a handoff comes (trainer end)."""
 
     @abstractmethod
     def poll(self, timeout_s: float) -> Info | None:
-        """Worker end: the ``info`` of the newest version that it has not received, or None after ``timeout_s``."""
+        """Return the ``info`` of the newest version not yet received, or None after ``timeout_s`` (worker end)."""
 
     def decline(self, info: Info, error: BaseException) -> None:
-        """Worker end: a handoff that `poll` gave cannot land here, for the reason in ``error``; do not wait for it."""
+        """Tell the trainer not to wait: a handoff from `poll` cannot land here, because of ``error`` (worker end)."""
 
     def send_weights(self, model_id: Any, weights: Any = None) -> None:
         """Send one version of ``weights`` (trainer end); also callable as ``send_weights(weights)``.
@@ -64,7 +64,7 @@ class StandaloneTransport(Transport):
             model_id, weights = "policy", model_id
         with self.exclusive("send_weights"):
             source = as_source(weights)
-            version = self._last_version = self.latest_version() + 1  # taken: some may get it even if others do not
+            version = self._last_version = self.latest_version() + 1  # taken even where the send fails: some may get it
             handoff = self.prepare(source, version)
             handoff.ahead()
             self.announce({**handoff.info, "model_id": model_id})
@@ -124,7 +124,7 @@ class StandaloneTransport(Transport):
 
 
 def _is_flat(model: Any) -> bool:
-    """Whether a strategy finds names joined by ``.`` in ``model``; TorchRL's views a module as a nested TensorDict."""
+    """Return whether names in ``model`` are joined by ``.``; TorchRL's strategies view a module as a nested one."""
     from tensordict import TensorDictBase
 
     return isinstance(model, TensorDictBase) and any("." in key for key in model.keys())  # noqa: SIM118 - a TensorDict iterates over its batch

@@ -3,8 +3,8 @@
 What an update needs depends on the encoding and on how wide elements are, and is found by doing it: small tensors go
 through the very classes that publish, read and land versions. A trainer does so while it connects. An engine generates
 meanwhile, and a compiler would hold the interpreter lock: there a process of its own compiles first, at low priority,
-and what it leaves in the cache (`torchrl_ext.kernels.jit`) is only loaded here. A stamp beside the cached code says
-that it is complete, for this processor and these sources.
+and the engine's only loads what that leaves in the cache (`torchrl_ext.kernels.jit`). A stamp beside the cached code
+says that it is complete, for this processor and these sources.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LOCK = threading.Lock()
 
 
 class Warming:
-    """Loops on their way, in a thread of their own.
+    """Compiles or loads the loops that a model's updates need, in a thread of its own.
 
     Args:
         codec: the encoding.
@@ -65,13 +65,13 @@ class Warming:
         name = json.dumps(codec.to_json(), sort_keys=True)
         keys = {width: (name, width) for width in sorted(_widths(params))}
         with _LOCK:
-            self._mine = [width for width, key in keys.items() if key not in _WARM]  # others are on their way, or here
+            self._mine = [width for width, key in keys.items() if key not in _WARM]  # others are under way, or ready
             self._wanted = {width: _WARM.setdefault(key, threading.Event()) for width, key in keys.items()}
         if self._mine:
             threading.Thread(target=self._run, name="torchrl-ext-warm", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether all is ready, at the latest in ``timeout_s`` seconds; what is not is compiled on first use."""
+        """Wait at most ``timeout_s`` seconds and return whether all loops are ready; others compile on first use."""
         until = time.monotonic() + timeout_s
         return all(ready.wait(max(0.0, until - time.monotonic())) for ready in self._wanted.values())
 
@@ -81,7 +81,7 @@ class Warming:
             if self._beside and not _stamp(self._codec, self._mine).exists():
                 _compile_beside(self._codec, self._mine)
             rehearse(self._codec, self._mine)
-        except Exception:  # whatever is amiss here is told by the update itself, with its circumstances
+        except Exception:  # the update itself meets the same error, and can say more about it
             log.warning("compiled loops could not be made ready", exc_info=True)
         finally:
             for width in self._mine:
@@ -90,7 +90,7 @@ class Warming:
 
 
 def _forget_others() -> None:
-    """In a forked child: what was on its way has no thread there."""
+    """Forget, in a forked child, the loops that were being compiled: their thread is in the parent alone."""
     for key in [key for key, ready in _WARM.items() if not ready.is_set()]:
         del _WARM[key]
 
@@ -110,7 +110,7 @@ def _widths(params: Iterable[ParamMeta]) -> set[int]:
 
 
 def rehearse(codec: Codec, widths: Iterable[int]) -> None:
-    """Publish, read and land versions of small tensors, in every way that ``codec`` may choose.
+    """Compile loops by use: publish, read and land versions of small tensors, with every codec that may be chosen.
 
     Args:
         codec: the encoding.
@@ -128,7 +128,7 @@ def rehearse(codec: Codec, widths: Iterable[int]) -> None:
 
 
 def _options(codec: Codec) -> tuple[Codec, ...]:
-    """What `auto` picks from."""
+    """Return the codecs that `AutoCodec` picks from; none for any other codec."""
     if not isinstance(codec, AutoCodec):
         return ()
     return (UlpCodec(), DenseCodec(level=0), DenseCodec(), *((ContextCodec(),) if codec.whole_base else ()))
@@ -169,14 +169,14 @@ def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
 
 
 def cache_folder() -> str | None:
-    """Where compiled loops of the kernels are kept; None where nothing is writable. Others lie beside their sources."""
+    """Return the directory of the kernels' compiled loops, or None if none is writable; others lie by their sources."""
     from torchrl_ext.kernels.host_loops import digest_piece
 
     return digest_piece.stats.cache_path
 
 
 def _stamp(codec: Codec, widths: Iterable[int]) -> Path:
-    """The file that says that everything is in the cache; of several widths, of the last that is made."""
+    """Return the path of the stamp of a complete cache; for several widths, of the largest, which is made last."""
     import llvmlite
     import numba
     from llvmlite import binding
@@ -208,7 +208,7 @@ def _compile_beside(codec: Codec, widths: list[int]) -> None:
 
 
 def main() -> None:
-    """Compile what the argument, JSON of an encoding and of widths, asks for; whoever started this process waits."""
+    """Compile the loops for the encoding and widths in the first argument (JSON); the parent process waits for it."""
     os.nice(10)
     codec, widths = json.loads(sys.argv[1])
     rehearse(codec_from_json(codec), widths)
