@@ -1,4 +1,4 @@
-"""gloo and NCCL: which of them, and what it needs before it can be made: a store, and devices that can be watched."""
+"""The choice between gloo and NCCL, and what each needs to be made: a store, and devices whose sockets are known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CREATING = threading.Lock()
 
 
 def choose_backend(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
-    """Where tensors travel, and over what: gloo on the CPU, NCCL on CUDA.
+    """Return the device of the tensors that travel, and their backend: gloo on the CPU, NCCL on CUDA.
 
     Raises:
         ConfigError: no such backend, or one that cannot move tensors of this device; or there is no such device.
@@ -51,10 +51,10 @@ def choose_backend(device: torch.device | str | int | None, backend: str | None)
 
 
 class GroupStore(Store):
-    """What torch's backends want to know of each other, in a `NoteStore`. For gloo, which asks while it is constructed.
+    """A torch store that keeps its values in a `NoteStore`, for gloo, which needs it while it is constructed.
 
     Args:
-        notes: where they are.
+        notes: where the values are.
         until: monotonic moment until which a backend waits for a note.
     """
 
@@ -63,11 +63,11 @@ class GroupStore(Store):
         self._notes, self._until = notes, until
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Leave a value."""
+        """Store a value under ``key``."""
         self._notes.put(key, value if isinstance(value, str) else bytes(value).decode("latin-1"))
 
     def get(self, key: str) -> bytes:
-        """A value, as soon as it is there.
+        """Return the value under ``key``, as soon as it is there.
 
         Raises:
             TransportError: it did not come in time, or another thread aborted.
@@ -78,21 +78,21 @@ class GroupStore(Store):
         return str(found[0]).encode("latin-1", errors="replace")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until values are there; errors as `get`."""
+        """Wait until values are there; errors as `get`."""
         for key in keys:
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether values are there."""
+        """Return whether all these values are there."""
         return all(self._notes.has(key) for key in keys)
 
     def has_extended_api(self) -> bool:
-        """Whether several values can be asked for at once."""
+        """Return False: several values cannot be asked for at once."""
         return False
 
 
 def made_in_time(make: Callable[[], Any], until: float, timeout_s: float, stop: threading.Event) -> Any:
-    """What a backend's constructor returns; gloo's waits several timeouts for a peer that died."""
+    """Return what ``make`` returns, or raise at ``until``: gloo itself waits several timeouts for a dead peer."""
     try:
         made = in_time(make, until, stop)
     except RuntimeError as error:
@@ -105,7 +105,7 @@ def made_in_time(make: Callable[[], Any], until: float, timeout_s: float, stop: 
 
 
 def torch_store(notes: NoteStore, generation: str, rank: int, until: float) -> Any:
-    """A store of torch's own, kept by rank 0: NCCL's threads ask it at times when one in Python could not answer.
+    """Return a store of torch's own, kept by rank 0: NCCL's threads ask it when one in Python could not answer.
 
     Raises:
         TransportError, DeadlineError: rank 0 cannot keep one, or it cannot be reached.
@@ -132,9 +132,9 @@ def torch_store(notes: NoteStore, generation: str, rank: int, until: float) -> A
 
 
 def gloo_devices(notes: NoteStore) -> tuple[list[Any], set[tuple[Any, ...]]]:
-    """Devices, and where they listen.
+    """Return gloo devices, and the addresses at which they listen.
 
-    They are bound where the trainer is reachable from; GLOO_SOCKET_IFNAME has the last word, as it has in torch.
+    They are bound to the interface that reaches the trainer, unless GLOO_SOCKET_IFNAME names others, as in torch.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     make = dist.ProcessGroupGloo.create_device
@@ -148,12 +148,12 @@ def gloo_devices(notes: NoteStore) -> tuple[list[Any], set[tuple[Any, ...]]]:
 
 
 def _listening_device(make: Callable[[], Any]) -> tuple[Any, set[tuple[Any, ...]]]:
-    """A device and where it listens, which gloo does not tell: at the one place that is new.
+    """Return a device and its address, which gloo does not tell: the one at which this process listens anew.
 
-    Where another thread of this process began to listen meanwhile, there are several: the device is made anew.
+    Where another thread of this process began to listen meanwhile, there are several, and another device is made.
 
     Raises:
-        TransportError: other threads do nothing but open listeners.
+        TransportError: other threads opened listeners during every attempt.
     """
     for _ in range(_ATTEMPTS):
         before = set(listening())
@@ -169,7 +169,7 @@ def _listening_device(make: Callable[[], Any]) -> tuple[Any, set[tuple[Any, ...]
 
 
 def _own_address(notes: NoteStore) -> str:
-    """This machine's address on the way to the trainer."""
+    """Return this machine's address on the route to the trainer."""
     places = in_time(
         partial(socket.getaddrinfo, notes.host, notes.port, type=socket.SOCK_DGRAM),
         time.monotonic() + _LOOK_UP_S,
@@ -184,5 +184,5 @@ def _own_address(notes: NoteStore) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """torch's messages without their stack."""
+    """Return the message of an error of torch's without its stack."""
     return str(error).split("\n")[0].split(" This is typically caused")[0]

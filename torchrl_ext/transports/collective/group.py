@@ -33,12 +33,12 @@ _PAUSE_S, _LONGEST_S = 0.0005, 0.01
 _GLOO_THREADS = 8
 _LAST_RITES_S = 2.0
 _LATER_S = 5.0
-"""Ours is the deadline that speaks: gloo's comes later and only frees its threads."""
+"""Seconds by which gloo's deadline comes after ours: ours raises the error, and gloo's only frees its threads."""
 _NEVER = timedelta(days=365)
 
 
 class Group:
-    """One generation of ranks: rank 0 broadcasts, the others receive.
+    """A process group of one generation of ranks: rank 0 broadcasts, the others receive.
 
     Args:
         notes: where the ranks meet.
@@ -90,7 +90,7 @@ class Group:
         options._devices, self._listeners = gloo_devices(self.notes)
         options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self.timeout_s + _LATER_S)
         self.notes.put(f"listeners/{self.generation}/{self.rank}", sorted(self._listeners))
-        self._store = GroupStore(self.notes, until)  # C++ keeps what it needs of it, but not its methods
+        self._store = GroupStore(self.notes, until)  # held here, since C++ does not keep its Python methods
         store = PrefixStore(f"group/{self.generation}", self._store)
         return partial(dist.ProcessGroupGloo, store, self.rank, self.world_size, options)
 
@@ -101,7 +101,7 @@ class Group:
         return partial(dist.ProcessGroupNCCL, store, self.rank, self.world_size, options)
 
     def _exchange(self, until: float) -> None:
-        """Hear of every rank: a group that is formed should be one that works.
+        """Add up a number over all ranks, so that a group that is formed is one that works.
 
         NCCL makes its communicator only when it is used first, in the thread that does so, and without a deadline.
         """
@@ -121,11 +121,11 @@ class Group:
         return self._count_connections() >= self._connections
 
     def call(self, ranks: Iterable[int]) -> str:
-        """``"rank 2 (pid 17 on host)"``, for messages."""
+        """Return ranks as messages name them: ``"rank 2 (pid 17 on host)"``."""
         return ", ".join(f"rank {rank} ({self.peers[rank]})" for rank in ranks)
 
     def broadcast(self, flat: Tensor) -> Any:
-        """Begin a broadcast from rank 0; `wait` for what is returned."""
+        """Begin a broadcast of ``flat`` from rank 0, and return the work to `wait` for."""
         if not self.alive:
             raise TransportError("the transfer was aborted")
         while self._begun and self._begun[0].is_completed():
@@ -135,7 +135,7 @@ class Group:
         return work
 
     def wait(self, work: Any) -> None:
-        """Until a broadcast is done.
+        """Wait until a broadcast is done.
 
         Raises:
             TransportError: a connection broke, or another thread aborted.
@@ -185,7 +185,7 @@ class Group:
 
 
 def _endpoints(said: Any) -> set[tuple[Any, ...]]:
-    """Where a rank says that it listens."""
+    """Return the addresses at which a rank says that it listens."""
     if type(said) is not list or not all(
         type(one) is list and len(one) == 2 and (type(one[0]), type(one[1])) == (str, int) for one in said
     ):
@@ -197,7 +197,7 @@ _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def _destroy_later(remains: list[Any]) -> None:
-    """Let go of a backend once nothing runs on it.
+    """Destroy a backend once nothing runs on it.
 
     gloo leaves a send that was half-way when its connection broke to its timeout. Destroying the backend earlier
     would block in a destructor, which takes the process down when the interpreter ends meanwhile.

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other about a handoff: that it comes, that it arrived, or why not."""
+"""Messages by which the ranks of a group tell that a handoff comes, that it arrived, or why not."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _LOOK_S = 0.5
 
 
 def acknowledge(group: Group, info: Info, words: str = "") -> None:
-    """Worker: every byte of the handoff is here; or, with ``words``, why it was not taken."""
+    """Tell the trainer that all bytes of the handoff are here or, by ``words``, why it was refused (worker end)."""
     group.notes.put(f"arrived/{group.generation}/{info['handoff']}/{group.rank}", words)
 
 
 def await_workers(group: Group, info: Info) -> dict[int, Any]:
-    """Trainer: what each worker says of the handoff; "" is good news.
+    """Wait for each worker's answer to the handoff: ``""`` where it was taken, else why not (trainer end).
 
     Raises:
         DeadlineError: names the workers that say nothing within the group's deadline.
@@ -53,7 +53,7 @@ def await_workers(group: Group, info: Info) -> dict[int, Any]:
 
 
 def refused(group: Group, info: Info, said: Mapping[int, Any]) -> TransportError:
-    """Trainer: the error that tells which workers have every byte and could not take them, and why."""
+    """Return the error that tells which workers have every byte but could not load them, and why (trainer end)."""
     refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
     return TransportError(
         f"weights version {info['version']} was not taken by {refusals}",
@@ -62,7 +62,7 @@ def refused(group: Group, info: Info, said: Mapping[int, Any]) -> TransportError
 
 
 def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
-    """The trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
+    """Return the trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
     said, silent = {}, []
     if not group.notes.stop.is_set():
         key = f"arrived/{group.generation}/{info['handoff']}/"
@@ -79,7 +79,7 @@ def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSy
 
 
 def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
-    """The worker's ``error`` again, with what is known of the trainer, which is told."""
+    """Tell the trainer of the worker's ``error``, and return it again with what is known of the trainer."""
     try:
         group.notes.patience_s = _LAST_WORDS_S
         acknowledge(group, info, why(error))
@@ -97,13 +97,13 @@ def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> Weight
 
 
 def tell_stopped(group: Group, reason: str) -> None:
-    """Trainer: leave the reason for the end of the group where workers find it."""
+    """Leave the reason for the end of the group where workers find it (trainer end)."""
     with contextlib.suppress(NotConnectedError):
         group.notes.put(f"stopped/{group.generation}", reason)
 
 
 def stop_reason(group: Group, timeout_s: float = 0.0) -> str | None:
-    """Worker: why the trainer ended the group; None where it does not say so within ``timeout_s`` seconds."""
+    """Return why the trainer ended the group; None if it does not say so in ``timeout_s`` seconds (worker end)."""
     found = group.notes.wait(f"stopped/{group.generation}", deadline(timeout_s))
     return str(found[0]) if found else None
 
@@ -121,7 +121,7 @@ class Announcements:
         self._rows: list[Any] | None = None
 
     def put(self, info: Info) -> None:
-        """Trainer: the next announcement. Whoever reads it has read the one before, which goes."""
+        """Announce ``info`` next (trainer end), and remove the announcement before, which its readers have read."""
         self._count += 1
         rows = info["params"]
         short = {**info, "params": None} if rows == self._rows else info  # a model's list of parameters rarely changes
@@ -130,7 +130,7 @@ class Announcements:
         self._rows = rows
 
     def get(self, timeout_s: float) -> Info | None:
-        """Worker: the next announcement, or None after ``timeout_s`` seconds.
+        """Return the next announcement, or None after ``timeout_s`` seconds (worker end).
 
         Raises:
             NotConnectedError: the trainer ended the group, or is gone, or another thread aborted.

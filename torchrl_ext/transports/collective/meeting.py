@@ -1,6 +1,6 @@
 """Where the ranks of a group meet: they find each other in the trainer's notes, and agree before a group is formed.
 
-Whoever does not come is named. What a note says is somebody else's word: it is checked before it is used.
+Ranks that do not come are named. Notes come from other processes, so each is checked before it is used.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from torchrl_ext.types import ParamMeta
 __all__ = ["LOBBY", "Membership", "Note", "enter", "host"]
 
 LOBBY = "lobby"
-"""Where those meet that no control layer brings together."""
+"""The room in which ranks meet without a control layer."""
 
 _SETTINGS = {"nccl": ("NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE")}
-"""Variables of the environment that make ranks of one communicator speak differently; engines set some for themselves
-(vLLM sets ``NCCL_CUMEM_ENABLE=0``)."""
+"""Environment variables, by backend, that must be the same on all ranks of a communicator; engines set some for
+themselves (vLLM sets ``NCCL_CUMEM_ENABLE=0``)."""
 
 _ERRORS: Mapping[str, type[errors.WeightSyncError]] = {
     kind.__name__: kind
     for kind in (errors.ConfigError, errors.ManifestError, errors.DeadlineError, errors.TransportError)
 }
-"""What a trainer may say that went wrong."""
+"""The errors that a trainer may report to workers, by name."""
 
 _AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
 
 
 class Membership:
-    """Forms groups, one after the other, and ends them.
+    """A rank's place in a sequence of groups, which it forms one after the other, and ends.
 
     Args:
         address, port: where workers reach the trainer's notes.
@@ -73,7 +73,7 @@ class Membership:
         return self._group is not None and self._group.alive
 
     def group(self) -> Group:
-        """The group of now.
+        """Return the current group.
 
         Raises:
             NotConnectedError: there is none, or it was closed.
@@ -84,14 +84,14 @@ class Membership:
         return self._group
 
     def announcements(self) -> Announcements:
-        """This rank's place in what is announced to the group of now; errors as `group`."""
+        """Return this rank's place in the announcements to the current group; errors as `group`."""
         group = self.group()
         if self._announcements is None or self._announcements.group is not group:
             self._announcements = Announcements(group)
         return self._announcements
 
     def notes(self, room: str) -> NoteStore:
-        """Trainer: the notes that it hosts, for those who meet in ``room``.
+        """Return the notes that the trainer hosts, for the ranks that meet in ``room`` (trainer end).
 
         Raises:
             TransportError: the port is taken.
@@ -102,7 +102,7 @@ class Membership:
         return self._notes or self._keep(KeptNotes(self.address, self.port, secret, self.stop))
 
     def host(self, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
-        """Trainer: form the next group with the workers that stand in ``room``.
+        """Form the next group with the workers that wait in ``room`` (trainer end).
 
         Raises:
             DeadlineError, ConfigError, ManifestError: as `host`.
@@ -116,7 +116,7 @@ class Membership:
         self._form(notes, generation, 0, peers)
 
     def enter(self, room: str, rank: int, size: int | None, params: tuple[ParamMeta, ...]) -> None:
-        """Worker: join the group that the trainer forms with those in ``room``.
+        """Join the group that the trainer forms with the workers in ``room`` (worker end).
 
         Raises:
             DeadlineError, ConfigError, ManifestError: as `enter`.
@@ -146,7 +146,7 @@ class Membership:
             group.sever()
 
     def close(self) -> None:
-        """Leave, and close the notes. May be called twice."""
+        """Leave the group, and close the notes. May be called twice."""
         self.stop.set()
         self.leave()
         self._end_notes()
@@ -165,7 +165,7 @@ class Membership:
 
     def _keep(self, notes: NoteStore) -> NoteStore:
         self._notes, self._close_notes = notes, weakref.finalize(self, notes.close)
-        # at the end of a process its connections close by themselves: those of a fork would end its parent's
+        # at the end of a process its connections close by themselves; closing them in a fork would end its parent's
         self._close_notes.atexit = False
         return notes
 
@@ -187,16 +187,16 @@ class Membership:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a rank says of itself.
+    """A rank's description of itself, from which the trainer sees whether all ranks agree.
 
     Attributes:
         world_size: what it was given; None leaves that to the trainer.
         timeout_s: deadline of its waits, in seconds.
         process: how to call its process in a message.
-        params: what it expects to be moved, `ParamMeta.to_json` of each; empty says nothing.
+        params: what it expects to be moved, `ParamMeta.to_json` of each; empty where it expects nothing particular.
         backend: ``"gloo"`` or ``"nccl"``.
         settings: variables of its environment on which ranks must agree, and None for those that are not set.
-        token: names the answer to it.
+        token: names the note in which the trainer answers.
     """
 
     world_size: int | None
@@ -219,7 +219,7 @@ class Note:
 
     @classmethod
     def from_json(cls, rank: int, read: Any) -> Note:
-        """What was read of ``rank``, checked.
+        """Return the note that was read from ``rank``, checked.
 
         Raises:
             TransportError: it is no such note.
@@ -235,7 +235,7 @@ class Note:
 
 
 def host(notes: NoteStore, room: str, generation: str, own: Note, until: float) -> dict[int, str]:
-    """Trainer: wait until every worker stands in ``room``, check what they expect, and let them in.
+    """Wait until every worker is in ``room``, check what they expect, and let them in (trainer end).
 
     Args:
         own: this rank's note, with a ``world_size``.
@@ -296,7 +296,7 @@ def host(notes: NoteStore, room: str, generation: str, own: Note, until: float) 
 
 
 def enter(notes: NoteStore, room: str, rank: int, own: Note, until: float) -> tuple[str, list[str]]:
-    """Worker: stand in ``room`` until the trainer lets everyone in.
+    """Leave this rank's note in ``room``, and wait until the trainer lets everyone in (worker end).
 
     Returns:
         The generation of the group that is formed now, and how to call the process of each rank, from 0 on.
@@ -333,7 +333,7 @@ def enter(notes: NoteStore, room: str, rank: int, own: Note, until: float) -> tu
 
 
 def _agree(own: Note, rank: int, note: Note) -> None:
-    """Hold a worker's expectations against the trainer's."""
+    """Raise a ConfigError or ManifestError where a worker expects something else than the trainer."""
     if note.world_size not in (None, own.world_size):
         raise ConfigError(
             f"rank {rank} was given world_size {note.world_size}, the trainer {own.world_size}",
@@ -375,7 +375,7 @@ def _row(row: list[Any] | None) -> str:
 
 
 def _of(said: Any, field: str, *kinds: type) -> Any:
-    """One field of a note, of one of these types exactly (JSON knows no others)."""
+    """Return one field of a note, which has exactly one of these types (JSON has no subtypes)."""
     value = said.get(field) if type(said) is dict else None
     if type(said) is not dict or type(value) not in kinds:
         raise _malformed(f"{field} of a note", value)

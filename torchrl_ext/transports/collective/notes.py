@@ -49,7 +49,7 @@ _FORMAT = 2
 _NONCE_BYTES = 16
 _GREETING_BYTES = 1024
 _GREET_S, _PATIENCE_S = 10.0, 60.0
-"""For those who connect to say who they are, and to take an answer."""
+"""Seconds that a worker has to prove itself once it is connected, and to read an answer."""
 _PAUSE_S, _SLICE_S = 0.001, 0.05
 _MOST_CONNECTIONS = 4096
 
@@ -81,21 +81,21 @@ class NoteStore(ABC):
 
     @abstractmethod
     def wait(self, key: str, until: float) -> list[Any]:
-        """A note, as a list of one; empty when it did not come by the monotonic moment ``until``, or when stopped."""
+        """Return a note as a list of one; empty if it did not come by the monotonic time ``until``, or when stopped."""
 
     @abstractmethod
     def drop(self, key: str) -> None:
         """Remove a note, if it is there."""
 
     def sweep(self, *beginnings: str) -> None:  # noqa: B027 - only the trainer knows when nobody needs notes any more
-        """Trainer: remove every note whose name begins with one of these."""
+        """Remove every note whose name begins with one of these (trainer end)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave; the trainer's ends the notes. May be called twice."""
+        """Close this end; the trainer's end ends the notes for all. May be called twice."""
 
     def collect(self, beginning: str, ranks: Iterable[int], until: float) -> dict[int, Any]:
-        """Wait for the note ``beginning + rank`` of each rank; those that came by ``until``, or before a stop."""
+        """Wait for the note ``beginning + rank`` of each rank; return those that came by ``until`` or before a stop."""
         found = {}
         for rank in ranks:
             for value in self.wait(f"{beginning}{rank}", 0.0 if self.stop.is_set() else until):
@@ -113,13 +113,13 @@ class NoteStore(ABC):
         raise TransportError(f"there is no note {key!r} at {self.address}", state="nothing was moved")
 
     def has(self, key: str) -> bool:
-        """Whether the note is there."""
+        """Return whether the note is there."""
         return bool(self.wait(key, 0.0))
 
 
 @final
 class KeptNotes(NoteStore):
-    """The notes, and a listener for the workers; arguments as for `NoteStore`, and a ``port`` of 0 is any free one.
+    """Keeps the notes and listens for workers (trainer end); arguments as for `NoteStore`, ``port`` 0 for a free one.
 
     Raises:
         TransportError: the port is taken.
@@ -219,7 +219,7 @@ class KeptNotes(NoteStore):
                             answer["value"] = value
                     link.send(answer, deadline(_PATIENCE_S))
         except (WeightSyncError, KeyError, TypeError, ValueError, OverflowError):
-            pass  # it is gone, or does not speak our language; it sees its connection closed
+            pass  # it is gone, or does not follow the protocol: it sees its connection closed
         finally:
             with self._lock:
                 self._links.discard(link)
@@ -282,7 +282,7 @@ class RemoteNotes(NoteStore):
         self._link.close()
 
     def _greet(self, until: float) -> bool:
-        """Show that both ends have the secret; False when the other one is just leaving."""
+        """Prove to each other that both ends have the secret; return False if the trainer is just leaving."""
         own, greeting = os.urandom(_NONCE_BYTES).hex(), None
         try:
             greeting = self._link.read(until, self.stop)
@@ -299,7 +299,7 @@ class RemoteNotes(NoteStore):
         except DeadlineError:
             raise self._silent() from None
         except TransportError:
-            pass  # it does not speak our language
+            pass  # it does not follow the protocol
         self._link.close()
         if self.stop.is_set():
             raise _aborted()
@@ -321,7 +321,7 @@ class RemoteNotes(NoteStore):
         )
 
     def _ask(self, question: Info, stop: threading.Event | None = None) -> Info:
-        """The answer to one question; empty when stopped."""
+        """Return the answer to one question; empty when stopped."""
         with self._lock:
             self._asked += 1
             until = deadline(self.patience_s)
@@ -343,7 +343,7 @@ class RemoteNotes(NoteStore):
 
 
 def _proof(secret: str, who: str, nonces: str) -> str:
-    """What only those can say who know the secret."""
+    """Return the proof of one end, which only those can make who know the secret."""
     return hmac.digest(secret.encode(), (who + nonces).encode(errors="backslashreplace"), "sha256").hex()
 
 

@@ -1,6 +1,6 @@
-"""TCP sockets: how ranks reach each other, and what gloo does not offer, a way to end a wait.
+"""TCP sockets by which ranks reach each other, and a way to end a wait on them, which gloo does not offer.
 
-For that this process's own sockets are looked at through the C library, which changes nothing about them: Python's own
+To end a wait, this process's own sockets are found through the C library, which changes nothing about them: Python's
 socket objects would set the mode of a connection that another thread reads. Works where ``/dev/fd`` lists open files
 (Linux, macOS); elsewhere nothing is found and the backends' timeouts remain.
 """
@@ -32,7 +32,7 @@ _ADDRESS_BYTES = 128  # of the largest address that a system knows (sockaddr_sto
 
 
 def listening() -> Iterator[tuple[Any, ...]]:
-    """Where this process listens."""
+    """Yield the addresses, ``(host, port)``, at which this process listens."""
     for number in _descriptors():
         own = _endpoint(_LIBC.getsockname, number)
         if own is not None and _accepts(number):
@@ -40,7 +40,7 @@ def listening() -> Iterator[tuple[Any, ...]]:
 
 
 def connected(endpoints: set[tuple[Any, ...]]) -> Iterator[int]:
-    """Descriptors, valid until the next is asked for, of connections that begin or end at one of ``endpoints``."""
+    """Yield descriptors, each valid until the next, of connections that begin or end at one of ``endpoints``."""
     for number in _descriptors():
         own, other = _endpoint(_LIBC.getsockname, number), _endpoint(_LIBC.getpeername, number)
         if own is not None and other is not None and {own, other} & endpoints:
@@ -54,7 +54,7 @@ def shut_down(endpoints: set[tuple[Any, ...]]) -> None:
 
 
 def _descriptors() -> Iterator[int]:
-    """Duplicates, closed after use, of what this process has open: nobody can put another file into their place."""
+    """Yield a duplicate, closed after use, of each open descriptor, so that no other file can take its number."""
     try:
         entries = os.listdir("/dev/fd")
     except OSError:
@@ -71,7 +71,7 @@ def _descriptors() -> Iterator[int]:
 
 
 def _endpoint(ask: Any, number: int) -> tuple[Any, ...] | None:
-    """``(host, port)``, IPv4 addresses in their own form; None for what is no internet socket, or has no such end."""
+    """Return ``(host, port)``, IPv4 in its own form; None for what is no internet socket, or has no such end."""
     found, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint32(_ADDRESS_BYTES)
     if ask(number, found, ctypes.byref(length)) != 0:
         return None
@@ -92,15 +92,15 @@ def _accepts(number: int) -> bool:
     return done == 0 and bool(value.value)
 
 
-# sockets of Python's, between trainer and workers
+# Python's sockets, between trainer and workers
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens where workers reach this process.
+    """Return a socket that listens where workers reach this process.
 
     Args:
-        address: one that is of this machine, or ``localhost``, is listened at alone; a name may be that of something in
-            between, so all of this machine's are.
+        address: an IP address of this machine, or ``localhost``, is the only one listened at; a name or another address
+            may be that of a proxy, so all of this machine's are listened at.
         port: 0 picks a free one.
 
     Raises:
@@ -115,7 +115,7 @@ def listen(address: str, port: int) -> socket.socket:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((str(numeric), 0))
     except OSError:
-        return _anywhere(port)  # not of this machine: something in between passes connections on
+        return _anywhere(port)  # not of this machine: a proxy passes connections on
     return socket.create_server((str(numeric), port), family=family, backlog=1024)
 
 
@@ -126,7 +126,7 @@ def _anywhere(port: int) -> socket.socket:
 
 
 def dial(address: str, port: int, until: float, stop: threading.Event) -> socket.socket:
-    """A connection to whoever listens there, as soon as somebody does.
+    """Return a connection to the process that listens at this address and port, as soon as one does.
 
     Raises:
         DeadlineError: nobody does by the monotonic moment ``until``.
@@ -157,7 +157,7 @@ _CALLS: set[Future[Any]] = set()
 
 
 def run_beside(call: Callable[[], Any]) -> Future[Any]:
-    """Run ``call`` in a thread that is left to it."""
+    """Run ``call`` in a thread of its own, and return the future of its result."""
     made = in_thread(call, "torchrl-ext-beside")
     _CALLS.add(made)
     made.add_done_callback(_CALLS.discard)
@@ -165,7 +165,7 @@ def run_beside(call: Callable[[], Any]) -> Future[Any]:
 
 
 def in_time(call: Callable[[], Any], until: float, stop: threading.Event) -> list[Any]:
-    """What ``call`` returns, as a list of one; empty when it is not back in time, or when stopped."""
+    """Return what ``call`` returns, as a list of one; empty when it is not back in time, or when stopped."""
     made = run_beside(call)
     while not made.done() and time.monotonic() < until and not stop.is_set():
         wait([made], _SLICE_S)
@@ -173,5 +173,5 @@ def in_time(call: Callable[[], Any], until: float, stop: threading.Event) -> lis
 
 
 def await_calls(timeout_s: float) -> None:
-    """Let what runs beside end, as far as it does within ``timeout_s`` seconds."""
+    """Wait at most ``timeout_s`` seconds for the calls of `run_beside` to end."""
     wait(list(_CALLS), timeout_s)

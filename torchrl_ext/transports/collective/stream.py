@@ -16,7 +16,7 @@ from torchrl_ext.types import ParamMeta
 __all__ = ["BUCKET_BYTES", "DIRECT_BYTES", "Incoming", "buckets_of", "send_buckets"]
 
 BUCKET_BYTES = 8 << 20
-"""Default size of a bucket."""
+"""Default size of a bucket, in bytes."""
 
 DIRECT_BYTES = 1 << 20
 """From this size on a copy into a bucket costs more than a broadcast of its own (measured with gloo)."""
@@ -25,7 +25,7 @@ _SPARE = 8
 """An eighth of a bucket stays free: two in flight, with the lists that go along, then take less than two buckets."""
 
 _SLICE_BYTES = 8 << 20
-"""Slices of large tensors; several in flight keep every connection of the group busy."""
+"""Size of the slices of large tensors; several in flight keep every connection of the group busy."""
 
 _PACKED = 2
 """Filled buckets in flight: a send holds at most two buckets of memory of its own."""
@@ -37,21 +37,21 @@ in memory costs none, unless the source makes its tensors on the way (a gather, 
 
 
 def buckets_of(plan: Plan, params: tuple[ParamMeta, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """How ``params`` are broadcast; with a ``bucket_bytes`` of 0 every tensor travels by itself."""
+    """Return the buckets in which ``params`` are broadcast; a ``bucket_bytes`` of 0 gives each tensor its own."""
     capacity = bucket_bytes - bucket_bytes // _SPARE
     return plan.buckets(params, capacity, min(DIRECT_BYTES, capacity) or 1)
 
 
 class _Window:
-    """Broadcasts in flight, and the memory of those that are packed.
+    """The broadcasts in flight, of which there is a limit, and the memory of packed buckets.
 
     Args:
         group: what they run on.
-        buckets: all that will fly.
+        buckets: all that will be broadcast.
         bucket_bytes: size of a bucket; 0 lets nothing overlap.
 
     Attributes:
-        flying: what was started and did not land yet, oldest first.
+        flying: buckets that were started and did not land yet, with their works and bytes, oldest first.
     """
 
     def __init__(self, group: Group, buckets: Sequence[Bucket], bucket_bytes: int) -> None:
@@ -64,18 +64,18 @@ class _Window:
                 self._largest = bucket.nbytes
 
     def admits(self, bucket: Bucket) -> bool:
-        """Whether ``bucket`` may start before the oldest one has landed."""
+        """Return whether ``bucket`` may start before the oldest one has landed."""
         flying = len(self.flying)
         if flying > self._limit or (flying > 2 and self._bytes > self._limit_bytes):
             return False
         return bucket.direct or self._packed < _PACKED
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        """Memory for ``bucket``; of one size for all that are packed, so that what has landed is used again."""
+        """Return memory for ``bucket``; packed ones all get one size, so that memory is used again after landing."""
         return self._pool.take(bucket.nbytes if bucket.direct else self._largest)[: bucket.nbytes]
 
     def start(self, bucket: Bucket, flat: Tensor) -> None:
-        """Begin to broadcast the bytes of ``bucket``, which are ``flat``."""
+        """Begin to broadcast ``flat``, the bytes of ``bucket``."""
         works = []
         for part in flat.split(_SLICE_BYTES) if bucket.nbytes else ():
             works.append(self._group.broadcast(part))
@@ -84,7 +84,7 @@ class _Window:
         self._packed += not bucket.direct
 
     def land(self) -> tuple[Bucket, Tensor]:
-        """Wait for the oldest bucket; the bucket and its bytes.
+        """Wait for the oldest bucket, and return it with its bytes.
 
         Raises:
             TransportError, DeadlineError: as `Group.wait`.
@@ -99,7 +99,7 @@ class _Window:
 
 
 def send_buckets(group: Group, buckets: Sequence[Bucket], packer: Packer, *, bucket_bytes: int) -> None:
-    """Trainer: broadcast everything that ``packer`` packs.
+    """Broadcast everything that ``packer`` packs (trainer end).
 
     Raises:
         TransportError, DeadlineError: as `Group.wait`.
@@ -122,7 +122,7 @@ def send_buckets(group: Group, buckets: Sequence[Bucket], packer: Packer, *, buc
 
 
 class Incoming:
-    """Worker: the pairs of one handoff, as they arrive.
+    """Receives the pairs of one handoff (worker end).
 
     Args:
         group: what they arrive on.
@@ -142,11 +142,11 @@ class Incoming:
         bucket_bytes: int,
     ) -> None:
         self._rest = deque(buckets)
-        """What was not started yet. A bucket leaves it only when it is on its way, so that none is ever skipped."""
+        """Buckets that were not started yet; each is removed only once it has started, so that none is ever skipped."""
         self._window, self._lander = _Window(group, buckets, bucket_bytes), Lander(params, into, group.device)
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pairs in order; whoever takes them may stop at any of them, and `drain` then takes the rest.
+        """Yield the pairs in order; the caller may stop at any of them, and `drain` then takes the rest.
 
         Raises:
             TransportError, DeadlineError: as `Group.wait`.

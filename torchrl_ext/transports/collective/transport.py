@@ -1,4 +1,4 @@
-"""`VLLMCollectiveTransport`: broadcast from the trainer to every worker, over NCCL or gloo."""
+"""`VLLMCollectiveTransport` broadcasts weights from the trainer to every worker, over NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         return pairs
 
     def _receiving(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[Any]:
-        """Begin, which yields None, and then give the pairs."""
+        """Yield None once the handoff has begun, and then its pairs."""
         group = self._member.group()
         incoming = self._incoming(group, info, into)
         name, told = None, False
@@ -292,8 +292,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
         return Incoming(group, buckets, params, into, bucket_bytes=info["bucket_bytes"])
 
     def _drain(self, group: Group, incoming: Incoming, info: Info, words: str) -> None:
-        """Take and drop what is on its way, so that the group stays in step, and tell the trainer why."""
-        if not group.alive:  # nothing comes; and the interpreter may be ending, which lets go of what was left half-way
+        """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
+        if not group.alive:  # nothing comes; the interpreter may be ending, which closes iterators left half-way
             return
         try:
             incoming.drain()
@@ -307,7 +307,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self._member.announcements().put(info)
 
     def poll(self, timeout_s: float) -> Info | None:
-        """The next announcement.
+        """Return the next announcement, or None after ``timeout_s`` seconds.
 
         Raises:
             TransportError: this is the trainer.
@@ -339,7 +339,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
 
 def _require(info: Info, **fields: type) -> None:
-    """What a trainer says to a worker is somebody else's word; a float may also be written as an integer."""
+    """Raise a TransportError unless these fields of a trainer's info have these types; a float may be an integer."""
     for name, kind in fields.items():
         value: Any = info.get(name)
         if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is int and value < 0):

@@ -35,7 +35,7 @@ _OWN: weakref.WeakValueDictionary[str, CudaSegment] = weakref.WeakValueDictionar
 
 
 class _Memory:
-    """A device pointer as torch takes it (``__cuda_array_interface__``, version 3), freed with its tensors."""
+    """Device memory as torch takes it (``__cuda_array_interface__``, version 3), freed with its tensors."""
 
     def __init__(self, pointer: int, nbytes: int, device: int, free: str) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
@@ -44,7 +44,7 @@ class _Memory:
 
 @final
 class CudaSegment(Segment):
-    """Device memory.
+    """A segment on a GPU.
 
     Args:
         pointer: where it begins.
@@ -67,14 +67,14 @@ class CudaSegment(Segment):
 
 
 def visible() -> list[str]:
-    """UUIDs of the GPUs that this process sees, the current one first."""
+    """Return the UUIDs of the GPUs that this process sees, the current one first."""
     here = torch.cuda.current_device()
     others = [index for index in range(torch.cuda.device_count()) if index != here]
     return [_uuid(index) for index in (here, *others)]
 
 
 def create_cuda(device: str, nbytes: int) -> CudaSegment:
-    """A new segment on the GPU with UUID ``device``.
+    """Create a segment of this process on the GPU with UUID ``device``.
 
     Raises:
         ConfigError: this process does not see that GPU.
@@ -128,7 +128,7 @@ def attach_cuda(handle: Info) -> Segment:
 
 @final
 class _Borrowed(Segment):
-    """A segment of this process, seen by its other end."""
+    """A segment of this process, as a worker end in the same process attaches it."""
 
     def __init__(self, own: CudaSegment) -> None:
         self._own, self.flat, self.handle = own, own.flat, own.handle

@@ -46,7 +46,7 @@ _SAME = "trainer and worker as processes of one machine, one user and one pid na
 
 
 class Segment(ABC):
-    """Bytes that several processes see.
+    """A piece of memory that several processes map.
 
     Attributes:
         flat: the bytes, as a uint8 tensor; the memory lives as long as this tensor or a view of it.
@@ -61,16 +61,16 @@ class Segment(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory up. May be called twice."""
+        """Release the memory. May be called twice."""
 
 
 @final
 class HostSegment(Segment):
-    """A mapped file without a name.
+    """A segment in host memory: a mapped file without a name.
 
     Args:
-        descriptor: of the file. Who made it keeps it open for others, until `close`; who maps that of another process
-            closes it at once, for there may be one per tensor.
+        descriptor: of the file. The process that made it keeps it open for others, until `close`; one that maps a file
+            of another process closes it at once, for there may be one per tensor.
         nbytes: its size.
         handle: as `Segment.handle`, where another process made it.
     """
@@ -88,7 +88,7 @@ class HostSegment(Segment):
 
 
 class _Mapping:
-    """A mapping that keeps no descriptor (mmap.mmap keeps one), as numpy takes memory; unmapped with its last view."""
+    """A memory mapping for numpy that keeps no descriptor (mmap.mmap keeps one), and is unmapped with its last view."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
@@ -110,7 +110,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def host_handle(descriptor: int, about: os.stat_result) -> Info:
-    """The handle of a file in memory that this process holds open."""
+    """Return the handle of a file in memory that this process holds open."""
     return {
         "kind": "host",
         "pid": os.getpid(),
@@ -121,7 +121,7 @@ def host_handle(descriptor: int, about: os.stat_result) -> Info:
 
 
 def create(device: str, nbytes: int) -> Segment:
-    """A new segment of this process.
+    """Create a segment of this process.
 
     Args:
         device: ``"cpu"``, or the UUID of a GPU that this process sees.
@@ -139,7 +139,7 @@ def create(device: str, nbytes: int) -> Segment:
         raise ConfigError(f"shared staging memory needs Linux, this is {sys.platform}", hint="use transport 'disk'")
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # what is missing is missed here, and not by a signal later
+        os.posix_fallocate(descriptor, 0, nbytes)  # a lack of memory is an error here, and no signal later
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return HostSegment(descriptor, nbytes)
     except OSError as error:
@@ -208,7 +208,7 @@ def attach(handle: Any, *, sealed: bool = True) -> Segment:
 
 
 def local_devices() -> list[str]:
-    """Where this process can take weights from, best first: UUIDs of the GPUs that it sees, then the host."""
+    """Return where this process can take weights from, best first: UUIDs of the GPUs that it sees, then the host."""
     if not torch.cuda.is_available():
         return [HOST]
     from torchrl_ext.transports.ipc.cuda_memory import visible
@@ -217,7 +217,7 @@ def local_devices() -> list[str]:
 
 
 def integer(message: Any, field: str) -> int:
-    """A field of a message from outside that has to be a whole number of 0 or more.
+    """Return a field of a message from outside, which has to be a whole number of 0 or more.
 
     Raises:
         IntegrityError: it is none.

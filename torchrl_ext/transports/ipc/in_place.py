@@ -40,7 +40,7 @@ _AHEAD = 4  # groups that are copied while one is handed on: no thread waits for
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """All tensors of an update, as places in files.
+    """The places of all tensors of an update, in files that are mapped into memory.
 
     Attributes:
         info: JSON-safe: ``files`` (handles, see `torchrl_ext.transports.ipc.host_memory`) and ``rows``, one for each
@@ -52,7 +52,7 @@ class Offer:
     addresses: tuple[int, ...]
 
     def check(self, number: int, tensor: Tensor) -> None:
-        """Raises ManifestError where tensor ``number`` of the pass is not the one that was offered."""
+        """Raise a ManifestError where tensor ``number`` of the pass is not the one that was offered."""
         if tensor.data_ptr() != self.addresses[number]:
             raise ManifestError(
                 f"parameter {number} of the source moved in memory while it was sent",
@@ -61,7 +61,7 @@ class Offer:
 
 
 def offer(params: Sequence[ParamMeta], held: Mapping[str, Tensor]) -> Offer | None:
-    """Where the tensors of an update lie; None unless every one of them is in memory that others can map.
+    """Return where the tensors of an update lie; None unless each of them is in memory that others can map.
 
     Args:
         params: what the update sends.
@@ -94,7 +94,7 @@ def _shareable(tensor: Tensor) -> bool:
 
 
 def _mapped() -> tuple[list[int], list[tuple[int, int, int, tuple[int, int]]]]:
-    """Shared mappings of files by this process, by address: begin, end, offset in the file, device and inode."""
+    """Return this process's shared file mappings, by address: begin, end, offset in the file, device and inode."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, offset, device, inode, *_ = line.split(maxsplit=5)
@@ -107,7 +107,7 @@ def _mapped() -> tuple[list[int], list[tuple[int, int, int, tuple[int, int]]]]:
 
 
 def _descriptors() -> dict[tuple[int, int], Info]:
-    """A handle for each file that this process holds open."""
+    """Return a handle for each regular file that this process holds open, by device and inode."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -120,7 +120,7 @@ def _descriptors() -> dict[tuple[int, int], Info]:
 
 
 class Borrowed:
-    """Worker end: a trainer's own tensors, mapped for as long as the trainer lives.
+    """Maps a trainer's own tensors for as long as the trainer lives, and copies from them (worker end).
 
     Attributes:
         unreachable: whether the last handoff could not be mapped; nothing is mapped then.
@@ -140,7 +140,7 @@ class Borrowed:
         capacity: int,
         copy: CopyBytes = copy_plainly,
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Copy everything, one of `groups` at a time; what was copied, in order, none of it the trainer's.
+        """Copy all tensors, and yield their pairs in order, one of `groups` at a time, in memory of this process.
 
         Args:
             info: `Offer.info`.
@@ -151,11 +151,11 @@ class Borrowed:
 
         Raises:
             TransportError: the trainer's memory cannot be reached.
-            IntegrityError: a place that cannot be.
+            IntegrityError: a place that lies in none of the files.
         """
         sources = self._sources(info, params)
         lander = Lander(params, into, torch.device("cpu"))
-        if sum(source.nbytes for source in sources) <= _SLICE_BYTES:  # a thread starts for longer than this is copied
+        if sum(source.nbytes for source in sources) <= _SLICE_BYTES:  # starting a thread takes longer than this copy
             for first, stop in groups(params, capacity):
                 for index in range(first, stop):
                     copy(sources[index], lander.begin(index).numpy())
@@ -173,13 +173,13 @@ class Borrowed:
                 yield _finished(lander, *running.popleft())
 
     def keep_while(self, link: Link) -> None:
-        """Let go of everything as soon as the trainer at the other end of ``link`` is gone."""
+        """Unmap everything as soon as the trainer at the other end of ``link`` is gone."""
         if self._watched is not link:
             self._watched = link
             threading.Thread(target=self._watch, args=(link,), name="ipc-borrowed", daemon=True).start()
 
     def close(self) -> None:
-        """Let go of everything. May be called twice."""
+        """Unmap everything. May be called twice."""
         with self._lock:
             for segment in self._files.values():
                 segment.close()
@@ -214,7 +214,7 @@ class Borrowed:
         return sources
 
     def _map(self, handles: Sequence[Any]) -> list[Segment]:
-        """The files, of which those of the last update are mapped already."""
+        """Return the mapped files, and keep the mappings that the last update used too."""
         keys = [json.dumps(handle) for handle in handles]
         with self._lock:
             for key, handle in zip(keys, handles, strict=True):
@@ -226,14 +226,14 @@ class Borrowed:
 
 
 def _finished(lander: Lander, group: range, copies: Sequence[Future[None]]) -> list[tuple[str, Tensor]]:
-    """One of `groups`, once it is copied."""
+    """Return the pairs of one of `groups`, once they are copied."""
     for one in copies:
         one.result()
     return [lander.end(index) for index in group]
 
 
 def groups(params: Sequence[ParamMeta], capacity: int) -> list[tuple[int, int]]:
-    """Ranges of parameters, first and stop, of ``capacity`` bytes at most, or of one parameter."""
+    """Return ranges of parameters, first and stop, of ``capacity`` bytes at most, or of one parameter."""
     cuts, first, nbytes = [], 0, 0
     for index, meta in enumerate(params):
         if nbytes and nbytes + meta.nbytes > capacity:
@@ -244,7 +244,7 @@ def groups(params: Sequence[ParamMeta], capacity: int) -> list[tuple[int, int]]:
 
 
 def _shares(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-    """What a thread copies at a time: a slice of a tensor, or many small ones."""
+    """Yield what a thread copies at a time: a slice of a tensor, or many small ones."""
     share, nbytes = [], 0
     for source, target in pairs:
         for begin in range(0, source.nbytes, _SLICE_BYTES):

@@ -1,4 +1,4 @@
-"""A copy that leaves the processor's caches to others: what is written goes straight to memory.
+"""A copy that bypasses the processor's caches: what is written goes straight to memory.
 
 An ordinary store first fetches the line that it is about to overwrite. For weights, which nobody reads soon, that is a
 third of the traffic, and it evicts the staging buffer. glibc's ``memcpy`` has such stores too, but only for copies
@@ -24,7 +24,7 @@ _STEP_BYTES = 4 * _LINE_BYTES
 
 @intrinsic
 def _store_lines(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Copy ``nbytes``, a multiple of 256, from one address to another, which is a multiple of 64."""
+    """Compile to a copy of ``nbytes``, a multiple of 256, between two addresses; ``target`` is a multiple of 64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         begin, origin, size = args

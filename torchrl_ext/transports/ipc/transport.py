@@ -1,4 +1,4 @@
-"""`IPCTransport`: through memory that trainer and engine share, for engines on the trainer's own machine."""
+"""`IPCTransport` carries weights through memory that a trainer shares with engines of its own machine."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class IPCTransport(StandaloneTransport):
 
     @property
     def staging_bytes(self) -> int:
-        """Size of the staging buffer, in bytes; with GPUs, of each."""
+        """The size of the staging buffer, in bytes; with several GPUs, of each one's buffer."""
         if self._segments:
             return next(iter(self._segments.values())).flat.numel()
         nbytes = self._bucket_bytes or (_HOST_BYTES if self._devices() == [HOST] else _CUDA_BYTES)
@@ -162,7 +162,7 @@ class IPCTransport(StandaloneTransport):
             raise
         self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
         troubles = connected.troubles()
-        if troubles and self._alone:  # where engines are told by a control layer, they are heard by it too
+        if troubles and self._alone:  # with a control layer, the engines tell it themselves
             raise TransportError(
                 f"weights version {info['version']} was not taken by {troubles}", state="the other workers have it"
             )
@@ -186,13 +186,13 @@ class IPCTransport(StandaloneTransport):
         stream: Iterator[tuple[ParamMeta, Tensor]],
         params: tuple[ParamMeta, ...],
     ) -> None:
-        """Workers copy by themselves; meanwhile the pass is made, on whose digests others may count."""
+        """Let workers copy by themselves; meanwhile make the pass over the source, whose digests callers may need."""
         for number, (_, tensor) in enumerate(stream):
             in_place.check(number, tensor)
         last = len(groups(params, self.staging_bytes // SLOTS)) - 1
         connected.filled(last)
         try:
-            for number in range(last + 1):  # one by one: each that comes is a sign of life
+            for number in range(last + 1):  # one by one: each that comes extends the deadline
                 connected.await_taken(number)
         finally:
             if connected.unmapped:
@@ -200,7 +200,7 @@ class IPCTransport(StandaloneTransport):
                 log.warning("weights are staged from now on, for they could not be mapped by %s", connected.unmapped)
 
     def _told_workers(self, info: Info) -> ConnectedWorkers:
-        """The workers of this channel, told of the handoff."""
+        """Return the workers of this channel, once they are told of the handoff."""
         connected = self._workers or self._listen_at(shared_address(self._channel))
         try:
             announced = self._announced.get(timeout=self.timeout_s)
@@ -218,7 +218,7 @@ class IPCTransport(StandaloneTransport):
         return self._workers
 
     def _segment_on(self, devices: list[str]) -> Segment:
-        """The staging buffer on the first of a worker's devices that this process can use too."""
+        """Return the staging buffer on the first of a worker's devices that this process can use too."""
         mine = self._devices()
         device = next((device for device in devices if device in mine), HOST)
         if device not in self._segments:
@@ -226,7 +226,7 @@ class IPCTransport(StandaloneTransport):
         return self._segments[device]
 
     def _created(self, device: str, nbytes: int) -> Segment:
-        """A staging buffer; a smaller one where memory is short, unless its size was asked for or is in use already."""
+        """Create a staging buffer, smaller where memory is short, unless its size was asked for or is already used."""
         while True:
             try:
                 return create(device, nbytes)
@@ -260,7 +260,7 @@ class IPCTransport(StandaloneTransport):
     # both ends
 
     def abort(self) -> None:
-        """Trainer: wait for nobody who does not work right now. Worker: end the wait at once."""
+        """End every wait: a worker end's at once, a trainer end's as soon as no worker makes progress."""
         connected = self._workers
         if connected is not None:
             connected.aborted.set()

@@ -33,7 +33,7 @@ _LAST_WORDS_S = 1.0
 
 
 class IPCWorker:
-    """One worker.
+    """A worker's end of the connection to its trainer, through which it receives handoffs.
 
     Args:
         devices: where it can take weights from, best first.
@@ -54,7 +54,7 @@ class IPCWorker:
         return link is not None and bool(self._welcome) and link.alive
 
     def join(self, info: Info, timeout_s: float) -> None:
-        """Enter at the address in ``info``; the buffer is mapped once, so that what prevents it is known by now.
+        """Connect at the address in ``info``, and map the buffer once, so that what prevents it is known by then.
 
         Raises:
             DeadlineError: the trainer does not let this worker in.
@@ -77,14 +77,14 @@ class IPCWorker:
             raise IntegrityError("another trainer answers at the address of this one", state="nothing was received")
 
     def poll(self, address: str, timeout_s: float) -> Info | None:
-        """The next announced info, or None after ``timeout_s`` seconds; a trainer that is gone may come back."""
+        """Return the next announced info, or None after ``timeout_s`` seconds; a trainer that is gone may come back."""
         self._stop.clear()
         until = deadline(timeout_s)
         while True:
             try:
                 message = self._enter(address, until)
             except NotConnectedError:
-                self.hang_up()  # a trainer that comes after it is as welcome
+                self.hang_up()  # another trainer may come after it
                 message = None
             if message is not None and "announce" in message:
                 return _announced(message["announce"])
@@ -92,7 +92,7 @@ class IPCWorker:
                 return None
 
     def _enter(self, address: Any, until: float) -> Info | None:
-        """Get connected, or one step on: the next message, if one came."""
+        """Connect where this end is not connected, and return the next message, if one came."""
         if self._link is None:
             self._link = connect_locally(address)
             if self._link is None:
@@ -113,7 +113,7 @@ class IPCWorker:
                 attach(message["welcome"].get("segment")).close()
             except WeightSyncError as error:
                 self._say({"leaving": why(error)})
-                self.hang_up()  # what else it said cannot be acted upon
+                self.hang_up()  # without the buffer, no other message of it can be used
                 raise
             self._welcome = message["welcome"]
         return message
@@ -124,7 +124,7 @@ class IPCWorker:
         Raises:
             NotConnectedError: the trainer is gone.
             TransportError, DeadlineError: it stopped, or does not go on.
-            IntegrityError, ManifestError: what it says cannot be.
+            IntegrityError, ManifestError: what it says is malformed.
         """
         link, handoff = self._require_link(info), integer(info, "handoff")
         name, complete = None, False
@@ -147,7 +147,7 @@ class IPCWorker:
                 for number, pairs in enumerate(steps):
                     complete = number + 1 == count
                     if in_place and complete:
-                        self._await_filled(link, handoff, number, timeout_s)  # the trainer went through all of it too
+                        self._await_filled(link, handoff, number, timeout_s)  # the trainer's own pass has ended, too
                     link.send({"taken": [handoff, number]}, deadline(timeout_s))
                     for name, tensor in pairs:
                         yield name, tensor
@@ -165,7 +165,7 @@ class IPCWorker:
     def _staged(
         self, link: Link, handoff: int, buckets: Sequence[Bucket], lander: Lander, segment: Segment, timeout_s: float
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """What has been copied out of the staging buffer, bucket by bucket."""
+        """Yield the pairs of each bucket, once they are copied out of the staging buffer."""
         for number, bucket in enumerate(buckets):
             self._await_filled(link, handoff, number, timeout_s)
             pairs = lander.take(bucket, half(segment, number, _capacity(segment)))
@@ -191,12 +191,12 @@ class IPCWorker:
             return
 
     def refuse(self, info: Info, words: str, *, unmapped: bool = False) -> None:
-        """Tell the trainer not to wait for this end; ``unmapped``: the next handoff should be staged."""
+        """Tell the trainer not to wait for this end and, by ``unmapped``, to stage the next handoff."""
         refused: Info = {"refused": [info.get("handoff"), words]}
         self._say({**refused, "unmapped": True} if unmapped else refused)
 
     def _say(self, message: Info) -> None:
-        """What the trainer may not hear any more."""
+        """Send a message that the trainer may not be there to read."""
         if self._link is not None:
             try:
                 self._link.send(message, deadline(_LAST_WORDS_S))
@@ -219,7 +219,7 @@ class IPCWorker:
             link.end()
 
     def hang_up(self) -> None:
-        """Leave. May be called twice."""
+        """Close the connection, and unmap the trainer's tensors. May be called twice."""
         if self._link is not None:
             self._link.close()
         self._link, self._welcome = None, {}
@@ -227,7 +227,7 @@ class IPCWorker:
 
 
 def _announced(info: Any) -> Info:
-    """What the trainer announces.
+    """Return an announced info, checked.
 
     Raises:
         IntegrityError: it is no handoff.
@@ -245,7 +245,7 @@ def _rows(info: Info) -> list[Any]:
 
 
 def half(segment: Segment, number: int, capacity: int) -> Tensor:
-    """The bytes of bucket ``number``."""
+    """Return the half of a staging buffer that bucket ``number`` lies in, of ``capacity`` bytes."""
     begin = number % SLOTS * capacity
     return segment.flat[begin : begin + capacity]
 

@@ -1,4 +1,4 @@
-"""The workers of one trainer, as the trainer sees them: who came, who has what, who is gone.
+"""The workers of one trainer, as the trainer sees them, and the messages between them and it.
 
 =========================================  ================================================================
 ``{"hello": {"rank", "devices"}}``         worker: who it is, and where it can take weights from, best first
@@ -40,7 +40,7 @@ _LOOK_S = 0.1
 
 
 class _Worker:
-    """One connection and how far it is."""
+    """The connection to one worker, and how far that is with the handoff."""
 
     def __init__(self, link: Link, rank: int | None, segment: Segment) -> None:
         self.link, self.rank, self.segment = link, rank, segment
@@ -55,7 +55,7 @@ class _Worker:
 
 
 class ConnectedWorkers:
-    """Trainer end of all connections.
+    """The connections of all workers (trainer end).
 
     Args:
         address: where workers come in.
@@ -70,7 +70,7 @@ class ConnectedWorkers:
         self._workers: list[_Worker] = []
         self._handoff = -1
         self.aborted = threading.Event()
-        """Set from another thread: who does not work now is not waited for any longer."""
+        """Set from another thread to wait no longer for workers that make no progress."""
 
     @property
     def alive(self) -> bool:
@@ -79,11 +79,11 @@ class ConnectedWorkers:
 
     @property
     def segments(self) -> list[Segment]:
-        """Staging buffers of the workers that take part."""
+        """The staging buffers of the workers that take part."""
         return list({id(worker.segment): worker.segment for worker in self._active()}.values())
 
     def wait_for(self, count: int, ranks: Iterable[int] = ()) -> None:
-        """Wait until ``count`` workers (and all of ``ranks``) are connected; more are welcome.
+        """Wait until ``count`` workers (and all of ``ranks``) are connected, and let in those that come beyond.
 
         Raises:
             DeadlineError: they did not come; names the ranks, and why those that came were not let in.
@@ -128,7 +128,7 @@ class ConnectedWorkers:
             self._tell(worker, {"announce": info})
 
     def begin(self, handoff: int) -> None:
-        """Start with a handoff: everybody who is connected takes part."""
+        """Begin a handoff, in which every connected worker takes part."""
         self._handoff = handoff
         for worker in self._workers:
             worker.taken, worker.refused, worker.lost, worker.unmapped = -1, "", "", False
@@ -136,7 +136,7 @@ class ConnectedWorkers:
                 worker.lost = _farewell(worker.link) or "it is gone"
 
     def filled(self, bucket: int) -> None:
-        """Tell that a bucket is there.
+        """Tell every worker that ``bucket`` is in the staging buffer.
 
         Raises:
             TransportError: nobody is left who would take it.
@@ -146,7 +146,7 @@ class ConnectedWorkers:
         self._require_somebody()
 
     def await_taken(self, bucket: int) -> None:
-        """Wait until whoever still takes part has copied ``bucket``.
+        """Wait until every worker that still takes part has copied ``bucket``.
 
         Raises:
             TransportError: nobody is left.
@@ -166,23 +166,23 @@ class ConnectedWorkers:
         self._require_somebody()
 
     def stop(self, words: str) -> None:
-        """Tell those who wait for the rest of the handoff that it does not come."""
+        """Tell the workers that the rest of the handoff does not come."""
         for worker in self._active():
             self._tell(worker, {"stopped": [self._handoff, words]})
 
     def troubles(self) -> str:
-        """Who did not take the handoff, and why; empty when everybody did."""
+        """Return which workers did not take the handoff, and why; empty when all did."""
         return "; ".join(
             f"{worker.name}: {worker.lost or worker.refused}" for worker in self._workers if not worker.active
         )
 
     @property
     def unmapped(self) -> str:
-        """Who could not map what was offered in place, and why; empty when everybody could."""
+        """The workers that could not map what was offered in place, and why; empty when all could."""
         return "; ".join(f"{worker.name}: {worker.refused}" for worker in self._workers if worker.unmapped)
 
     def close(self) -> None:
-        """Let everybody go. May be called twice."""
+        """Disconnect all workers, and stop listening. May be called twice."""
         self._listener.close()
         for worker in self._workers:
             worker.link.close()
@@ -196,7 +196,7 @@ class ConnectedWorkers:
             raise TransportError(f"no worker is left: {self.troubles() or 'none was connected'}")
 
     def _welcome(self, link: Link, hello: Info) -> None:
-        """Let one in; who is gone by now is not waited for.
+        """Let a worker in, unless it is gone by now.
 
         Raises:
             TransportError: there is no memory for the staging buffer; the worker is told.
@@ -222,7 +222,7 @@ class ConnectedWorkers:
         worker.link.close()
 
     def _listen(self, workers: list[_Worker], until: float) -> None:
-        """Read what any of these says; returns at once when one did."""
+        """Wait until one of these workers says something, at most until ``until``, and read it."""
         poll = select.poll()
         for worker in workers:
             poll.register(worker.link, select.POLLIN | select.POLLRDHUP)
@@ -252,11 +252,11 @@ class ConnectedWorkers:
 
 
 def _hello(link: Link) -> Info:
-    """Who it is that came.
+    """Return the rank and the devices of a worker that connected.
 
     Raises:
         TransportError: it does not say so.
-        WeightSyncError: it is gone, or speaks another language.
+        WeightSyncError: it is gone, or does not follow the protocol.
     """
     hello: Any = (link.read(deadline(_HELLO_S)) or {}).get("hello")
     rank = hello.get("rank") if isinstance(hello, dict) else -1
@@ -266,7 +266,7 @@ def _hello(link: Link) -> Info:
 
 
 def _farewell(link: Link) -> str:
-    """Why one that closed its connection could not take part; empty where it does not say."""
+    """Return why a worker that closed its connection could not take part; empty where it does not say."""
     words = ""
     try:
         while (message := link.read(0.0)) is not None:
@@ -277,7 +277,7 @@ def _farewell(link: Link) -> str:
 
 
 def _try_to_send(link: Link, message: Info) -> bool:
-    """Whether one that came is still there to be told."""
+    """Send to a worker that just connected, and return whether it is still there."""
     try:
         link.send(message, deadline(_HELLO_S))
         return True
