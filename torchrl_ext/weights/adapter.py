@@ -21,7 +21,7 @@ __all__ = ["ADAPTER_CONFIG", "AdapterFolder", "AdapterSource", "as_adapter"]
 ADAPTER_CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
-"""Ways to begin that leave the base as it is; PiSSA, OLoRA, CorDA and LoftQ move a part of it into the adapter."""
+"""Initialisations that leave the base as it is; PiSSA, OLoRA, CorDA and LoftQ move part of it into the adapter."""
 
 
 @final
@@ -33,7 +33,7 @@ class AdapterSource(WeightSource):
         adapter: its adapter; None for the active one.
 
     Raises:
-        ConfigError: there is no such adapter, it is no LoRA, or it was begun in a way that changes the base weights.
+        ConfigError: there is no such adapter, it is no LoRA, or its initialisation changed the base weights.
     """
 
     def __init__(self, module: nn.Module, adapter: str | None = None) -> None:
@@ -64,7 +64,7 @@ class AdapterSource(WeightSource):
     def _config(self) -> dict[str, Any]:
         found = self._model.peft_config[self._adapter].to_dict()
         plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
-        return json.loads(json.dumps(plain))  # what cannot be said in JSON would fail here, before anything is written
+        return json.loads(json.dumps(plain))  # what JSON cannot hold fails here, before anything is written
 
 
 @final
@@ -112,10 +112,10 @@ class AdapterFolder(WeightSource):
 
 
 def as_adapter(model: Any, adapter: str | None = None) -> WeightSource:
-    """The source for a PEFT module, or for a directory that PEFT has written.
+    """Return the source for a PEFT module, or for a directory that PEFT has written.
 
     Args:
-        model: the module or the directory; a WeightSource stands for itself.
+        model: the module or the directory; a WeightSource is returned as it is.
         adapter: which adapter of the module; None for the active one.
 
     Raises:

@@ -25,7 +25,7 @@ _NOT_COMPANIONS = ("manifest.json", ".index.json")
 
 
 def companion_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
-    """What makes weights a model: config, generation and tokenizer files of a checkpoint directory; name -> content.
+    """Return the config, generation and tokenizer files of a checkpoint directory, name -> content.
 
     Raises:
         ConfigError: there is no such directory.
@@ -41,7 +41,7 @@ def companion_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
 
 
 def model_files(module: nn.Module) -> Mapping[str, bytes]:
-    """``config.json`` (and ``generation_config.json``) of the `transformers` model in ``module``, else nothing.
+    """Return ``config.json`` (and ``generation_config.json``) of the `transformers` model in ``module``, else nothing.
 
     Never imports transformers. The fields that ``save_pretrained`` adds (``architectures``, ``dtype``) are added to
     what is written, not to the live config.
@@ -63,7 +63,7 @@ def model_files(module: nn.Module) -> Mapping[str, bytes]:
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, bytes]:
-    """``files`` with ``dtype`` in their ``config.json``, where there is one that names a dtype.
+    """Return ``files`` with ``dtype`` in their ``config.json``, where there is one that names a dtype.
 
     Raises:
         IntegrityError: it is no JSON object.
@@ -150,7 +150,7 @@ class CheckpointSource(WeightSource):
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Name -> file name of an index.
+    """Return the weight map of an index, name -> file name.
 
     Raises:
         IntegrityError: the index cannot be read, or names files outside its directory.

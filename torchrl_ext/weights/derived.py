@@ -31,7 +31,7 @@ class RenamedSource(WeightSource):
         mapper: trainer name -> checkpoint name.
 
     Raises:
-        ManifestError: two names meet.
+        ManifestError: two names map to one.
     """
 
     def __init__(self, source: WeightSource, mapper: Callable[[str], str]) -> None:
@@ -94,7 +94,7 @@ class CastSource(WeightSource):
 
 
 def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:
-    """A mapper that applies the first pattern which matches a whole name; other names stay.
+    """Return a mapper that applies the first pattern which matches a whole name; other names stay.
 
     Args:
         table: pattern -> replacement (`re.Match.expand` syntax), tried in order.
@@ -120,23 +120,23 @@ def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str], str]:
-    """A callable stays; a mapping becomes a `regex_mapper`."""
+    """Return a callable as it is, and the `regex_mapper` of a mapping."""
     return regex_mapper(mapper) if isinstance(mapper, Mapping) else mapper
 
 
 class Layered(WeightSource):
-    """Some tensors over a source that has all of them.
+    """A source in which some tensors take the place of those of another source.
 
     Args:
-        below: all tensors.
-        above: those that take the place of its own.
+        below: the source of all tensors.
+        above: tensors that take the place of its own, by name.
 
     Raises:
         ManifestError: ``below`` has no tensor of a name, or one of another shape.
     """
 
     def __init__(self, below: WeightSource, above: Mapping[str, Tensor]) -> None:
-        # a layer over a layer would keep tensors alive that nobody sees any more
+        # a layer over a layer would keep alive tensors that are never yielded any more
         if isinstance(below, Layered):
             above = {**below._above, **above}
             below = below._below
@@ -229,7 +229,7 @@ class ConvertedSource(WeightSource):
         return self._source.files()
 
     def _batches(self) -> Iterator[tuple[Group | None, list[Row]]]:
-        """What is taken together, in the order of the source: a group, or a tensor that keeps its name."""
+        """Yield what is taken together, in the order of the source: a group, or a tensor that keeps its name."""
         rows, begun = {row[0]: row for row in self._source.rows()}, set()
         for name, row in rows.items():
             group = self._group_of.get(name)
@@ -241,7 +241,7 @@ class ConvertedSource(WeightSource):
 
 
 def converted(source: RowSource, module: nn.Module) -> WeightSource:
-    """``source``, or what it has under checkpoint names where ``module`` has other ones.
+    """Return ``source``, or what it has under checkpoint names where ``module`` has other ones.
 
     Args:
         source: of tensors under the names of ``module``, or under those of the checkpoint already.
@@ -259,7 +259,7 @@ def converted(source: RowSource, module: nn.Module) -> WeightSource:
 
 
 def stacked(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under checkpoint names, or some of them, as ``module`` holds them; it may be on the meta device."""
+    """Return checkpoint tensors, or some of them, as ``module`` holds them, which may be on the meta device."""
     found, own = dict(tensors), dict(named_tensors(module, scratch=True))
     for group in groups_of(module, own.items):
         if not all(name in tensors for name in group.results):

@@ -1,4 +1,4 @@
-"""Devices that somebody asks for, and whether this process has them."""
+"""Checks that a device which a setting names exists, and that this process can use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["known_device", "usable_device"]
 
 
 def known_device(device: torch.device | str | int) -> torch.device:
-    """``device`` as torch writes it.
+    """Return ``device`` as a `torch.device`.
 
     Raises:
         ConfigError: torch knows no such device.
@@ -23,7 +23,7 @@ def known_device(device: torch.device | str | int) -> torch.device:
 
 
 def usable_device(device: torch.device | str | int) -> torch.device:
-    """As `known_device`, of this process.
+    """Return ``device`` as a `torch.device` that this process can use.
 
     Raises:
         ConfigError: torch knows no such device, or this process does not see it.

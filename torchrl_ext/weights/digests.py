@@ -1,7 +1,7 @@
 """Digests of tensors, for proving that two sides hold the same bytes.
 
-`tensor_digest` is over the bytes in their order. `PositionDigest` does not care for order: it is over (position, bits)
-pairs, and updated in O(changed).
+`tensor_digest` is over the bytes in their order. `PositionDigest` is over (position, bits) pairs in any order, and
+updated in O(changed).
 
 Every element contributes two 64-bit words, a mix of its flat position in the full checkpoint tensor and its raw bits;
 the digest is their sum modulo 2^64, lane by lane. So
@@ -31,12 +31,12 @@ __all__ = ["PositionDigest", "byte_view", "position_digest", "tensor_digest"]
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in C order: uint8, shape ``(nbytes,)``; shares memory where ``tensor`` is contiguous."""
+    """Return a tensor's bytes in C order, uint8 of shape ``(nbytes,)``, which share its memory if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """xxh3-128 of the bytes of ``tensor`` in C order, as 32 hex digits.
+    """Return the xxh3-128 of the bytes of ``tensor`` in C order, as 32 hex digits.
 
     Equal for equal bytes whatever the strides; -0.0 and 0.0 differ, and so do NaN payloads.
     """
@@ -45,26 +45,26 @@ def tensor_digest(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class PositionDigest:
-    """Two words, each modulo 2^64; `PositionDigest()` is that of nothing."""
+    """A digest of elements in any order: two words, each modulo 2^64; `PositionDigest()` is that of no elements."""
 
     first: int = 0
     second: int = 0
 
     def __add__(self, other: PositionDigest) -> PositionDigest:
-        """The digest of disjoint elements together."""
+        """Return the digest of the elements of both, which are disjoint."""
         return PositionDigest((self.first + other.first) % 2**64, (self.second + other.second) % 2**64)
 
     def plus(self, delta: tuple[int, int]) -> PositionDigest:
-        """The digest after a change that adds ``delta`` (as `Encoded.digest` gives it)."""
+        """Return the digest after a change that adds ``delta`` (as `Encoded.digest` gives it)."""
         return PositionDigest((self.first + delta[0]) % 2**64, (self.second + delta[1]) % 2**64)
 
     def hex(self) -> str:
-        """32 hex digits."""
+        """Return both words as 32 hex digits."""
         return f"{self.first:016x}{self.second:016x}"
 
 
 def position_digest(tensor: Tensor) -> PositionDigest:
-    """Recompute the digest of a full tensor, on its device.
+    """Compute the digest of a full tensor, on its device.
 
     Elements have 1, 2, 4 or 8 bytes, and complex128 counts as pairs of 8. The digest of a part is that of
     `torchrl_ext.kernels.base.Kernels.words` of its `Piece`.

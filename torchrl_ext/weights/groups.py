@@ -47,7 +47,7 @@ class Part:
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of this tensor, in its memory."""
+        """Return the part of this tensor, in its memory."""
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
@@ -70,25 +70,25 @@ class Group:
     model: weakref.ref[Any]
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether ``tensors`` has every source, in its shape."""
+        """Return whether ``tensors`` has every source, in its shape."""
         return all(name in tensors and tuple(tensors[name].shape) == shape for name, (shape, _) in self.sources.items())
 
     def params(self, tensors: Mapping[str, Tensor]) -> tuple[ParamMeta, ...]:
-        """What `undo` would give, for sources that may be parts of larger tensors, or have no data."""
+        """Return what `undo` would give, for sources that may be parts of larger tensors, or have no data."""
         dtype = reduce(torch.promote_types, (tensors[name].dtype for name in self.sources))
         return tuple(ParamMeta(name, dtype, part.shape) for name, part in self.results.items())
 
     def lies_in(self, tensor: Tensor) -> bool:
-        """Whether the only source has its strides, so that its parts are views of it."""
+        """Return whether ``tensor`` has the strides of the only source, so that parts of it are views."""
         return [tensor.stride()] == [strides for _, strides in self.sources.values()]
 
     def parts(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The checkpoint tensors as views of their source, when they are not ``copied``."""
+        """Return the checkpoint tensors as views of their source, when they are not ``copied``."""
         return {name: part.of(tensor) for name, part in self.results.items()}
 
     @torch.no_grad()
     def undo(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint tensors, made from full tensors of the module."""
+        """Return the checkpoint tensors, made from full tensors of the module."""
         if not self.copied:
             ((name, (_, strides)),) = self.sources.items()
             return self.parts(_with_strides(tensors[name], strides))
@@ -136,7 +136,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 def groups_of(
     module: nn.Module, tensors: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
 ) -> tuple[Group, ...]:
-    """The tensors of ``module`` that are called otherwise in its checkpoint, or lie otherwise in it.
+    """Return the groups of tensors of ``module`` that have other names or another layout in its checkpoint.
 
     Args:
         module: any; only `transformers` models in it have such tensors.
@@ -162,7 +162,7 @@ def groups_of(
 
 
 class _Known:
-    """What was found out about a model, until other conversions are noted on it."""
+    """The groups of a model, kept until other conversions are noted on it."""
 
     def __init__(self, model: Any) -> None:
         self.noted = _noted(model)
@@ -215,7 +215,7 @@ def _known(model: Any) -> _Known:
 
 
 def _noted(model: Any) -> Any:
-    """The conversions with which `transformers` loaded the model; None where it did not load it."""
+    """Return the conversions with which `transformers` loaded the model; None where it did not load it."""
     return getattr(model, "_weight_conversions", None)
 
 
@@ -238,7 +238,7 @@ def _revert(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @final
 class _Trace(TorchFunctionMode):
-    """Keeps account of which sources each tensor was made from.
+    """Records which sources each tensor is made from.
 
     ``contiguous`` does nothing meanwhile: what it would copy stays a view, and so says where it lies in its source.
     """
@@ -268,7 +268,7 @@ class _Trace(TorchFunctionMode):
         return made
 
     def groups(self, made: Mapping[str, Tensor]) -> Iterator[tuple[list[str], list[str], bool]]:
-        """Sources and results that belong together, and whether a copy made the results; unchanged ones are left out.
+        """Yield sources and results that belong together, and whether a copy made these; unchanged ones are left out.
 
         Args:
             made: the results, by name.
@@ -296,7 +296,7 @@ def _part(tensor: Tensor) -> Part:
 
 
 def _plain(model: Any) -> Any:
-    """The model before ``fully_shard`` gave parts of it other classes: conversions are found by the class's name."""
+    """Return the model with its classes before ``fully_shard``: conversions are found by the class's name."""
 
     def original(part: nn.Module) -> type:
         bases = type(part).__mro__

@@ -20,7 +20,7 @@ _PREFIX = "base_model.model."
 
 
 def is_peft(module: nn.Module) -> bool:
-    """Whether ``module`` is, or contains, a module that PEFT has adapted; never imports peft."""
+    """Return whether ``module`` is, or contains, a module that PEFT has adapted; never imports peft."""
     if "peft" not in sys.modules:  # then nobody can have made one
         return False
     from peft import PeftModel
@@ -66,7 +66,7 @@ class PeftSource(RowSource):
         return model_files(self._module)
 
     def _layers(self) -> Iterator[tuple[str, Tensor, Any]]:
-        """Checkpoint name, live tensor, and the LoRA layer that adds to it; tied tensors once."""
+        """Yield checkpoint name, live tensor, and the LoRA layer that adds to it; tied tensors once."""
         layers, saved = self._wrappers()
         seen: set[Any] = set()
         names: set[str] = set()
@@ -87,7 +87,7 @@ class PeftSource(RowSource):
                 yield checkpoint_name, tensor, layer
 
     def _wrappers(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """LoRA layers by path; and for each ``modules_to_save`` wrapper the child in use, by path."""
+        """Return LoRA layers by path; and for each ``modules_to_save`` wrapper the child in use, by path."""
         from peft import PeftModel
         from peft.tuners.lora import Conv2d, Conv3d, Embedding, Linear, LoraModel
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -118,7 +118,7 @@ class PeftSource(RowSource):
 
 
 def _active(layer: Any) -> list[str]:
-    """Adapters of a LoRA layer that its output has and its base weight has not."""
+    """Return the adapters of a LoRA layer that its output contains and its base weight does not."""
     if layer.disable_adapters:
         return []
     present = {*layer.lora_A.keys(), *layer.lora_embedding_A.keys()}
@@ -126,7 +126,7 @@ def _active(layer: Any) -> list[str]:
 
 
 def _kept(name: str, layers: Mapping[str, Any], saved: Mapping[str, str]) -> str | None:
-    """The path of a parameter without its `modules_to_save` part; None for parameters of adapters."""
+    """Return the path of a parameter without its `modules_to_save` part; None for parameters of adapters."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         path = ".".join(parts[:end])

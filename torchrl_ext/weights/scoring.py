@@ -1,4 +1,4 @@
-"""What weights say: the log-probabilities that a causal LM gives to tokens that are there already."""
+"""The log-probabilities that a causal LM gives to the tokens of prompts, by which two sets of weights compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["score"]
 
 
 def score(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Natural-log probability of each token after the first, given those before it.
+    """Return the natural-log probability of each token after the first, given those before it.
 
     One forward pass per prompt, without gradients and in evaluation mode; every submodule gets its own mode back. The
     logarithm is taken in float32, of logits in the dtype that the model computes in.
@@ -28,7 +28,7 @@ def score(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         Per prompt one number less than it has tokens; NaN and -inf are kept.
 
     Raises:
-        ConfigError: the model is not called so.
+        ConfigError: the model cannot be called so.
     """
     return [_score_one(model, prompt) for prompt in prompts]
 
@@ -52,7 +52,7 @@ def _score_one(model: Any, prompt: Sequence[int]) -> list[float]:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode for the block; what is no module has none."""
+    """Put a module into evaluation mode for the block; anything else has no mode."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     modes = [module.training for module in modules]
     try:

@@ -40,29 +40,29 @@ class WeightSource(ABC):
 
     @abstractmethod
     def params(self) -> tuple[ParamMeta, ...]:
-        """What iteration yields, in order; never gathers."""
+        """Return what iteration yields, in order; never gathers."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """A fresh pass: each tensor is full (not sharded), detached, and as it is now."""
+        """Begin a fresh pass: each tensor is full (not sharded), detached, and as it is now."""
 
     def held(self) -> Mapping[str, Tensor]:
-        """Tensors that every pass yields as they lie in memory, without a gather, a cast or a copy; may be empty."""
+        """Return tensors, if any, that every pass yields as they lie in memory, without a gather, a cast or a copy."""
         return {}
 
     def tied(self) -> Mapping[str, str]:
-        """Names of tied tensors that are not sent -> the name under which they are."""
+        """Return names of tied tensors that are not sent -> the name under which they are."""
         return {}
 
     def files(self) -> Mapping[str, bytes]:
-        """Files that complete a checkpoint (``config.json``, tokenizer files): name -> content."""
+        """Return files that complete a checkpoint (``config.json``, tokenizer files): name -> content."""
         return {}
 
 
 def checked(
     source: WeightSource | Iterator[tuple[str, Tensor]], params: Iterable[ParamMeta] | None = None
 ) -> Iterator[tuple[ParamMeta, Tensor]]:
-    """One pass over ``source``, held against ``params`` element by element.
+    """Yield one pass over ``source``, compared with ``params`` element by element.
 
     Args:
         source: a source, or a pass over one that has just begun.
@@ -94,7 +94,7 @@ _HINT = "`params()` and iteration of a WeightSource must agree in order, names, 
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor: a part of a larger one."""
+    """Return whether ``tensor`` is a DTensor: a part of a larger one."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -103,17 +103,17 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor: a DTensor is gathered (a collective over its mesh), anything else returned detached."""
+    """Return the whole tensor: a DTensor is gathered (a collective over its mesh), anything else only detached."""
     tensor = tensor.detach()
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Key under which tied tensors meet: the same bytes seen the same way; good while the tensors live.
+    """Return a key that tied tensors share: the same bytes seen the same way; valid while the tensors live.
 
     A DTensor is only itself: its local part may be empty on one rank and not on another, and all ranks must agree.
     """
-    if is_distributed(tensor) or tensor.numel() == 0 or tensor.device.type == "meta":  # the latter: no memory to share
+    if is_distributed(tensor) or tensor.numel() == 0 or tensor.device.type == "meta":  # meta: no memory to share
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -127,7 +127,7 @@ class RowSource(WeightSource):
 
     @abstractmethod
     def rows(self) -> Iterable[Row]:
-        """What is sent, in order; tied tensors once."""
+        """Return what is sent, in order; tied tensors once."""
 
     def params(self) -> tuple[ParamMeta, ...]:
         metas = []
@@ -185,12 +185,12 @@ class MappingSource(_TensorsSource):
         self.tensors = partial(flatten, weights)
 
     def rows(self) -> Iterable[Row]:
-        """Sorted last: a TensorDict made from a module keeps the name under which the module's tied tensors travel."""
+        """Return rows sorted by name, once ties are resolved: a TensorDict of a module sends the module's names."""
         return sorted(super().rows(), key=itemgetter(0))
 
 
 def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested mappings; keys join with ``.``.
+    """Yield the tensors of nested mappings; keys join with ``.``.
 
     Raises:
         ManifestError: a leaf is no tensor, or a flat piece of FSDP1's.
@@ -212,7 +212,7 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def is_mapping(value: Any) -> bool:
-    """Whether ``value`` is a mapping or a TensorDict (asked without importing tensordict)."""
+    """Return whether ``value`` is a mapping or a TensorDict (asked without importing tensordict)."""
     if isinstance(value, Mapping):
         return True
     return any(base.__module__.startswith("tensordict.") for base in type(value).__mro__) and not isinstance(
@@ -240,7 +240,7 @@ class ModuleSource(_TensorsSource):
 
 
 def named_tensors(module: nn.Module, *, scratch: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Live parameters, then persistent buffers, under unwrapped names; tied ones under each of their names.
+    """Yield live parameters, then persistent buffers, under unwrapped names; tied ones under each of their names.
 
     Args:
         module: the live module.
@@ -255,7 +255,7 @@ def named_tensors(module: nn.Module, *, scratch: bool = False) -> Iterator[tuple
 
 
 def unwrapped(name: str) -> str:
-    """A name without what `torch.compile` and activation checkpointing wrap into it."""
+    """Return a name without what `torch.compile` and activation checkpointing wrap into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -284,7 +284,7 @@ def require_whole(module: nn.Module) -> None:
 
 
 def as_source(weights: Any) -> WeightSource:
-    """The source for whatever a caller passes: a WeightSource, module, TensorDict, mapping or checkpoint directory.
+    """Return the source for any weights: a WeightSource, module, TensorDict, mapping or checkpoint directory.
 
     A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.groups`); what `inner_model`
     finds in a wrapper stands for it.
@@ -310,7 +310,7 @@ def as_source(weights: Any) -> WeightSource:
 
 
 def source_of_module(module: nn.Module) -> WeightSource:
-    """The source for an `inner_model` that is a module.
+    """Return the source for an `inner_model` that is a module.
 
     Raises:
         ConfigError: FSDP1 holds it in pieces.
@@ -323,8 +323,11 @@ def source_of_module(module: nn.Module) -> WeightSource:
 
 
 def inner_model(model: Any) -> Any:
-    """The model that an engine serves, under whatever is wrapped around it: `DistributedDataParallel`, `torch.compile`,
-    TorchRL's LLM wrappers (which put ``model.`` before its names), however they are stacked; anything else as it is."""
+    """Return the model that an engine serves, without what is wrapped around it.
+
+    Wrappers are `DistributedDataParallel`, `torch.compile` and TorchRL's LLM wrappers (which put ``model.`` before its
+    names), however they are stacked; anything else is returned as it is.
+    """
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -337,10 +340,10 @@ def inner_model(model: Any) -> Any:
 
 
 def is_torchrl(value: Any, name: str) -> bool:
-    """Whether a class of TorchRL's is among the bases, asked without importing it."""
+    """Return whether a class of TorchRL's is among the bases, asked without importing it."""
     return any(base.__name__ == name and base.__module__.startswith("torchrl.") for base in type(value).__mro__)
 
 
 def is_tensordict_module(value: Any) -> bool:
-    """`TensorDictParams` is both a module and a TensorDict; as weights it is the latter."""
+    """Return whether ``value`` is a `TensorDictParams`: both a module and a TensorDict, as weights it is the latter."""
     return isinstance(value, nn.Module) and type(value).__name__ == "TensorDictParams"

@@ -27,7 +27,7 @@ from torchrl_ext.weights.digests import byte_view
 __all__ = ["CHUNK_BYTES", "FORMAT_NAMES", "HEADER_DAMAGE", "Layout", "TensorFile", "parse_header", "plan_shards"]
 
 CHUNK_BYTES = 1 << 20
-"""Bytes that are read (or written) and checksummed together: the second of the two finds them in the core's own cache.
+"""Bytes that are read (or written) and checksummed together: the second step finds them in the core's own cache.
 
 At 4 MiB a publication took twice the processor time (two cores with 2 MiB each).
 """
@@ -63,7 +63,7 @@ FORMAT_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.i
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where each parameter goes in one safetensors file.
+    """The layout of one safetensors file: where each parameter goes.
 
     Attributes:
         name: of the file.
@@ -81,7 +81,7 @@ class Layout:
 
     @classmethod
     def of(cls, name: str, params: Sequence[ParamMeta]) -> Layout:
-        """Lay ``params`` out.
+        """Lay ``params`` out in a file of this name.
 
         Raises:
             ManifestError: safetensors has no such dtype, or no such name.
@@ -132,7 +132,7 @@ def plan_shards(params: Iterable[ParamMeta], shard_bytes: int, stem: str = "mode
 
 
 class TensorFile:
-    """One open safetensors file; its header is checked completely before anything is believed.
+    """One open safetensors file; its header is checked completely before anything in it is used.
 
     It stays readable while it is open, even when it was unlinked meanwhile.
 
@@ -178,7 +178,7 @@ class TensorFile:
             raise
 
     def params(self) -> tuple[ParamMeta, ...]:
-        """What the file holds, in the order of its header."""
+        """Return what the file holds, in the order of its header."""
         return tuple(meta for meta, _ in self.entries.values())
 
     def no_payloads(self) -> None:
@@ -202,7 +202,7 @@ class TensorFile:
             )
 
     def read(self, name: str, into: Tensor | None = None) -> tuple[Tensor, str]:
-        """One tensor, and the xxh3-128 of the bytes that were read (32 hex digits).
+        """Read one tensor; return it with the xxh3-128 of the bytes that were read (32 hex digits).
 
         Args:
             name: a name of `params`.
@@ -223,7 +223,7 @@ class TensorFile:
         return tensor, hasher.hexdigest()
 
     def checksum(self, name: str, scratch: Tensor) -> str:
-        """The xxh3-128 of a tensor's bytes, read through ``scratch`` (uint8) without keeping them."""
+        """Return the xxh3-128 of a tensor's bytes, read through ``scratch`` (uint8) without keeping them."""
         meta, first = self.entries[name]
         hasher, memory = xxhash.xxh3_128(), scratch.numpy().data
         for begin in range(0, meta.nbytes, len(memory)):
@@ -255,11 +255,11 @@ class TensorFile:
 
 
 HEADER_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError)
-"""What `parse_header` raises."""
+"""The errors that `parse_header` raises."""
 
 
 def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[ParamMeta, int]], dict[str, Any]]:
-    """Read the header of a safetensors file, trusting nothing.
+    """Read the header of a safetensors file, and check every field.
 
     Args:
         text: the header.
