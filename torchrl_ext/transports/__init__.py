@@ -11,7 +11,7 @@ __all__ = ["Transport"]
 
 
 class _CallablePackage(types.ModuleType):
-    """A package that can be called like the function `torchrl_ext.transports`, whose name it takes when imported."""
+    """A package that can be called: importing a submodule puts it in place of the function `torchrl_ext.transports`."""
 
     def __call__(self) -> Mapping[str, str]:
         """Return a read-only mapping of the transport names to one line each."""

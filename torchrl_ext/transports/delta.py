@@ -305,7 +305,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._carrier.shutdown()
         self._carrier.store.disown()
 
-    # alone, without a control layer
+    # without a control layer
 
     def poll(self, timeout_s: float) -> Info | None:
         self._aborted.clear()

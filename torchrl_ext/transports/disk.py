@@ -33,8 +33,8 @@ class DiskTransport(StandaloneTransport, Incremental):
     """Publishes ``root/weight_v000001/``, ``root/weight_v000002/``, ...; each loads with ``from_pretrained``.
 
     A version appears as a whole (temporary sibling, fsync, rename), then the pointer ``root/latest`` moves to it.
-    Versions older than the one that every engine serves are removed; alone, without acknowledgements, the newest two
-    stay. Numbers go on where an earlier trainer on the same root stopped.
+    Versions older than the one that every engine serves are removed; where no control layer acknowledges, the newest
+    two stay. Numbers go on where an earlier trainer on the same root stopped.
 
     Args:
         root: directory that the trainer and every worker reach, under the same path if ``seen_at`` names no other.
@@ -164,14 +164,14 @@ class DiskTransport(StandaloneTransport, Incremental):
         if self._store.owned:
             self._store.disown()
 
-    # alone, without a control layer
+    # without a control layer
 
     def poll(self, timeout_s: float) -> Info | None:
         self._aborted.clear()
         until, pause = deadline(timeout_s), _SHORTEST_S
         while True:
             newest = self._versions.latest()
-            with suppress(FileNotFoundError):  # pruned since: a newer one is on its way
+            with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
                 if newest and self._other(newest):
                     self._versions.offered(newest)
                     opened = PublishedVersion(self._store, newest)

@@ -60,7 +60,7 @@ class RenamedSource(WeightSource):
 
 
 class CastSource(WeightSource):
-    """Another source with its floating-point tensors cast on the way out (fp32 master weights to a bf16 engine).
+    """Another source with its floating-point tensors cast as they are sent (fp32 master weights to a bf16 engine).
 
     Args:
         source: the source to cast.

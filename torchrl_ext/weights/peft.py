@@ -1,4 +1,4 @@
-"""PEFT modules: LoRA weights merged on the way out, one tensor at a time, while the live module stays as it is."""
+"""PEFT modules: LoRA weights merged as they are sent, one tensor at a time, while the live module stays as it is."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _AGAIN = "call init_all_workers_group on every rank at the same time, or connect
 
 
 class Membership:
-    """A rank's place in a sequence of groups, which it forms one after the other, and ends.
+    """Forms the groups of one rank, one after the other, and ends them.
 
     Args:
         address, port: where workers reach the trainer's notes.

@@ -48,7 +48,7 @@ def connected(endpoints: set[tuple[Any, ...]]) -> Iterator[int]:
 
 
 def shut_down(endpoints: set[tuple[Any, ...]]) -> None:
-    """End every connection that begins or ends at one of ``endpoints``; whoever waits on one sees it closed."""
+    """End every connection that begins or ends at one of ``endpoints``; waits on it see it closed."""
     for number in connected(endpoints):
         _LIBC.shutdown(number, int(socket.SHUT_RDWR))  # fails on one that was closed meanwhile, which is as good
 

@@ -301,7 +301,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         except WeightSyncError:
             group.sever()
 
-    # alone
+    # without a control layer
 
     def announce(self, info: Info) -> None:
         self._member.announcements().put(info)

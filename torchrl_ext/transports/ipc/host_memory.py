@@ -1,8 +1,8 @@
 """Memory that other processes of this machine map by a handle: plain JSON, and nothing that could be left behind.
 
 On a CPU a segment is an anonymous file in memory (memfd_create(2)): it has no name in any filesystem, and the kernel
-frees it with the last process that holds it, however that one ends. Its size is sealed, so that nobody who maps it can
-be hurt by somebody who cuts it. The handle says which descriptor of which process it is; ``/proc`` opens that for
+frees it with the last process that holds it, however that one ends. Its size is sealed, so that no process that maps it
+is killed because another one cuts it. The handle says which descriptor of which process it is; ``/proc`` opens that for
 processes of the same user and the same pid namespace. On a GPU see `torchrl_ext.transports.ipc.cuda_memory`.
 """
 

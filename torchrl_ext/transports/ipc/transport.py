@@ -46,8 +46,8 @@ class IPCTransport(StandaloneTransport):
     while they receive, and never longer.
 
     Args:
-        channel: alone, ends of one user with the same channel name meet; an engine learns the address by `open`.
-        workers: alone, how many workers a send waits for; more may come.
+        channel: without a control layer, one user's ends with the same name meet; engines learn the address by `open`.
+        workers: without a control layer, how many workers a send waits for; more may come.
         bucket_bytes: size of the staging buffer, both halves, in bytes; by default 16 MiB on the host, where it
             stays in the processor's caches, and 512 MiB on a GPU; less where there is not as much memory.
         device: ``"cpu"`` stages on the host even where there are GPUs; by default the trainer stages on the first GPU
