@@ -1,4 +1,4 @@
-"""The contract of a store: named bytes that are there completely or not at all; and the simplest one, memory."""
+"""The contract of a store, whose values are there completely or not at all, and the simplest one, in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEADS_OUT = re.compile(r"(^|/)\.{0,2}(/|$)|[\0\\]")
 
 
 class Draft(ABC):
-    """A folder being written. Nobody reads it before the `Store.draft` block that made it ends.
+    """A folder that is being written, which nobody reads before the `Store.draft` block that made it ends.
 
     Attributes:
         path: a local directory: files written into it directly, and synced, belong to the folder too.
@@ -32,11 +32,11 @@ class Draft(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write one file durably; a ``/`` in its name makes a folder. What was written before lies there already."""
+        """Write one file durably, after all that were written before; a ``/`` in its name makes a folder."""
 
 
 class Store(ABC):
-    """Named bytes, into which one trainer publishes folders, and from which readers take files.
+    """A place for named bytes, into which one trainer publishes folders and from which readers take files.
 
     Keys are ``/``-joined relative names (``weight_v000007/manifest.json``). A reader never sees a half-written value.
     What makes a *set* of keys appear as a whole is the writer's order: the last key put is the one that readers look
@@ -48,8 +48,8 @@ class Store(ABC):
     """
 
     locked: ClassVar[bool] = True
-    """Whether a second writer is kept out for as long as the first one lives. Where not, what is replaced may be
-    replaced late, by a writer that has lost the root; what is only ever created cannot."""
+    """Whether a second writer is kept out for as long as the first one lives. Where it is not, a writer that has
+    lost the root may still replace a value late; what is only ever created stays as it is."""
 
     url: str
     owned: bool = False
@@ -64,11 +64,11 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str, at_most: int | None = None) -> bytes:
-        """Read a value.
+        """Return the value of a key.
 
         Args:
             key: its name.
-            at_most: bytes that it may have, where it holds little: no more is ever read.
+            at_most: bound on the bytes of the value; a longer one is refused, and not read.
 
         Raises:
             FileNotFoundError: there is no such key (any more).
@@ -78,10 +78,10 @@ class Store(ABC):
 
     @abstractmethod
     def stamp(self, key: str) -> str | None:
-        """Return what changes whenever the value is put anew, found out without reading where that is possible.
+        """Return a text that differs whenever the value was put anew, without reading the value where possible.
 
         Returns:
-            None where nothing is.
+            None where there is no such key.
 
         Raises:
             StoreError: it cannot be found out.
@@ -115,7 +115,7 @@ class Store(ABC):
 
     @abstractmethod
     def own(self) -> None:
-        """Become the one writer. May be called again.
+        """Become the one writer of the store. May be called again.
 
         Raises:
             StoreError: another writer has the store, or it cannot be made.
@@ -123,11 +123,11 @@ class Store(ABC):
 
     @abstractmethod
     def disown(self) -> None:
-        """Let another writer have the store. May be called by whoever is none."""
+        """Give the store up, so that another writer may own it. May be called without owning it."""
 
     @abstractmethod
     def draft(self, folder: str, needed_bytes: int = 0) -> AbstractContextManager[Draft]:
-        """Write a folder: its last file is there when the block ends, and nothing is when it fails.
+        """Open a folder for writing, which is complete when the block ends, and leaves nothing when the block fails.
 
         Args:
             folder: its name in the store.
@@ -151,7 +151,7 @@ class Store(ABC):
 
 
 def checked_key(key: str) -> str:
-    """Return ``key`` itself.
+    """Return ``key``, which has to be a name inside a store.
 
     Raises:
         StoreError: the key could lead out of the store (``..``, an absolute path) or is empty.
@@ -162,14 +162,14 @@ def checked_key(key: str) -> str:
 
 
 def seconds_left(until: Any) -> float | None:
-    """Return how long it is to a moment that somebody else wrote down, in seconds since 1970; None where it is none."""
+    """Return the seconds left until an untrusted time in seconds since 1970; None where it is no such time."""
     if isinstance(until, bool) or not isinstance(until, (int, float)) or abs(until) > 1e15 or math.isnan(until):
         return None
     return until - time.time()
 
 
 class _MemoryDraft(Draft):
-    """Files that nobody sees yet. It has no `path`: there is no directory."""
+    """A draft that keeps its files in a dictionary; it has no `path`, as there is no directory."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -179,7 +179,7 @@ class _MemoryDraft(Draft):
 
 
 class MemoryStore(Store):
-    """Keys and values in a dictionary; gone with the object, and seen by no other process."""
+    """A store in a dictionary, which is gone with the object and which no other process sees."""
 
     def __init__(self) -> None:
         self.url = f"the memory of process {os.getpid()}"

@@ -43,14 +43,14 @@ _LONGEST, _LARGEST_LEASE = 64, 4096  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """What a reader has to read.
+    """The keyframe and the deltas that a reader has to read to get to a version.
 
     Attributes:
         start: the version to start from, which the reader holds: number 0 is its base checkpoint. None at a keyframe.
         keyframe: the full version to start from.
         deltas: the deltas to apply, in order, each with the folder of its files.
-        nbytes: bytes of all payload files on it.
-        first: the oldest version on it, which a reader needs until it is there.
+        nbytes: bytes of all payload files on the route.
+        first: the oldest version on the route, which the reader needs until it has read everything.
     """
 
     start: Held | None
@@ -61,7 +61,7 @@ class Route:
 
 
 class Chain:
-    """The versions of a store, and the routes through them.
+    """A chain of versions in a store, which one writer appends to and any number of readers follow.
 
     Args:
         store: where the versions are; one writer at a time.
@@ -69,8 +69,8 @@ class Chain:
         lease_s: how long a reader's lease holds, in seconds; a reader that takes longer starts over.
 
     Attributes:
-        known: what was read of versions, by number. Clear it to look at the store again, where versions may be those of
-            another run.
+        known: the versions that were read, by number. Clear it to read them again, where another run may have replaced
+            them.
     """
 
     def __init__(self, store: Store, *, foreign: Foreign | None = None, lease_s: float = 600.0) -> None:
@@ -84,7 +84,7 @@ class Chain:
     # which versions there are
 
     def numbers(self) -> list[int]:
-        """Return every version there is, oldest first."""
+        """Return the numbers of all versions in the store, oldest first."""
         found = []
         for name in self.store.list():
             if match := NAME.fullmatch(name):
@@ -92,11 +92,11 @@ class Chain:
         return sorted(found)
 
     def newest(self) -> int:
-        """Return the highest number that was ever used here, pointer moved or not; 0 before the first."""
+        """Return the highest number that was ever used here, whether the pointer moved or not; 0 before the first."""
         return max([self._pointed(), *self.numbers()])
 
     def latest(self) -> int:
-        """Return the newest version that is published, also by another library; 0 before the first.
+        """Return the number of the newest published version, also of another library; 0 before the first.
 
         Raises:
             IntegrityError: the pointer holds something else than a number.
@@ -111,7 +111,7 @@ class Chain:
         return 0
 
     def advance(self, version: int) -> None:
-        """Move the pointer forward.
+        """Move the pointer forward to ``version``.
 
         Raises:
             StoreError: it is at a newer version already.
@@ -140,7 +140,7 @@ class Chain:
         return int(text)
 
     def _complete(self, pointed: int) -> int:
-        """Return the newest version of ours, where ``pointed`` is what the pointer says."""
+        """Return the newest complete version of ours: ``pointed``, or in a store without locks what has a manifest."""
         for number in reversed(self.numbers()) if pointed and not self.store.locked else ():
             if MANIFEST in self.store.list(version_name(number)):
                 return number
@@ -149,7 +149,7 @@ class Chain:
     # what one of them is
 
     def version(self, number: int) -> Version:
-        """Return what a version is.
+        """Return a version, read from the store where it is not known yet.
 
         Raises:
             FileNotFoundError: there is no such version (any more).
@@ -164,7 +164,7 @@ class Chain:
             except FileNotFoundError:
                 if self._foreign is None:
                     raise
-            try:  # another library's deltas do not say what does not change: what one holds is known from its base on
+            try:  # another library's deltas name only what changes: the rest is known from its base
                 base = self._foreign.base(at)
             except FileNotFoundError as error:
                 if at == number:
@@ -183,15 +183,15 @@ class Chain:
         return self.known[number]
 
     def offered(self, version: int) -> None:
-        """Note that a reader is about to read ``version`` anew; `replaced` compares with what is there then."""
+        """Note that a reader is about to read ``version`` anew; `replaced` compares with what is there now."""
         self.known.clear()
         self._offered = version, self._stamp(version)
 
     def replaced(self, version: int, run_id: str) -> bool:
-        """Return whether ``version``, read as one of the run ``run_id``, is another run's now.
+        """Return whether ``version``, which was read as one of run ``run_id``, is one of another run now.
 
-        A number does not say that: somebody may have emptied the root, and the next run got as far. What is there is
-        read only when it was put anew.
+        The number does not tell: the root may have been emptied, and the next run may have got as far. The manifest is
+        read only where it was put anew.
 
         Raises:
             FileNotFoundError: it is gone meanwhile, or a part of it only is there.
@@ -264,7 +264,7 @@ class Chain:
             deltas.append((version.folder, version.delta))
             number, nbytes = version.delta.base_version, nbytes + sum(version.delta.files.values())
             if best is not None and nbytes > best[0]:
-                break  # further down it gets no shorter
+                break  # a longer route takes no fewer bytes
         if best is None:
             raise IntegrityError(
                 f"version {target} in {self.store.url} cannot be reached: {version_name(number)}, the base of version "
@@ -283,10 +283,10 @@ class Chain:
 
     @contextmanager
     def leased(self, first: int) -> Iterator[None]:
-        """Keep version ``first`` and those after it while the block runs, by a small file that ends by itself.
+        """Keep version ``first`` and those after it from collection while the block runs, by a lease.
 
-        It holds ``{"first": version, "until": seconds since 1970}``, so that its reader may die. A store that this
-        process may not write to gives no lease: the reader starts over when something is gone.
+        It is a small file, ``{"first": version, "until": seconds since 1970}``, which runs out by itself if its reader
+        dies. A store that this process may not write to gives no lease: the reader starts over when something is gone.
         """
         key = f"{_READERS}/{uuid.uuid4().hex}"
         with suppress(StoreError):
@@ -300,8 +300,8 @@ class Chain:
     def collect(self, keep_keyframes: int = 1) -> list[int]:
         """Remove versions that neither the newest keyframes nor readers under way need.
 
-        Leases that have run out are removed too. A lease is a word of somebody else's: one that would hold for longer
-        than any reader of ours asks for, or that names no version, is passed over with a warning.
+        Leases that have run out are removed too. Leases are not trusted: one that would hold for longer than any
+        reader of ours asks for, or that names no version, is passed over with a warning.
 
         Args:
             keep_keyframes: how many of the newest keyframes stay, with everything after the oldest of them.
@@ -342,7 +342,7 @@ class Chain:
         return self.prune(before=needed, numbers=numbers)
 
     def prune(self, before: int, numbers: list[int] | None = None) -> list[int]:
-        """Remove versions older than ``before``; what cannot be removed is logged, since newer ones serve already.
+        """Remove versions older than ``before``; what cannot be removed is logged, as newer ones are in service.
 
         Args:
             before: the oldest version that stays.

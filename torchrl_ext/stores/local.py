@@ -28,7 +28,7 @@ __all__ = ["TEMPORARY", "LocalStore"]
 log = logging.getLogger("torchrl_ext")
 
 TEMPORARY = ".tmp-"
-"""Within names that begin with a dot: no reader lists them, and the next owner sweeps them."""
+"""Marks names of temporaries, which begin with a dot: no reader lists them, and the next owner removes them."""
 
 _HELD: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -36,7 +36,7 @@ _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EI
 
 @dataclass
 class _LocalDraft(Draft):
-    """A temporary sibling of the folder's name, until `LocalStore.draft` renames it."""
+    """A draft in a temporary sibling of the folder, which `LocalStore.draft` renames at the end."""
 
     path: Path
 
@@ -53,10 +53,10 @@ class _LocalDraft(Draft):
 
 
 class LocalStore(Store):
-    """Files under ``root``.
+    """A store that keeps its values as files under ``root``.
 
     Args:
-        root: directory; made by `own`, the writer's call, and not by readers.
+        root: directory, which `own` makes where it is missing; readers never do.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -67,7 +67,7 @@ class LocalStore(Store):
     # writer
 
     def own(self) -> None:
-        """Lock the root, make it, and sweep what a killed writer left; as `Store.own`.
+        """Make and lock the root, and remove what a killed writer left; as `Store.own`.
 
         The lock is on the directory itself, so nothing is left in it, and the kernel drops it with the process. It
         belongs to the open directory: a forked child closes its copy, and so cannot keep the lock.
@@ -91,7 +91,7 @@ class LocalStore(Store):
             self._sweep()
 
     def disown(self) -> None:
-        """Let another writer have the root."""
+        """Unlock the root, so that another writer may own it."""
         self.owned = False
         if self._unlock is not None:
             self._unlock()
@@ -117,7 +117,7 @@ class LocalStore(Store):
 
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
-        """Write a folder, as `Store.draft`; an error says what is needed and what is free.
+        """Open a folder for writing, as `Store.draft`; an error says what is needed and what is free.
 
         Files must be fsynced by the block; the folder, its rename and the root are fsynced here.
         """
@@ -147,7 +147,7 @@ class LocalStore(Store):
         gone = f"{folder}/.{name}{TEMPORARY}{uuid.uuid4().hex}"
         try:
             try:
-                os.rename(f"{folder}/{name}", gone)  # at once for whoever opens it next; who has it open reads on
+                os.rename(f"{folder}/{name}", gone)  # no new reader finds it from here on; who has it open reads on
             except FileNotFoundError:
                 return
             if os.path.isdir(gone) and not os.path.islink(gone):
@@ -273,7 +273,7 @@ class LocalStore(Store):
             free = status.f_bavail * status.f_frsize
             if free < needed:
                 expected += f", found {free:,}"
-            else:  # what a version takes is not known of every version beforehand
+            else:  # the size of a version is not always known beforehand
                 room = f"room for {needed:,} bytes" if needed else "room for one more version"
                 limit = (
                     ", so that a quota or a limit on the size of files may be what stands in the way" if free else ""
@@ -288,7 +288,7 @@ class LocalStore(Store):
 
 
 def _release(descriptor: int, pid: int) -> None:
-    """Unlock and close; what was forked by no call of Python's has a copy, but not the right to unlock."""
+    """Unlock and close the directory; a process that was forked outside of Python only closes its copy."""
     if os.getpid() == pid:
         with suppress(OSError):  # a filesystem without locks
             fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -1,4 +1,4 @@
-"""Manifests, the last file of a version: what a full one holds or a delta changes, and how both are written."""
+"""Manifests, each the last file of a version: what it holds or changes, and how that is written down."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ LARGEST = 1 << 28
 """Bytes of a manifest, packed or not: a million parameters take less."""
 
 _FORMAT_NUMBER = 2
-_LEVEL = 1  # of zstd: 19 took 13 to 25 times as long, on the way of every version, for 6 to 8 % fewer bytes
+_LEVEL = 1  # of zstd: 19 took 13 to 25 times as long for every version, for 6 to 8 % fewer bytes
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _PARAMETERS = 1 << 20
-_SMALL, _RATIO = 1 << 20, 256  # a frame grows to one MiB, or to so many times its size: digests hardly compress
+_SMALL, _RATIO = 1 << 20, 256  # a frame may unpack to one MiB, or so many times its size: digests hardly compress
 _BODY = '%s,\n  "params": [\n%s\n  ]'
 _END = b',\n  "content": "%s"\n}\n'
 _DAMAGE = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, zstandard.ZstdError,
     ManifestError, StoreError,
 )  # fmt: skip
-"""What reading a document raises that is no manifest."""
+"""The errors that reading a document raises where it is no manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What the directory of a full version holds.
+    """The manifest of a full version: every parameter and file in its directory.
 
     Attributes:
         version: its number, 1 and up.
@@ -64,7 +64,7 @@ class Manifest:
     files: Mapping[str, int]
 
     def to_bytes(self) -> bytes:
-        """Return JSON in UTF-8, one parameter per line."""
+        """Return the manifest as JSON in UTF-8, one parameter per line."""
         rows = []
         for placed in self.params:
             name, dtype, shape = placed.meta.to_json()
@@ -84,7 +84,7 @@ class Manifest:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Manifest:
-        """Return what a document says; what both kinds have was checked. Where it is none, one of `_DAMAGE`."""
+        """Return the manifest in a document whose common fields were checked; raise one of `_DAMAGE` if it is none."""
         if found["base_version"] is not None:
             raise ValueError(f"it is a full version, and says that it is a delta on version {found['base_version']!r}")
         files, params = found["files"], dict[str, Placed]()
@@ -106,13 +106,13 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaParam:
-    """One parameter of a delta.
+    """One parameter of a delta: what it is, and where its change lies.
 
     Attributes:
         meta: what it is.
         digest: position digest of the whole tensor *after* this delta (`torchrl_ext.weights.digests`); "" where
             another library wrote the delta, which has none.
-        changed: units that changed; 0 means that nothing of the rest is set.
+        changed: units that changed; where it is 0 the fields below keep their defaults.
         codec: index into the manifest's ``codecs``.
         file: where the payload lies; "" where the container knows by itself.
         offset, nbytes: which bytes of the file.
@@ -131,7 +131,7 @@ class DeltaParam:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaManifest:
-    """What a delta holds.
+    """The manifest of a delta: what it is taken against, and what it changes.
 
     Attributes:
         version: the version that it leads to.
@@ -160,11 +160,11 @@ class DeltaManifest:
 
     @property
     def changed(self) -> int:
-        """The units that changed, in all parameters."""
+        """The number of units that changed, in all parameters."""
         return sum(map(attrgetter("changed"), self.params))
 
     def to_bytes(self) -> bytes:
-        """Return JSON, UTF-8, in a zstd frame. A row is ``[name, dtype, shape, digest]``, or that and the change."""
+        """Return JSON in UTF-8 in a zstd frame. A row is ``[name, dtype, shape, digest]``, or that and the change."""
         rows, ends = [], dict[str, int]()
         for param in self.params:
             row = [*param.meta.to_json(), param.digest]
@@ -193,7 +193,7 @@ class DeltaManifest:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> DeltaManifest:
-        """Return what a document says; what both kinds have was checked. Where it is none, one of `_DAMAGE`."""
+        """Return the manifest in a document whose common fields were checked; raise one of `_DAMAGE` if it is none."""
         files, codecs, digests = found["files"], tuple(found["codecs"]), found.get("base_digests", {})
         counts, texts, sums = [found["base_version"]], [found["base_run_id"], found["container"]], [*digests.values()]
         for codec in codecs:
@@ -243,11 +243,11 @@ class DeltaManifest:
 
 
 def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
-    """Return a manifest of whichever kind it says that it is.
+    """Return the manifest of a full version or of a delta, whichever kind ``data`` is.
 
     Args:
         data: the file's content, untrusted: JSON as it is, or in one zstd frame, told apart by the frame's first four
-            bytes. Its text is that of the checksum at its end, which the first format has not.
+            bytes. Its text has to match the checksum at its end, which the first format has not.
         where: its path, for messages.
 
     Raises:

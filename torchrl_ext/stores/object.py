@@ -3,9 +3,9 @@
 A put of an object store is atomic and durable by itself, and a folder is no more than a common prefix. So a draft puts
 its files under their final names, and the last one, which readers look for first, makes it a version.
 
-Object stores have no locks. Most create a key only where there is none, and on that stands what keeps two writers
-apart: a root has an owner (`torchrl_ext.stores.owners`), a draft first claims its folder, and what it writes into it
-is created. A draft that fails removes what it wrote itself. Stores that only put are told by a warning.
+Object stores have no locks. Most can create a key only where there is none, and that keeps two writers apart: a root
+has an owner (`torchrl_ext.stores.owners`), a draft first claims its folder, and what it writes into it is created. A
+draft that fails removes what it wrote itself. A store that cannot create in this sense is used with a warning.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _Result = TypeVar("_Result")
 
 
 class ObjectStore(Store):
-    """Objects under a URL.
+    """A store that keeps its values as objects under a URL.
 
     Args:
         url: ``protocol://bucket/prefix``.
-        storage_options: of the fsspec filesystem. What is left out comes from the environment, as its documentation
-            says; workers are told the URL only, never these.
+        storage_options: settings of the fsspec filesystem. What is left out comes from the environment, as its
+            documentation says; workers are told the URL only, never these.
 
     Raises:
         ConfigError: fsspec, or the package for this protocol, is not installed.
@@ -67,7 +67,7 @@ class ObjectStore(Store):
             return
         self._owners.enter()
         self.owned = True
-        if self._creates:  # some take the condition and pay no heed to it
+        if self._creates:  # some accept the condition and ignore it
             self._creates = not self._overwrites()
         if not self._creates:
             log.warning(
@@ -85,14 +85,14 @@ class ObjectStore(Store):
         self._call("write", key, lambda path: self._fs.pipe_file(path, bytes(data)))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Put a value where there is none; return whether it is there.
+        """Put a value only where there is none, and return whether it is there now.
 
         Returns:
-            Whether ``data`` is what lies there now: an answer that was lost, and the put repeated, looks as if another
-            writer had come first.
+            Whether ``data`` is what lies there now. The content is compared, since a put that a client repeats after a
+            lost answer fails as if another writer had come first.
 
         Raises:
-            StoreError: as `put`; then nobody knows.
+            StoreError: as `put`; whether the value is there is not known then.
         """
         try:
             if self._creates:
@@ -131,7 +131,7 @@ class ObjectStore(Store):
             draft.settle()
 
     def delete(self, key: str) -> None:
-        """Objects go one by one, the manifest first: without it the rest is no version any more."""
+        """Remove objects one by one, the manifest first: without it the rest is no version any more."""
 
         def remove(path: str) -> None:
             found = [] if self._fs.isfile(path) else self._fs.find(path)
@@ -169,7 +169,7 @@ class ObjectStore(Store):
         return {name: row["size"] for name, row in self._rows(folder).items() if row["type"] == "file"}
 
     def _rows(self, folder: str) -> dict[str, dict[str, Any]]:
-        """What the filesystem says of everything directly under ``folder``, by name."""
+        """Return what the filesystem says of everything directly under ``folder``, by name."""
         try:
             found = self._call("list", folder, lambda path: self._fs.ls(path, detail=True))
         except FileNotFoundError:
@@ -199,7 +199,7 @@ class ObjectStore(Store):
 
     @contextmanager
     def _staging(self, folder: str) -> Iterator[Path]:
-        """A local directory for files of a folder, while the block runs."""
+        """Make a local directory for files of a folder, which is there while the block runs."""
         try:
             with tempfile.TemporaryDirectory(prefix="torchrl-ext-", ignore_cleanup_errors=True) as path:
                 yield Path(path)
@@ -213,11 +213,11 @@ class ObjectStore(Store):
             ) from error
 
     def put_file(self, path: str, key: str) -> None:
-        """Put a local file; as `put`."""
+        """Put the content of a local file, as `put`."""
         self._call("write", key, lambda target: self._fs.put_file(path, target))
 
     def _overwrites(self) -> bool:
-        """Whether a value goes when it is created once more."""
+        """Return whether creating a key again replaces its value."""
         probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
         self.create(probe, b"1")
         try:
@@ -226,7 +226,7 @@ class ObjectStore(Store):
             self.delete(probe)
 
     def _call(self, doing: str, key: str, call: Callable[[str], _Result]) -> _Result:
-        """Errors of clients have no common root: whatever comes is a `StoreError`, but that nothing is there."""
+        """Call ``call`` with a key's path, and turn client errors, which have no common base, into `StoreError`."""
         path = f"{self._path}/{checked_key(key)}" if key else self._path
         try:
             return call(path)
@@ -239,7 +239,7 @@ class ObjectStore(Store):
 
 
 def _creates(fs: Any) -> bool:
-    """Whether a filesystem creates exclusively by itself; what fsspec does in its place is to look, and then to put."""
+    """Return whether a filesystem can create exclusively by itself; fsspec's substitute looks first, and then puts."""
     for cls in type(fs).__mro__:
         for name in ("_pipe_file", "pipe_file"):
             if name in vars(cls):
@@ -250,7 +250,7 @@ def _creates(fs: Any) -> bool:
 
 
 class _ObjectDraft(Draft):
-    """Keys under a folder that this draft claimed: nobody else writes there, so what it wrote it may remove."""
+    """A draft under a folder that it claims: nobody else writes there, so it may remove what it wrote."""
 
     def __init__(self, path: Path, folder: str, store: ObjectStore) -> None:
         self.path, self._folder, self._store = path, folder, store
@@ -259,7 +259,7 @@ class _ObjectDraft(Draft):
         self._unknown = False
 
     def claim(self) -> None:
-        """Take the folder.
+        """Claim the folder, so that no other draft writes into it.
 
         Raises:
             StoreError: it is taken, or there is something in it.
@@ -294,7 +294,7 @@ class _ObjectDraft(Draft):
         self._written.append(key)
 
     def upload(self) -> None:
-        """Put what was written into the local directory, and free its space."""
+        """Move the files of the local directory into the store, which frees their space."""
         for file in sorted(self.path.iterdir()):
             key = f"{self._folder}/{file.name}"
             self._written.append(key)
@@ -302,12 +302,12 @@ class _ObjectDraft(Draft):
             file.unlink()
 
     def settle(self) -> None:
-        """The folder is complete, and says by itself that it is taken."""
+        """Remove the claim, as the complete folder shows by itself that it is taken."""
         with suppress(StoreError):
             self._store.delete(self._claim)
 
     def withdraw(self) -> None:
-        """Remove what this draft wrote, the last file first; where that may be a version that is seen, nothing."""
+        """Remove what this draft wrote, the last file first; nothing where readers may see a version already."""
         for key in () if self._unknown else (*reversed(self._written), self._claim):
             with suppress(StoreError):
                 self._store.delete(key)

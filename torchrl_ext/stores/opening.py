@@ -1,4 +1,4 @@
-"""A root by its name: a path, or the URL of an object store; and which of them a trainer may name to an engine."""
+"""Opening a store by its path or URL, and the check of which of them a trainer may name to an engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ _STORES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "a
 
 
 def admit(root: Any, *, made: bool = False) -> None:
-    """What an engine does before it opens a place that a message names: whoever can send one is not trusted with all.
+    """Refuse a root that a message names and that this engine may not open.
+
+    Whoever can send a message to an engine is not trusted with every place that the engine can reach.
 
     Args:
         root: a directory or a URL.
-        made: it is a directory that will be made here where it is missing.
+        made: the root is a directory that is made here where it is missing.
 
     Raises:
-        ConfigError: it is none, or lies outside of what the engine was started for.
+        ConfigError: ``root`` is no directory or URL, or lies outside of what the engine was started for.
     """
     if not isinstance(root, str) or not root or "\0" in root:
         raise ConfigError(f"{root!r:.80} is no root", expected="a directory or a URL", state="unchanged")
@@ -61,7 +63,7 @@ def _below(root: str, name: str) -> bool:
 
 
 def _without_password(root: str) -> str:
-    """``ftp://user:secret@host/x`` -> ``ftp://host/x``, for messages."""
+    """Return a URL without user and password, for messages: ``ftp://user:secret@host/x`` -> ``ftp://host/x``."""
     scheme, separator, rest = root.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}" if separator else root

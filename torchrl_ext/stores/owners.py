@@ -1,9 +1,10 @@
-"""Who writes into a bucket: object stores have no locks, but most create a key only where there is none.
+"""Ownership of a root in an object store, by keys that are only created: such stores have no locks.
 
-    owners/000003       the newest owner: who it is, and until when it counts as alive without another word
+    owners/000003       the newest owner: who it is, and until when it counts as alive
 
-Numbers only grow, each is created by one writer alone, and the newest has the root. Who finds a newer one than its own
-has lost the root and writes no more. So a trainer that was taken for dead can do no harm when it comes back.
+Most object stores can create a key only where there is none. Numbers only grow, each is created by one writer alone,
+and the newest has the root. A writer that finds a newer number than its own has lost the root and writes no more. So a
+trainer that was taken for dead does no harm when it comes back.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ _HERE: weakref.WeakValueDictionary[str, Owners] = weakref.WeakValueDictionary()
 
 
 class Owners:
-    """One writer's place among those of a root.
+    """Makes one writer the owner of a root, and checks that it still is.
 
     Args:
         store: the root.
 
     Attributes:
-        number: of this writer; 0 while it is none.
+        number: of this writer among the owners; 0 while it is none.
     """
 
     def __init__(self, store: ObjectStore) -> None:
-        self._store: ObjectStore = weakref.proxy(store)  # a store that is forgotten goes at once, and leaves its root
+        self._store: ObjectStore = weakref.proxy(store)  # no cycle: a forgotten store is freed at once, and is no owner
         self._token = uuid.uuid4().hex
         self.number = 0
 
     def enter(self) -> None:
-        """Become the newest owner.
+        """Become the newest owner of the root.
 
         Raises:
             StoreError: another one is alive, as far as can be known.
@@ -64,7 +65,7 @@ class Owners:
             if self._store.create(_key(mine), self._words(OWNED_S)):
                 if self._newest() == mine:
                     break
-                self._store.delete(_key(mine))  # a newer one came and went on while this one looked
+                self._store.delete(_key(mine))  # a newer owner came while this one looked
         else:
             raise StoreError(
                 f"{_ATTEMPTS} other trainers became the owner of {self._store.url} while this one tried to",
@@ -78,7 +79,7 @@ class Owners:
                 self._store.delete(_key(number))
 
     def require(self) -> None:
-        """Be sure that no other writer has come, and say that this one is alive.
+        """Check that no other writer has taken the root, and note that this one is alive.
 
         Raises:
             StoreError: another one has the root now.
@@ -97,7 +98,7 @@ class Owners:
         self._store.put(_key(self.number), self._words(OWNED_S))
 
     def leave(self) -> None:
-        """Let another writer have the root. Its number stays used.
+        """Give the root up, so that another writer may own it. Its number stays used.
 
         Raises:
             StoreError: the store cannot be reached; others wait until this owner counts as dead.
@@ -121,7 +122,7 @@ class Owners:
         )
 
     def _said(self, number: int) -> dict[str, Any]:
-        """Return an owner's words; {} where they are gone, or are none."""
+        """Return what an owner wrote about itself; {} where that is gone or damaged."""
         try:
             found = json.loads(self._store.get(_key(number), at_most=_LARGEST))
         except (FileNotFoundError, IntegrityError, ValueError, RecursionError):
@@ -151,7 +152,7 @@ def _key(number: int) -> str:
 
 
 def _left_s(found: dict[str, Any]) -> float:
-    """For how many seconds an owner still counts as alive; 0 where it is known to be dead, or said nothing usable."""
+    """Return the seconds for which an owner still counts as alive; 0 where it is dead, or wrote nothing usable."""
     left_s = seconds_left(found.get("until"))
     if left_s is None or not 0 < left_s <= 2 * OWNED_S:
         return 0.0
@@ -165,7 +166,7 @@ def _left_s(found: dict[str, Any]) -> float:
 
 
 def _machine() -> str | None:
-    """Where process numbers mean the same; None where that cannot be told."""
+    """Return what names this machine and its space of process numbers; None where the kernel does not tell."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -173,7 +174,7 @@ def _machine() -> str | None:
 
 
 def _began(pid: int) -> str | None:
-    """When a process of this machine began, in the kernel's ticks; None where there is none (any more)."""
+    """Return when a process of this machine began, in the kernel's ticks; None where there is none (any more)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

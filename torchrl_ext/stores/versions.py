@@ -1,4 +1,4 @@
-"""One version in a store: its name, what its manifests say, and those that another library wrote."""
+"""One version in a store: its name, its manifests, and the contract of a reader of another library's versions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BESIDE = "delta"
 """The folder of a keyframe that holds its delta."""
 
 NAME = re.compile(r"weight_v(\d{6}|[1-9]\d{6,17})", re.ASCII)
-"""Directories that are versions, and their numbers."""
+"""Matches the names of version directories; its group is the number."""
 
 Held = tuple[str, int]
-"""Run id and number of a version: numbers alone could belong to a run before."""
+"""The run id and the number of a version; the number alone could be that of an earlier run."""
 
 
 def version_name(version: int) -> str:
@@ -55,7 +55,7 @@ class Version:
 
 
 def read_version(store: Store, number: int) -> Version:
-    """Return what one of our own versions holds.
+    """Return a version that this library wrote, from its manifests.
 
     Raises:
         FileNotFoundError: there is no such version (any more).
@@ -84,23 +84,23 @@ def read_version(store: Store, number: int) -> Version:
 
 
 class Foreign(Protocol):
-    """Reads versions that another library wrote, which have no manifest of ours.
+    """A reader of versions that another library wrote, which have no manifest of ours.
 
     Each method raises FileNotFoundError where there is no such version, or a part of it only, which is being written;
     and IntegrityError where it is damaged, or was left unfinished.
     """
 
     def finished(self, number: int) -> bool:
-        """Return whether all of a version is there, as far as whoever was not told of it can know."""
+        """Return whether a version is complete, as far as its files show that."""
 
     def replaced(self, number: int, run_id: str) -> bool:
-        """Return whether all of another version than the one that was read as ``run_id`` is there under its number."""
+        """Return whether another complete version than the one that was read as ``run_id`` has the number now."""
 
     def base(self, number: int) -> int | None:
-        """Return the version that a version is based on, 0 being the first checkpoint; None for a full version."""
+        """Return the number of a version's base, which is 0 for the first checkpoint; None for a full version."""
 
     def read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
-        """Return a version whose base has ``params``; None where that is the checkpoint that everything began with.
+        """Return a version whose base has ``params``; None where the base is the checkpoint that everything began with.
 
         Raises:
             ConfigError: that checkpoint is needed, and was not given.
