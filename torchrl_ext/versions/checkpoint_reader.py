@@ -1,4 +1,4 @@
-"""One published full version, open for reading: everything is checked before the first tensor leaves it."""
+"""One published full version, open for reading: each tensor is verified before it is handed on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AHEAD_BYTES = 8 << 20  # small tensors are read and handed over together
 
 
 class PublishedVersion:
-    """Manifest and open files of one version; what is open stays readable while the version is pruned.
+    """The manifest and the open files of one full version, which stays readable while it is pruned.
 
     Args:
         store: where the version is.
@@ -79,11 +79,11 @@ class PublishedVersion:
             raise
 
     def params(self) -> tuple[ParamMeta, ...]:
-        """What the version holds, in order."""
+        """Return the parameters of the version, in order."""
         return tuple(placed.meta for placed in self.manifest.params)
 
     def check(self, params: tuple[ParamMeta, ...], run_id: str | None) -> None:
-        """Hold the manifest against what the trainer says that it published.
+        """Compare the manifest with what the trainer says that it published.
 
         Raises:
             ManifestError: names the first parameter that differs.
@@ -106,7 +106,7 @@ class PublishedVersion:
             )
 
     def verify(self) -> None:
-        """Compare every tensor's checksum, once.
+        """Verify the checksum of every tensor; later calls do nothing.
 
         Raises:
             IntegrityError: names the first tensor whose bytes differ, and its file.
@@ -119,7 +119,7 @@ class PublishedVersion:
         self._verified = True
 
     def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in order, each verified before it is yielded; the next one is read meanwhile.
+        """Yield every tensor in order, each verified first; the next ones are read meanwhile.
 
         Args:
             into: tensors to fill directly where they are contiguous and on the CPU. Then the whole version is verified

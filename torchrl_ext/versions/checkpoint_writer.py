@@ -40,12 +40,12 @@ _MAX_BUFFERS = 512  # below IOV_MAX
 
 
 class FullWriter:
-    """How full versions are written.
+    """Writes full versions: complete Hugging Face checkpoints, or PEFT adapters.
 
     Args:
         shard_bytes: bound on the tensors of one file, in bytes; a larger tensor gets a file of its own.
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
-            name -> content. They win over those of a source.
+            name -> content. They replace those of a source with the same names.
         adapter: write PEFT's layout, one ``adapter_model.safetensors`` without an index, in place of a checkpoint's.
 
     Raises:
@@ -60,7 +60,7 @@ class FullWriter:
         self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
 
     def needed_bytes(self, source: WeightSource) -> int:
-        """About how many bytes a version of ``source`` takes: the tensors, and a little for headers and small files."""
+        """Return about how many bytes a version of ``source`` takes: its tensors, and a little for the small files."""
         params = source.params()
         return sum(map(attrgetter("nbytes"), params)) + 256 * len(params) + sum(map(len, self._files.values()))
 
@@ -220,7 +220,7 @@ def _write(descriptor: int, pieces: list[memoryview], offset: int) -> None:
 
 
 def _sync(file: FileIO, written: list[Future[None]], last: bool) -> None:
-    """Have what was written on the device; close the file behind the last of it."""
+    """Wait for batches to be written, and flush them to the device; close the file after the last ones."""
     for future in written:
         future.result()
     if last:

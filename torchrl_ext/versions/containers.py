@@ -1,7 +1,7 @@
-"""How the payloads of a delta are laid out in the files of its folder: written, and read.
+"""The layouts of a delta's payloads in the files of its folder, for writing and for reading.
 
 `packed` is ours. `flushes` and `whole` are slime's first and current files (`torchrl_ext.codecs.slime`), here with a
-manifest of ours beside them. Called `foreign`, they are those that slime wrote: no manifest says what is in them.
+manifest of ours beside them. Called `foreign`, they are files that slime itself wrote, without such a manifest.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torchrl_ext.weights.digests import PositionDigest, byte_view, position_dige
 __all__ = ["CONTAINERS", "Container", "Decode", "Files", "Flushes", "NewDelta", "Packed", "Payload", "Whole"]
 
 Files = Mapping[str, memoryview]
-"""Content of every payload file of a delta, by name."""
+"""The content of every payload file of a delta, by name."""
 
 Decode = Callable[[Tensor | None], Patch]
 """Decodes the change of one parameter; takes the old tensor where the codec needs one."""
 
 
 class Payload(NamedTuple):
-    """What changed in one parameter, and where the file that holds it has it, as in `DeltaParam`."""
+    """The coded change of one parameter, and where it lies in its file, as in `DeltaParam`."""
 
     change: Encoded
     offset: int = 0
@@ -53,8 +53,8 @@ class NewDelta:
         run_id: of the trainer.
         codec: the encoding.
         params: every parameter, in order.
-        tensors: the new tensors, by name; of those whose change was iterated.
-        digests: position digests before the change, by name; those of what changed follow.
+        tensors: the new tensors, by name, of the parameters whose change was iterated.
+        digests: position digests before the change, by name; `write` brings them to the new version.
         base_digests: position digests of the base where that is version 0, a checkpoint; in hexadecimal.
     """
 
@@ -68,7 +68,7 @@ class NewDelta:
     base_digests: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, changes: Iterable[Encoded], draft: Draft, prefix: str = "") -> DeltaManifest:
-        """Write the files as changes come, and the manifest last.
+        """Write the files as changes come, and the manifest last; return the manifest.
 
         Args:
             changes: of every parameter, in order.
@@ -86,7 +86,7 @@ class NewDelta:
                 if change.codec not in codecs:
                     codecs.append(change.codec)
                     told.append(change.codec.to_json())
-                if change.digest is None:  # nobody looked at what changed
+                if change.digest is None:  # the codec did not find what changed
                     self.digests[name] = position_digest(self.tensors[name])
                 else:
                     self.digests[name] = self.digests[name].plus(change.digest)
@@ -119,11 +119,11 @@ class NewDelta:
 
 
 class Container(ABC):
-    """One layout of files."""
+    """One layout of a delta's files, which writes and reads them."""
 
     @abstractmethod
     def files(self, delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes, list[Payload]]]:
-        """Yield the files of a delta: the name, the content, and the payloads of parameters that changed in it."""
+        """Yield the name of each file of a delta, its content, and the payloads of changed parameters in it."""
 
     @abstractmethod
     def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
@@ -151,7 +151,7 @@ def _damaged(param: DeltaParam, where: str, stated: str, found: str, version: in
 
 @final
 class Packed(Container):
-    """Payloads one after the other, cut into files of about ``FILE_BYTES``, so that writing runs beside coding."""
+    """Lays payloads one after the other into files of about ``FILE_BYTES``, so that writing runs beside coding."""
 
     FILE_BYTES: ClassVar[int] = 64 << 20
 
@@ -196,10 +196,10 @@ class Packed(Container):
 @final
 @dataclass(frozen=True)
 class Flushes(Container):
-    """Many parameters' positions and values per file, one dtype each.
+    """Lays many parameters' positions and values into each file, one dtype per file, as slime's first format does.
 
     Args:
-        foreign: slime wrote them; what they change is known when they are read, maybe in several files.
+        foreign: slime wrote the files; what they change is known when they are read, a parameter maybe in several.
     """
 
     foreign: bool = False
@@ -249,12 +249,12 @@ def _folded(patches: list[Patch], base: Tensor | None) -> Patch:
 @final
 @dataclass(frozen=True)
 class Whole(Container):
-    """One payload per changed tensor in files of at most ``FILE_BYTES``, and the index last.
+    """Lays one payload per changed tensor into files of at most ``FILE_BYTES``, and writes the index last.
 
     File names say how many there are, so payloads wait in memory until the last tensor is coded.
 
     Args:
-        foreign: slime wrote them. Their metadata has a checksum of each new tensor, and no other one.
+        foreign: slime wrote the files. Their metadata has a checksum of each new tensor, and no other one.
     """
 
     FILE_BYTES: ClassVar[int] = 1 << 30

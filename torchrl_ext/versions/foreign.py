@@ -1,8 +1,8 @@
-"""Chains that slime wrote, in either of its formats: no manifest of ours, and no digest of what a delta leaves alone.
+"""The reading of chains that slime wrote, in either of its formats, which have no manifest of ours.
 
-`torchrl_ext.codecs.slime.current` and `torchrl_ext.codecs.slime.first` have the formats. What can be checked is:
-current files carry a checksum of each new tensor; the first ones only one of their own bytes, and nothing names their
-base but the number before them.
+`torchrl_ext.codecs.slime.current` and `torchrl_ext.codecs.slime.first` have the formats. There are no digests
+of what a delta leaves alone. Current files carry a checksum of each new tensor; the first ones only one of their own
+bytes, and nothing names their base but the number before them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _FLUSH = re.compile(r"rank(\d{1,9})_flush(\d{1,9})\.safetensors")
 
 @final
 class ForeignVersions:
-    """`torchrl_ext.stores.chain.Foreign`.
+    """Reads the versions that slime wrote, as a `torchrl_ext.stores.versions.Foreign`.
 
     With an index, a version is complete when every file that it names is there. The first format has no last file: its
     writer begins a version when it is done with the one before, and its documentation promises a file ``DONE``. A
-    version without changes is an empty folder there. Who polls would see the newest version only when it is not the
-    newest any more, and so may take a folder that settled; files that come into it later make it another version.
+    version without changes is an empty folder there. A reader that polls would see a version only when the next one
+    begins, and so may take a folder that settled; files that come into it later make it another version.
 
     Args:
         store: where they are.
         base: the checkpoint directory that everything began with, if there is one.
         settles: the newest folder of the first format counts when nothing changed in it for `SETTLE_S` seconds. That
-            hangs on the moment, so it is not for several workers who each look for the version that all of them land.
+            depends on when one looks, so it is not for several workers that have to land the same version.
     """
 
     def __init__(self, store: Store, base: str | None = None, *, settles: bool = False) -> None:
@@ -64,7 +64,7 @@ class ForeignVersions:
             return names.issuperset(self._index(number)[1].values())
         settled, files = self._settled
         if number == settled and files <= self._store.sizes(version_name(number)).items():
-            return True  # who has it goes back to no older one while more comes
+            return True  # a reader that has it goes back to no older one while more comes
         return self.base(number) is None or self._over(number, names) or self._quiet(number, names)
 
     def replaced(self, number: int, run_id: str) -> bool:
@@ -116,7 +116,7 @@ class ForeignVersions:
             version=number,
             base_version=number - 1 if index is None else index.base_version,
             run_id=_run(files, b"" if index is None else index.to_bytes()),
-            base_run_id="",  # whatever has the number
+            base_run_id="",  # any version with the number
             container="foreign flushes" if index is None else "foreign whole",
             codecs=() if index is None else (make_codec(index.delta_encoding).to_json(),),
             params=tuple(
@@ -130,7 +130,7 @@ class ForeignVersions:
         return Version(run_id=delta.run_id, params=params, delta=delta, folder=folder)
 
     def _check(self, index: DeltaIndex, params: tuple[ParamMeta, ...], where: str) -> None:
-        """Be sure that the delta of an index can be read, as one of a model with these parameters."""
+        """Check that the delta of an index can be read, and is one of a model with these parameters."""
         if index.delta_encoding not in ("xor", "overwrite") or index.compression_format != "zstd":
             raise ManifestError(
                 f"{where} is coded as {index.delta_encoding!r} in {index.compression_format!r}",
@@ -149,7 +149,7 @@ class ForeignVersions:
         return names
 
     def _sizes(self, number: int, names: Collection[str]) -> dict[str, int]:
-        """Bytes of the files of a version, all of which have to be there."""
+        """Return the bytes of files of a version, by name; all of them have to be there."""
         folder = version_name(number)
         sizes = self._store.sizes(folder)
         lost = min((name for name in names if name not in sizes), default=None)
@@ -168,11 +168,11 @@ class ForeignVersions:
         return any(other > number for other in Chain(self._store).numbers())
 
     def _over(self, number: int, names: Collection[str]) -> bool:
-        """Whether the writer is done with a version of the first format."""
+        """Return whether the writer is done with a version of the first format."""
         return _DONE in names or self._followed(number)
 
     def _quiet(self, number: int, names: frozenset[str]) -> bool:
-        """Whether flush files, and all that is beside them, settled: by their own times, or as long as this looks."""
+        """Return whether a folder of flush files settled, by the times of its files or since this looked first."""
         if not self._settles or not _flushes(names):
             return False
         folder, now_s = version_name(number), time.monotonic()
@@ -186,7 +186,7 @@ class ForeignVersions:
         return quiet
 
     def _unchanged(self, number: int, names: frozenset[str]) -> bool:
-        """Whether a folder is a version without changes: empty, complete, and between others of the first format."""
+        """Return whether a folder is an unchanged version: empty, complete, and between others of the first format."""
         numbers = Chain(self._store).numbers()
         if names - {_DONE} or number not in numbers or not self._over(number, names):
             return False
@@ -195,7 +195,7 @@ class ForeignVersions:
         return any(_flushes(held) and MANIFEST not in held for held in nearest)
 
     def _index(self, number: int) -> tuple[DeltaIndex | None, Mapping[str, str]]:
-        """The index of a delta, if it is one; and which file holds which tensor."""
+        """Return the index of a delta, None where it is no delta, and which file holds which tensor."""
         key = f"{version_name(number)}/{INDEX_NAME}"
         data, where = self._store.get(key), f"{self._store.url}/{key}"
         index, places = parse_index(data, where)
@@ -212,7 +212,7 @@ class ForeignVersions:
         return index, places
 
     def _full(self, number: int, folder: str, where: Mapping[str, str] | None) -> Manifest:
-        """A checkpoint; ``where`` is its index, if it has one."""
+        """Return the manifest of a checkpoint; ``where`` says which file holds which tensor, if it has an index."""
         placed: dict[str, Placed] = {}
         files = self._sizes(number, {_LONE} if where is None else {*where.values()})
         with self._store.local(folder, files) as path:
@@ -237,7 +237,7 @@ def _flushes(names: Iterable[str]) -> list[str]:
 
 
 def _lacks(names: Collection[str]) -> str | None:
-    """What a folder of flush files lacks, as far as that can be seen."""
+    """Return what a folder of flush files lacks, as far as that can be seen; None where it seems complete."""
     numbers: dict[str, set[int]] = {}
     for rank, number in (match.groups() for match in map(_FLUSH.fullmatch, names) if match):
         numbers.setdefault(rank, set()).add(int(number))
@@ -250,5 +250,5 @@ def _lacks(names: Collection[str]) -> str | None:
 
 
 def _run(files: Mapping[str, int], index: bytes = b"") -> str:
-    """What tells a version from another one that had its number before."""
+    """Return a run id that tells a version from another one that had its number before."""
     return f"{_RUN}{xxhash.xxh3_64_hexdigest(repr(sorted(files.items())).encode() + index)}"

@@ -1,4 +1,4 @@
-"""Keyframes as tensors in memory: the copies that deltas are taken against, and what came over a group."""
+"""Keyframes as tensors in memory: copies that deltas are taken against, or what a worker received over a group."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torchrl_ext.weights.source import WeightSource, checked
 __all__ = ["FILES", "KeptTensors"]
 
 FILES = "/files"
-"""What the files of a version are called beside its tensors; a parameter of this name is refused."""
+"""The name under which the files of a version are sent beside its tensors; no parameter may have it."""
 
 _PLACE = "tensors"  # stands where a manifest names a file
 
 
 @final
 class KeptTensors:
-    """Keyframes as tensors in memory: those of the newest one, until they are let go of.
+    """Keeps keyframes as tensors in memory: those of the newest one, until they are dropped.
 
     Attributes:
         tensors: by name. They must not change before they are sent.
@@ -39,7 +39,7 @@ class KeptTensors:
         return 0
 
     def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
-        """Keep the very tensors of ``source``, and say what they are.
+        """Keep the tensors of ``source`` themselves, and write a manifest of them.
 
         Raises:
             ManifestError: the source does not yield what it declares, or a name is taken.
@@ -102,7 +102,7 @@ class _KeptVersion:
         self._tensors = {}
 
     def _verify(self, one: Placed) -> None:
-        """Hold a tensor against its checksum when it is read for the first time."""
+        """Compare a tensor with its checksum when it is read for the first time."""
         if one.meta.name in self._verified:
             return
         tensor, version = self._tensors[one.meta.name], self._manifest.version

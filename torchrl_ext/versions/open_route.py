@@ -1,4 +1,4 @@
-"""A route through a chain, with everything on it open: nothing that is collected later is missed."""
+"""A route through a chain with its files open, so that it can be read when versions on it are collected later."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class FullVersion(Protocol):
     """A keyframe, open for reading."""
 
     def params(self) -> tuple[ParamMeta, ...]:
-        """Return what it holds, in order."""
+        """Return the parameters that it holds, in order."""
 
     def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor in order, each verified before, and filled into ``into`` where it can be."""
+        """Yield every tensor in order, each verified first, and read into that of ``into`` where it fits."""
 
     def close(self) -> None:
-        """Let go of it. May be called twice."""
+        """Release its files or its memory. May be called twice."""
 
 
 OpenFull = Callable[[int, Manifest], FullVersion]
@@ -40,11 +40,11 @@ OpenBase = Callable[[], WeightSource]
 
 
 class OpenRoute:
-    """What a reader has to read, read as far as that keeps it safe from collection.
+    """A route with its deltas read and its keyframe open, so that collection cannot take them away.
 
     Args:
         chain: the versions.
-        route: what is to be read.
+        route: the route to open.
         target: where it leads.
         open_full: opens a keyframe.
         held: the version that the reader holds.
@@ -57,8 +57,8 @@ class OpenRoute:
         deltas: the folder of each delta, its manifest, and what decodes the change of each parameter.
         keyframe: the manifest of the keyframe that it starts from.
         published: that keyframe, its files open.
-        base: what stands in for a keyframe where it starts at version 0; with the digests it has to have.
-        digests: position digest of every tensor at the end, by name; none where a keyframe is the end.
+        base: what stands in for a keyframe where the route starts at version 0.
+        digests: position digest of every tensor where the route ends, by name; none where it ends at a keyframe.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OpenRoute:
                 self.digests[row.meta.name] = row.digest
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor where the route starts: of the keyframe, or of the base.
+        """Yield every tensor as it is where the route starts, from the keyframe or the base.
 
         Raises:
             IntegrityError: a damaged tensor, or another base; names the tensor.
@@ -120,7 +120,7 @@ class OpenRoute:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
 
     def patch(self, meta: ParamMeta, base: Tensor | None) -> Patch | None:
-        """Return all changes of one tensor as one; None where there are none.
+        """Return all changes of one tensor on the route as one patch; None where there are none.
 
         Args:
             meta: the tensor.
@@ -148,11 +148,11 @@ class OpenRoute:
         return fold(patches) if len(patches) > 1 else patches[0] if patches else None
 
     def patches(self, copies: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Iterator[Patch]:
-        """Return an iterator over the changes of what changes and is wanted; nothing else is decoded.
+        """Return an iterator over the patches of tensors that change and are wanted; nothing else is decoded.
 
         Args:
             copies: tensors where the route starts, as far as encodings need them.
-            wanted: says so of a name.
+            wanted: says of a name whether its tensor is wanted.
         """
         decoding = []
         for meta in self.params:
@@ -161,7 +161,7 @@ class OpenRoute:
         return decode_tensors(decoding, threads=spare_threads())  # type: ignore[arg-type]
 
     def whole(self, copies: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors as they are at the end, made from host copies of them where the route starts."""
+        """Yield tensors as they are where the route ends, made from host copies of them where it starts."""
         wanted = frozenset(names)
 
         def at_the_end(meta: ParamMeta) -> tuple[str, Tensor]:
@@ -171,7 +171,7 @@ class OpenRoute:
         yield from decode_tensors(made, threads=spare_threads())
 
     def applied(self, meta: ParamMeta, tensor: Tensor) -> tuple[Tensor, Patch | None]:
-        """Return a tensor at the end, changed in place where it is contiguous; and what was applied to it."""
+        """Return a tensor as it is where the route ends, changed in place if it is contiguous, and what was applied."""
         patch = self.patch(meta, tensor)
         if patch is None:
             return tensor, None
@@ -180,7 +180,7 @@ class OpenRoute:
         return tensor, patch
 
     def verify(self, name: str, tensor: Tensor) -> None:
-        """Hold a tensor against its digest.
+        """Compare a tensor with the digest that it has where the route ends.
 
         Raises:
             IntegrityError: it is another one; names it and the files that made it.
@@ -204,7 +204,7 @@ class OpenRoute:
 
 
 def _incomplete(where: str, file: str, manifest: DeltaManifest, found: int | None) -> IntegrityError:
-    """Say what is amiss with a file of a delta: it is missing, or has ``found`` bytes; name a tensor in it."""
+    """Return the error for a file of a delta that is missing or has ``found`` bytes; it names a tensor in the file."""
     rows = [row for row in manifest.params if row.changed and row.file == file]
     row = next((row for row in rows if row.offset + row.nbytes > (found or 0)), rows[0] if rows else None)
     if found is None:
@@ -218,15 +218,15 @@ def _incomplete(where: str, file: str, manifest: DeltaManifest, found: int | Non
 
 
 def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:
-    """Hold what a worker has against the base of the first delta.
+    """Compare what a worker holds with the base of the first delta.
 
     Args:
-        digests: position digests of what it has, by name; of some of its tensors.
+        digests: position digests of what it holds, by name; of some of its tensors.
         delta: the first delta, which names those of its base.
         where: its folder, for messages.
 
     Raises:
-        IntegrityError: it has something else; names the first tensor.
+        IntegrityError: it holds something else; names the first tensor.
     """
     for name, found in digests.items() if delta.base_digests else ():
         expected = delta.base_digests.get(name)

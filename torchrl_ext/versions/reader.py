@@ -30,7 +30,7 @@ _ATTEMPTS = 20
 
 
 class ChainReader:
-    """One worker's place in a chain.
+    """Follows a chain for one worker, from the version that it holds to newer ones.
 
     Args:
         chain: the versions.
@@ -60,7 +60,7 @@ class ChainReader:
         self._retained: Callable[[str], bool] = lambda name: False
 
     def retain(self, which: Callable[[str], bool]) -> None:
-        """Keep host copies of the tensors for which ``which`` says so, from the next full version on."""
+        """Keep host copies of the tensors for whose names ``which`` returns True, from the next full version on."""
         self._retained = which
         self.mirror, self.held, self._landed = {}, None, None
 
@@ -114,7 +114,7 @@ class ChainReader:
                 number = version.delta.base_version if version.full is None else 0
 
     def open(self, target: int) -> OpenRoute:
-        """Open the route that `tensors` takes to ``target``.
+        """Open the route to ``target``, for `tensors` to read.
 
         Raises:
             FileNotFoundError: ``target`` is not there (any more).
@@ -127,7 +127,7 @@ class ChainReader:
         return self._open(target, None)
 
     def changes(self, target: int) -> Changes | None:
-        """Return what leads from the version held to ``target``; None where only a full version leads there."""
+        """Return the changes from the version held to ``target``; None where only a full version leads there."""
         if self._landed is not None:
             self._catch_up()
         if self.held is None:
@@ -184,10 +184,10 @@ class ChainReader:
         return opened
 
     def tensors(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor at the end of a route that `open` opened, each verified before; then close the route.
+        """Yield every tensor at the end of a route that `open` opened, each verified first; then close the route.
 
         Args:
-            route: how to get there.
+            route: what `open` returned.
             into: tensors that may be filled directly.
         """
         with closing(route):
@@ -221,8 +221,8 @@ class ChainReader:
     def _catch_up(self) -> None:
         """Bring the mirror to what landed last. Where that fails nothing is held, and the next version read in full.
 
-        The mirror lives and dies with this process, and ``held`` names no version while it is between two: whatever
-        interrupts this is seen by whoever comes next.
+        The mirror lasts as long as this process, and ``held`` is None while it is between two versions: so the next
+        call sees that this one was interrupted.
         """
         changes, self._landed = self._landed, None
         if changes is None:
@@ -250,7 +250,7 @@ class ChainReader:
             raise ManifestError(f"the base checkpoint has no tensor {lost!r}, which version {route.reached[1]} has")
 
     def _from_mirror(self, route: OpenRoute) -> Iterator[tuple[str, Tensor]]:
-        """Yield copies; the mirror takes the patches when all were verified, so that damage leaves it as it was."""
+        """Yield patched copies; the mirror is patched when all were verified, so that damage leaves it as it was."""
         if route.held != self.held:
             raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
         landing: list[Patch] = []
@@ -271,7 +271,7 @@ def _by_name(params: tuple[ParamMeta, ...]) -> dict[str, ParamMeta]:
 
 
 def host_copy(tensor: Tensor, folder: str | os.PathLike[str] | None = None) -> Tensor:
-    """Return a copy of a tensor of any dtype on the host, which lives as long as that copy.
+    """Return a host copy of a tensor of any dtype, in memory or in a file that goes with the copy.
 
     A file loses its name as soon as it is mapped: the filesystem takes it back when the last process that maps it ends,
     however it ends, so that nothing is left behind and nothing old is ever read.

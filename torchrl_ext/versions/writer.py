@@ -42,10 +42,10 @@ class WritesFull(Protocol):
 
 
 class ChainWriter:
-    """Publishes one trainer's versions.
+    """Publishes one trainer's versions into a chain, as keyframes and deltas.
 
     Args:
-        store: where to.
+        store: where versions are written.
         chain: its versions.
         run_id: of this trainer.
         codec: the encoding of deltas.
@@ -78,10 +78,10 @@ class ChainWriter:
         self._acknowledged = True
 
     def publish(self, source: WeightSource, version: int) -> DeltaManifest | None:
-        """Make ``source`` version ``version``; returns its delta, None for a keyframe without one.
+        """Publish ``source`` as version ``version``, and return its delta; None for a keyframe without one.
 
-        An attempt that fails leaves no trace but that the next version is a keyframe, and so does a version that not
-        every engine acknowledged: it may be the one on which nobody can build.
+        After an attempt that fails, which leaves nothing in the store, the next version is a keyframe. So it is after a
+        version that not every engine acknowledged, since a delta on that one may be of no use.
 
         Raises:
             StoreError: no space, no permission, no connection.
@@ -125,11 +125,11 @@ class ChainWriter:
         self._baseline = None
 
     def acknowledge(self, oldest: int | None = None, *, keyframes: int = 1) -> None:
-        """Note that whoever takes part has the version that was published last, and collect.
+        """Note that every engine has the version that was published last, and collect old ones.
 
         Args:
             oldest: what engines may still read. Collection does not look at it: readers under way have leases.
-            keyframes: so many of the newest stay, with what follows them.
+            keyframes: how many of the newest keyframes stay, with what follows them.
         """
         self._acknowledged = True
         if not self._keep_files:
@@ -140,7 +140,7 @@ class ChainWriter:
 
     def _first_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
         baseline = Baseline(self._baseline_device)
-        if self._base is not None and self._chain.newest() == 0:  # later ones follow on other versions
+        if self._base is not None and self._chain.newest() == 0:  # only the first version of a store follows on it
             baseline.start(CheckpointSource(self._base), params)
             hasher = xxhash.xxh3_128()  # one name for the content of a whole checkpoint
             for name, digest in sorted(_in_hex(baseline.digests).items()):
@@ -155,7 +155,7 @@ def _in_hex(digests: Mapping[str, PositionDigest]) -> dict[str, str]:
 
 
 class Baseline(WeightSource):
-    """Copies of every tensor, their digests, and the version that they are.
+    """Copies of every tensor of the newest version, against which the next delta is taken.
 
     While a version is being made the copies are neither the old one nor the new one: `version` is None then, and stays
     so when the attempt fails. The next version is a full one in that case, which seeds the copies again.
@@ -164,7 +164,7 @@ class Baseline(WeightSource):
         device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
 
     Attributes:
-        metas: what they are, in order.
+        metas: the parameters, in order.
         tensors: the copies, by name.
         digests: their position digests.
         version: run id and number of the version that they are.
@@ -186,7 +186,7 @@ class Baseline(WeightSource):
         return self._files
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every copy; those of what was taken are made meanwhile, so that nobody waits for all of them."""
+        """Yield every copy; after `take` each is made as it is yielded, so that nothing waits for all of them."""
         taken, self._taken = self._taken, None
         if taken is not None:
             yield from self._copy(checked(taken, self.metas))
@@ -214,12 +214,12 @@ class Baseline(WeightSource):
             pass
 
     def take(self, source: WeightSource) -> None:
-        """Become copies of ``source``, which are made while this is iterated for the first time."""
+        """Replace the copies by those of ``source``, which are made while this is iterated for the first time."""
         self.version, self._taken = None, source
         self.metas, self._files = source.params(), source.files()
 
     def beside(self, source: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield each name with its copy and the new tensor, which the copy has to become."""
+        """Yield each name with its copy and the new tensor; the caller has to make the copy equal to it."""
         self.version = None
         for meta, tensor in checked(source, self.metas):
             yield meta.name, self.tensors[meta.name], tensor
