@@ -1,4 +1,4 @@
-"""`auto`: per tensor, the encoding that lands soonest, from a sample of the tensor and the speed of the link."""
+"""`auto`, which picks for each tensor the encoding that lands soonest, from a sample of it and the link's speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PLANES: Final = DenseCodec(), (3.2, 0.55, 0.0), (0.8, 0.43, 0.0)
 @final
 @dataclass(frozen=True, kw_only=True)
 class AutoCodec(Codec):
-    """Picks `ulp`, `context` or `dense` for each tensor; what comes out says which.
+    """Picks `ulp`, `context` or `dense` for each tensor; the `Encoded` that comes out says which.
 
     Attributes:
         link_bytes_s: bytes a second between trainer and engines (the slowest store or network on the way).

@@ -32,7 +32,7 @@ Needs = Literal["nothing", "changed", "all"]
 """What a decoder must hold of the base: nothing, the old bits of the changed elements, or the whole old tensor."""
 Reads = Literal["changed", "all", "either", "new"]
 """What an encoder reads: the units that changed; also the old ones that did not; either the units that changed (where
-only they came from a device) or all old and new ones; or every new one, where none changed too."""
+only they came from a device) or all old and new ones; or every new one, even where none changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The change of one tensor, coded.
+    """The coded change of one tensor.
 
     Attributes:
         meta: the parameter.
@@ -75,7 +75,7 @@ class Encoded:
 
     @property
     def density(self) -> float:
-        """Changed units / all units."""
+        """The share of units that changed, from 0 to 1."""
         return self.changed / max(1, unit_of(self.meta.dtype).count(self.meta))
 
 
@@ -91,11 +91,11 @@ class Codec(ABC):
     """What `encode_block` reads."""
 
     def block_units(self, unit: Unit, count: int) -> int:
-        """Units per independently coded range of a tensor of ``count`` units; all of them unless a codec cuts."""
+        """Return the units per independently coded range of a tensor of ``count`` units: all, unless a codec cuts."""
         return max(1, count)
 
     def choose(self, unit: Unit, old: Tensor, new: Tensor) -> Codec:
-        """The codec that codes this tensor: this one, unless it is one that picks another.
+        """Return the codec that codes this tensor: this one, unless it is one that picks another.
 
         Args:
             old, new: the bits of the tensor (`torchrl_ext.kernels.base.flat_bits`), on any device.
@@ -114,12 +114,12 @@ class Codec(ABC):
         """
 
     def join(self, count: int, blocks: list[bytes]) -> bytes:
-        """The payload of a tensor of ``count`` units, in which something changed, from its ranges in order."""
+        """Return the payload of a tensor of ``count`` units, in which something changed, from its ranges in order."""
         return b"".join(blocks)
 
     @abstractmethod
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        """Inverse of `torchrl_ext.codecs.pipeline.encode_tensor`.
+        """Return the change that a payload codes; the inverse of `torchrl_ext.codecs.pipeline.encode_tensor`.
 
         Args:
             payload: untrusted bytes.
@@ -133,7 +133,7 @@ class Codec(ABC):
         """
 
     def to_json(self) -> Info:
-        """``{"name": ..., settings}``, from which `codec_from_json` rebuilds the codec."""
+        """Return ``{"name": ..., settings}``, from which `codec_from_json` rebuilds the codec."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
     def _base(self, meta: ParamMeta, base: Tensor | None) -> np.ndarray:
@@ -160,7 +160,7 @@ for _name, _path, _summary in (
 
 
 def make_codec(name: str, **settings: Any) -> Codec:
-    """The codec called ``name``.
+    """Return the codec called ``name``.
 
     Raises:
         ConfigError: no such encoding, or settings that it does not take.
@@ -169,7 +169,7 @@ def make_codec(name: str, **settings: Any) -> Codec:
 
 
 def codec_from_json(info: Info) -> Codec:
-    """Inverse of `Codec.to_json`.
+    """Return the codec that `Codec.to_json` described.
 
     Raises:
         ManifestError: no such encoding here, or settings that it does not take.

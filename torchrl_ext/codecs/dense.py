@@ -32,7 +32,7 @@ _MOST_FOLD: Final = (128 << 10) // 4  # of zstd: a block is 128 KiB at most, and
 @final
 @dataclass(frozen=True, kw_only=True)
 class DenseCodec(FramedCodec):
-    """Every bit of the new tensor; the old one only decides whether there is anything to send.
+    """Codes every bit of the new tensor; the old one only decides whether there is anything to send.
 
     Attributes:
         level: zstd level; 0 stores.
@@ -81,7 +81,7 @@ class DenseCodec(FramedCodec):
 
 
 def _planes(body: memoryview, meta: ParamMeta, units: int, width: int) -> Iterator[tuple[bool, Buffer]]:
-    """Of each plane of a block, whether it is compressed, and its bytes, which can be ``units`` bytes at least."""
+    """Yield of each plane of a block whether it is compressed, and its bytes, which can unpack to ``units`` bytes."""
     at = 1
     for plane in range(width):
         length = int.from_bytes(body[at + 1 : at + 5], "little")

@@ -1,4 +1,4 @@
-"""What a decoded delta is: changed places and what stands there, ready to land or to be folded with the next one."""
+"""Patches, the decoded changes of tensors: which places change and to what, ready to land or to be folded."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["DensePatch", "Patch", "SparsePatch", "StepPatch", "apply_patch", "di
 
 
 def index_dtype(count: int) -> np.dtype[Any]:
-    """int32 where it reaches ``count`` units, else int64."""
+    """Return int32 where it can number ``count`` units, else int64."""
     return np.dtype(np.int32 if count <= 2**31 - 1 else np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Shared half: something at some places.
+    """What sparse patches share: places in a parameter, and a value for each.
 
     Attributes:
         meta: the parameter.
@@ -57,7 +57,7 @@ class _Places:
 
     @property
     def changed(self) -> int:
-        """Number of units that change."""
+        """The number of units that change."""
         return self.indices.size
 
 
@@ -70,13 +70,13 @@ class SparsePatch(_Places):
 @final
 @dataclass(frozen=True, eq=False)
 class StepPatch(_Places):
-    """Steps at some places; whoever holds the old bits there can resolve them.
+    """Steps from the old bits at some places; whoever holds the old bits can resolve them.
 
     ``values`` are steps in units in the last place, on the ordered line modulo 2^width, not 0.
     """
 
     def resolve(self, old: np.ndarray) -> SparsePatch:
-        """The new bits, from the old ones at these places.
+        """Return the patch of new bits, made from the old bits at these places.
 
         Args:
             old: unsigned, of the unit's width, shape (k,).
@@ -91,7 +91,7 @@ class StepPatch(_Places):
 @final
 @dataclass(frozen=True, eq=False)
 class DensePatch:
-    """New bits everywhere.
+    """New bits for every unit of a parameter.
 
     Attributes:
         meta: the parameter.
@@ -112,7 +112,7 @@ class DensePatch:
 
     @property
     def changed(self) -> int:
-        """Number of units that are written."""
+        """The number of units that are written."""
         return self.values.size
 
 
@@ -120,7 +120,7 @@ Patch = SparsePatch | StepPatch | DensePatch
 
 
 def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> SparsePatch:
-    """What changed between two tensors of one dtype and shape, byte for byte.
+    """Return what changed between two tensors of one dtype and shape, byte for byte.
 
     Raises:
         ManifestError: they do not have ``meta``'s dtype and shape.
@@ -131,7 +131,7 @@ def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> SparsePatch:
 
 
 def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:
-    """The units of tensors that all must have ``meta``'s dtype and shape.
+    """Return the units of tensors that all must have ``meta``'s dtype and shape.
 
     Raises:
         ManifestError: one of them has not.
@@ -141,7 +141,7 @@ def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:
 
 
 def check_same(meta: ParamMeta, *tensors: Tensor) -> None:
-    """Whether tensors have ``meta``'s dtype and shape.
+    """Check that tensors have ``meta``'s dtype and shape.
 
     Raises:
         ManifestError: one of them has not.
@@ -173,7 +173,7 @@ def apply_patch(patch: Patch, tensor: Tensor) -> None:
 
 
 def fold(patches: Iterable[Patch]) -> Patch:
-    """One patch that does what ``patches``, applied in this order, do; each place is written once.
+    """Return one patch that does what ``patches``, applied in this order, do; it writes each place once.
 
     New bits replace, steps add up (steps that cancel vanish), steps after known bits are resolved.
 
@@ -224,7 +224,7 @@ def _sum(first: StepPatch, second: StepPatch) -> StepPatch:
 
 
 def _mixed(first: SparsePatch | StepPatch, second: SparsePatch | StepPatch) -> Patch:
-    """Known bits on one side and steps on the other: representable where every step meets known bits."""
+    """Fold a patch of known bits and one of steps, which is possible where every step meets known bits."""
     if isinstance(first, SparsePatch) and isinstance(second, StepPatch):
         at = np.searchsorted(first.indices, second.indices)
         known = at < first.indices.size

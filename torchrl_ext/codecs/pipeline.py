@@ -1,4 +1,4 @@
-"""Many tensors, several threads: payloads come out in order while later tensors are still scanned."""
+"""The coding of many tensors by several threads: payloads come out in order while later tensors are scanned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Begun(NamedTuple):
 
 
 def worker_threads() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
@@ -51,7 +51,7 @@ def worker_threads() -> int:
 
 
 def spare_threads() -> int:
-    """Threads for work beside a model that is in use: cores that torch does not compute on, at least 1 and at most 4.
+    """Return how many threads may work beside a model in use: one per core that torch leaves free, from 1 to 4.
 
     An engine on a GPU computes on one core or few; one on the host on all of them, unless it was told otherwise.
     """
@@ -73,10 +73,10 @@ def encode_tensors(
 
     Args:
         pairs: ``(name, old, new)``; both tensors stay as they are until their result was yielded.
-        codec: how.
+        codec: the encoding.
         threads: worker threads; by default one per core.
-        follow: make each old tensor, which is contiguous, the new one, at the latest when its result is yielded. On the
-            host this is done as soon as a block was coded, while the processor has it at hand.
+        follow: copy each new tensor into the old one, which is contiguous, at the latest when its result is yielded. On
+            the host this is done as soon as a block was coded, while it is in the processor's cache.
         kernels: find what changed; by default those of each tensor's device.
 
     Yields:
@@ -122,13 +122,13 @@ def encode_tensor(codec: Codec, meta: ParamMeta, old: Tensor, new: Tensor) -> En
 
 
 def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row: _Row) -> _Begun:
-    """Cut one tensor into blocks, each of which is found and coded.
+    """Cut one tensor into blocks, and begin to find and code what changed in each.
 
     On the host both are done by ``each``. On an accelerator what changed is found here, and only that comes to the host
     to be coded; a codec that reads whole tensors gets both copied.
 
     Args:
-        codec: how; it may choose another one.
+        codec: the encoding; it may choose another one.
         follow: make the old tensor, which is contiguous, what the new one is, at the latest when all blocks are coded.
         kernels: find what changed; by default those of the accelerator that either tensor is on, else the host's.
         each: maps a function over blocks.
@@ -239,7 +239,7 @@ def _listed(
 
 
 def _on_host(*tensors: Tensor) -> list[Tensor]:
-    """Copies on the host (or the tensors, where they are there): through pinned memory, at the speed of the bus."""
+    """Return copies on the host, or the tensors that are there; through pinned memory, at the speed of the bus."""
     if not tensors[0].is_cuda:
         return [tensor.cpu() for tensor in tensors]
     copies: list[Any] = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
@@ -250,7 +250,7 @@ def _on_host(*tensors: Tensor) -> list[Tensor]:
 
 
 def decode_tensors(decodes: Iterable[Callable[[], _Result]], *, threads: int) -> Iterator[_Result]:
-    """What each call returns, in order; a few are made ahead of what is yielded.
+    """Yield what each call returns, in order; a few calls run ahead of what is yielded.
 
     Args:
         decodes: each decodes the change of one tensor; the iterable is consumed by the caller's thread.

@@ -1,5 +1,6 @@
-"""Our own encodings: the frame that they share, and two of gaps and ulp steps by rANS, alone (`ulp`) or per exponent of
-the base (`context`); `torchrl_ext.codecs.dense` is the third.
+"""The frame of our own encodings, and `ulp` and `context`, two that code gaps and ulp steps by rANS.
+
+`context` codes them apart for each exponent of the base; `torchrl_ext.codecs.dense` is the third encoding.
 
 A payload, little-endian, varints as in LEB128:
 
@@ -10,7 +11,7 @@ A payload, little-endian, varints as in LEB128:
     bodies   byte 1 + body as in `torchrl_ext.codecs.coder.encode`, or byte 2 + one plain step per unit
     8 bytes  xxh3-64 of everything before
 
-Blocks know nothing of each other, so they are coded and decoded in parallel; a tensor without changes is an empty
+Blocks are independent, so they are coded and decoded in parallel; a tensor without changes is an empty
 payload. Plain steps take over where coding would not save anything, so that a payload is never larger than the tensor
 by more than its framing.
 """
@@ -36,13 +37,13 @@ __all__ = ["ContextCodec", "FramedCodec", "UlpCodec", "damaged"]
 _FORMAT: Final = 2
 _CODED, _STEPS = b"\x01", b"\x02"
 _Tokens = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Of a block: tokens of gaps and of steps, grouped by context; ids of the contexts; where the tokens of each begin, and
-those of the last end; raw bits, as 32-bit words or as bytes."""
+"""What is coded of a block: tokens of gaps and of steps, grouped by context; ids of the contexts; where the tokens of
+each begin, and those of the last end; raw bits, as 32-bit words or as bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FramedCodec(Codec):
-    """Shared half of our own encodings: blocks in a frame.
+    """What our own encodings share: a frame that holds independently coded blocks and a checksum.
 
     Attributes:
         block_log2: a block is 2^block_log2 units.
@@ -72,7 +73,7 @@ class FramedCodec(Codec):
         return payload + xxhash.xxh3_64_digest(payload)[::-1]
 
     def _bodies(self, payload: Buffer, meta: ParamMeta, count: int) -> list[tuple[int, int, memoryview]]:
-        """Of each block of a tensor of ``count`` units its first unit, its size in units, and its body.
+        """Return of each block of a tensor of ``count`` units its first unit, its size in units, and its body.
 
         Raises:
             IntegrityError: the frame is damaged, or that of a tensor of another size; names the tensor.
@@ -106,7 +107,7 @@ class FramedCodec(Codec):
 
 
 def damaged(meta: ParamMeta, why: str, expected: str | None = None) -> IntegrityError:
-    """What is raised where a payload is not one of its parameter."""
+    """Return the error to raise where a payload is not one of its parameter."""
     return IntegrityError(
         f"the delta of {meta.name!r} is damaged: {why}",
         expected=expected,
@@ -117,7 +118,7 @@ def damaged(meta: ParamMeta, why: str, expected: str | None = None) -> Integrity
 
 @dataclass(frozen=True, kw_only=True)
 class _StepCodec(FramedCodec):
-    """Shared half of the two: tokens are coded, and steps come back."""
+    """What `UlpCodec` and `ContextCodec` share: blocks are coded as tokens, and decoded to steps."""
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
         from torchrl_ext.codecs.coder.encode import encode_body
@@ -139,7 +140,7 @@ class _StepCodec(FramedCodec):
 
     @abstractmethod
     def _tokens(self, unit: Unit, block: Block) -> _Tokens:
-        """What a block becomes before it is coded."""
+        """Return the tokens and raw bits of a block, which are coded next."""
 
     @abstractmethod
     def _untoken(
@@ -193,7 +194,7 @@ class _StepCodec(FramedCodec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class UlpCodec(_StepCodec):
-    """Gaps between changes and steps in units in the last place, each with one table per block. The fast one."""
+    """Codes gaps between changes and steps in units in the last place, each with one table per block: the fast one."""
 
     name: ClassVar[str] = "ulp"
     needs: ClassVar[Needs] = "changed"
@@ -223,7 +224,7 @@ class UlpCodec(_StepCodec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ContextCodec(_StepCodec):
-    """As `UlpCodec`, with gaps and steps coded apart for each exponent of the base. The tight one.
+    """Codes gaps and steps as `UlpCodec` does, but apart for each exponent of the base: the tight one.
 
     An element changes when its step exceeds half a unit in its last place, so the exponent predicts where and how far.
     A reader repeats the writer's walk over its own copy of the base.

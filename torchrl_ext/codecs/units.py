@@ -1,4 +1,4 @@
-"""How a dtype looks as integers: every codec works on unsigned views, so that any bit pattern survives."""
+"""Dtypes seen as unsigned integers, on which every codec works, so that any bit pattern survives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Unit", "unit_of", "units"]
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A dtype as units of 1, 2, 4 or 8 bytes.
+    """A dtype as codecs see it: elements made of units, which are unsigned integers of 1, 2, 4 or 8 bytes.
 
     Attributes:
         width: bytes of one unit.
@@ -41,7 +41,7 @@ class Unit:
 
     @cached_property
     def top(self) -> np.uint64:
-        """Highest bit of a unit."""
+        """The highest bit of a unit."""
         return np.uint64(1 << (8 * self.width - 1))
 
     @cached_property
@@ -50,7 +50,7 @@ class Unit:
         return np.uint64((1 << (8 * self.width)) - 1)
 
     def count(self, meta: ParamMeta) -> int:
-        """Units in a parameter."""
+        """Return the number of units in a parameter."""
         return meta.numel * self.parts
 
 
@@ -69,7 +69,7 @@ _FLOATS = {
 
 @cache
 def unit_of(dtype: torch.dtype) -> Unit:
-    """The unit of a dtype.
+    """Return the unit of a dtype.
 
     Raises:
         ConfigError: its elements are not 1, 2, 4, 8 (or, complex, 16) plain bytes.
@@ -87,5 +87,5 @@ def unit_of(dtype: torch.dtype) -> Unit:
 
 
 def units(tensor: Tensor) -> np.ndarray:
-    """The bits of ``tensor`` in C order: unsigned, 1-D; shares memory where the tensor is contiguous on the host."""
+    """Return the bits of ``tensor`` in C order, unsigned, 1-D; shared memory where it is contiguous on the host."""
     return unsigned(flat_bits(tensor.cpu()))

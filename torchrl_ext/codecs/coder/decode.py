@@ -1,4 +1,4 @@
-"""The reading half of the entropy coder (see `torchrl_ext.codecs.coder.encode`), which trusts nothing."""
+"""The reading half of the entropy coder (see `torchrl_ext.codecs.coder.encode`), which trusts no input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _read_varint(data, at, end):
 
 @helper
 def _pull(x, slots, data, at, last):
-    """State after a token, index of the next word, token; without a branch, since every third token needs a word."""
+    """Return state after a token, index of the next word, token; branchless, since every third token needs a word."""
     entry = np.uint64(slots[x & _SLOT])
     x = ((entry >> np.uint64(8)) & _SLOT) * (x >> _BITS) + (x >> _BITS) + (entry >> np.uint64(20))
     short = np.uint64(x < LOWEST)
@@ -48,7 +48,7 @@ def _pull(x, slots, data, at, last):
 
 @helper
 def _decode_run(tokens, low, high, lanes, freq, slots, states, data, at, last):
-    """Slots pack token (8 bits), frequency - 1 (12 bits) and offset in the token's range (12 bits)."""
+    """Decode a run of tokens; slots pack token (8 bits), frequency - 1 (12 bits), offset in its range (12 bits)."""
     start = 0
     for t in range(256):
         for i in range(freq[t]):
@@ -74,7 +74,7 @@ def _decode_run(tokens, low, high, lanes, freq, slots, states, data, at, last):
 
 @njit
 def decode_body(data, size, named):
-    """Inverse of `encode_body`, trusting nothing.
+    """Decode the tokens of one block, trusting nothing; the inverse of `encode_body`.
 
     Args:
         data: uint8, the body.
@@ -156,7 +156,7 @@ def decode_body(data, size, named):
 
 @helper
 def unzigzag(value, mask):
-    """The step, modulo 2^width, of a lowered zigzag one."""
+    """Return the step, modulo 2^width, of a lowered zigzag one."""
     value = value + _1
     if value & _1:
         return (mask - (value >> _1)) & mask
@@ -165,9 +165,9 @@ def unzigzag(value, mask):
 
 @helper
 def take(raw, at, acc, filled, token):
-    """The value of a token; raw bits come from ``acc``, refilled from ``raw`` (uint8, whole 32-bit words).
+    """Return the value of a token; raw bits come from ``acc``, refilled from ``raw`` (uint8, whole 32-bit words).
 
-    Reads zeros beyond the end of ``raw``; the index tells.
+    Reads zeros beyond the end of ``raw``; the index that is returned shows it.
     """
     if token < 16:
         return np.uint64(token), at, acc, filled
@@ -192,7 +192,7 @@ def take(raw, at, acc, filled, token):
 
 @njit
 def untokenise(gaps, values, raw, size, start, mask, indices, steps):
-    """Indices (from ``start``) and steps of a decoded block: the inverse of `torchrl_ext.codecs.coder.tokens.tokenise`.
+    """Fill indices (from ``start``) and steps of a block; the inverse of `torchrl_ext.codecs.coder.tokens.tokenise`.
 
     Args:
         gaps, values: uint8 tokens.
@@ -218,7 +218,7 @@ def untokenise(gaps, values, raw, size, start, mask, indices, steps):
 
 @njit
 def unwalk(old, shift, select, ids, starts, gaps, values, raw, start, mask, indices, steps):
-    """As `untokenise`, by the same walk over the base ``old`` that the writer made.
+    """Fill indices and steps as `untokenise` does, by the walk over the base ``old`` that the writer made.
 
     Args:
         ids, starts: context ``ids[c]`` owns tokens ``starts[c]`` to ``starts[c + 1]``.

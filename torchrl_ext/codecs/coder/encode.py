@@ -42,7 +42,7 @@ def _write_varint(out, at, value):
 
 @helper
 def _clear_bits(out, at, count):
-    """Room for bits; returns its end."""
+    """Make room for ``count`` bits, all zero, and return its end."""
     end = at + (count + 7) // 8
     for i in range(at, end):
         out[i] = 0
@@ -51,7 +51,7 @@ def _clear_bits(out, at, count):
 
 @helper
 def _prepare(freq, limit, scale, shift, bias, rest):
-    """Per token: the state above which a word goes out, and what replaces a division (Giesen's `rans_byte.h`)."""
+    """Fill per token the state above which a word goes out, and what replaces a division (Giesen's `rans_byte.h`)."""
     start = np.uint64(0)
     for t in range(256):
         f = np.uint64(freq[t])
@@ -70,7 +70,7 @@ def _prepare(freq, limit, scale, shift, bias, rest):
 
 @helper
 def _push(x, t, limit, scale, shift, bias, rest, words, at):
-    """State after a token; ``at`` is unsigned, so that no index needs a look at its sign."""
+    """Return the state after a token and where words begin; ``at`` is unsigned, which saves a check of its sign."""
     words[at - _1] = x & np.uint64(0xFFFF)
     full = np.uint64(x >= limit[t])
     at -= full
@@ -81,7 +81,7 @@ def _push(x, t, limit, scale, shift, bias, rest, words, at):
 
 @helper
 def lanes_for(found):
-    """Mask that gives a token's lane from its index."""
+    """Return the mask that gives a token's lane from its index."""
     return 3 if found >= 4096 else 0
 
 
@@ -109,7 +109,7 @@ def _encode_run(tokens, low, high, lanes, limit, scale, shift, bias, rest, state
 
 @helper
 def _count(tokens, low, high, counts):
-    """How often each token occurs, into ``counts``; in four tables, so that equal neighbours do not wait."""
+    """Count how often each token occurs, into ``counts``; in four tables, so that equal neighbours do not wait."""
     clear(counts)
     if high - low < 1024:
         for k in range(low, high):
@@ -130,7 +130,7 @@ def _count(tokens, low, high, counts):
 
 @helper
 def _joint_bits(counts, c, d, both, spare, nothing):
-    """Cost of contexts ``c`` and ``d`` with one step table."""
+    """Return the cost in bits of contexts ``c`` and ``d`` with one step table."""
     for t in range(256):
         both[t] = counts[c, t] + counts[d, t]
     return choose_model(both, spare, nothing, -1)[1]
@@ -145,7 +145,7 @@ def _merge_steps(counts, group):
     for c in range(number):
         group[c] = c
         cost[c] = choose_model(counts[c], spare, nothing, -1)[1]
-    joint = np.zeros(number)  # cost of group c and the next living one together
+    joint = np.zeros(number)  # cost of group c and the next one together
     after = np.zeros(number, np.int64)
     for c in range(number):
         after[c] = c + 1
@@ -180,7 +180,7 @@ def _merge_steps(counts, group):
 
 @njit
 def encode_body(gaps, steps, starts, ids, named, raw_words, most, head, words):
-    """Code one block.
+    """Code the tokens of one block into ``head`` and ``words``.
 
     Args:
         gaps, steps: uint8 tokens of each change, grouped by context.

@@ -23,7 +23,7 @@ _LOGS = np.log2(np.maximum(1, np.arange(TOTAL + 1)))
 _POWERS = np.array([round(2 ** (32 - r / 8)) for r in range(8)], np.uint64)  # 2^(-r/8) in units of 2^-32
 
 
-# Plain loops where numpy has a word: they compile in a tenth of the time.
+# Plain loops where numpy has a function: they compile in a tenth of the time.
 
 
 @helper
@@ -41,7 +41,7 @@ def clear(target):
 
 @helper
 def _balance(freq, last, total):
-    """Move frequencies of tokens up to ``last`` until they sum to ``total``, taking from and giving to the largest."""
+    """Change the largest frequencies of tokens up to ``last`` until all sum to ``total``; return whether they do."""
     have = np.int64(0)
     for t in range(last + 1):
         have += freq[t]
@@ -64,7 +64,7 @@ def _balance(freq, last, total):
 
 @helper
 def _geometric(q, last, freq):
-    """Frequencies of the tokens of a geometric distribution with p = 2^(-q/8); the last token gets the tail."""
+    """Fill ``freq`` for a geometric distribution with p = 2^(-q/8), the last token with the tail; return if it fits."""
     one = np.uint64(1) << np.uint64(32)
     half = np.uint64(32)
     keep = one - (_POWERS[q & 7] >> np.uint64(q >> 3))  # 1 - p
@@ -83,7 +83,7 @@ def _geometric(q, last, freq):
 
 @helper
 def _quantise(counts, last, total, bits, freq):
-    """Frequencies in proportion to ``counts``, summing to 2^bits; every token that occurs keeps at least one."""
+    """Fill ``freq`` in proportion to ``counts``, at least 1 for what occurs; return whether it sums to 2^bits."""
     clear(freq)
     for t in range(last + 1):
         if counts[t]:

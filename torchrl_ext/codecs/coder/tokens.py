@@ -1,4 +1,4 @@
-"""What changed as tokens and raw bits; `torchrl_ext.codecs.coder.decode` has the way back.
+"""Turns what changed into tokens and raw bits; `torchrl_ext.codecs.coder.decode` has the inverse.
 
 A changed element is a *gap* (unchanged elements since the last changed one) and a *step* (units in the last place,
 counted on one ordered line of integers). Float formats are sign-magnitude: mapped so that -0.0 and 0.0 are neighbours
@@ -28,7 +28,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 @helper
 def zigzag(a, b, top, mask, ordered):
-    """The lowered zigzag step between two bit patterns."""
+    """Return the lowered zigzag step between two bit patterns."""
     step = (line(b, top, mask, ordered) - line(a, top, mask, ordered)) & mask
     if step & top:
         return (mask - step) << _1  # 2|step| - 1, lowered by one
@@ -37,7 +37,7 @@ def zigzag(a, b, top, mask, ordered):
 
 @helper
 def split(value):
-    """Token, raw bits, number of raw bits; without a branch, so that loops over it become vectors."""
+    """Return token, raw bits and number of raw bits; without a branch, so that loops over it become vectors."""
     length = bit_length(value | _1)
     large = value >= _16
     count = np.uint64(length - 3) if large else _0
@@ -72,7 +72,7 @@ def zigzags(before, after, top, mask, ordered, steps):
 
 @helper
 def _gaps(places, last, gaps):
-    """Unchanged units before each place; ``last`` is the place before."""
+    """Fill ``gaps`` with the unchanged units before each place; ``last`` is the place before the first."""
     gaps[0] = np.uint32(places[0] - last - 1)
     for k in range(1, places.size):
         gaps[k] = np.uint32(places[k] - places[k - 1] - 1)
@@ -80,7 +80,7 @@ def _gaps(places, last, gaps):
 
 @helper
 def _split_all(gaps, steps, gap_tokens, step_tokens, bits, counts):
-    """Tokens of gaps and steps, and the raw bits of both together; returns how many these are in all."""
+    """Fill tokens of gaps and steps, and the raw bits of both together; return how many raw bits these are."""
     total = _0
     for k in range(gap_tokens.size):
         gap_tokens[k], low, count = split(np.uint64(gaps[k]))
@@ -93,7 +93,7 @@ def _split_all(gaps, steps, gap_tokens, step_tokens, bits, counts):
 
 @njit
 def tokenise(places, before, after, top, mask, ordered, gap_tokens, step_tokens, raw, last, state):
-    """Tokens and raw bits of a part of what changed in a block.
+    """Turn a part of what changed in a block into tokens and raw bits.
 
     Args:
         places: int32 shape (k,), increasing: places in the block.
@@ -135,7 +135,7 @@ def _count(old, begin, end, shift, select, counts):
 
 @njit
 def walk(old, places, before, after, top, mask, ordered, shift, select, contexts, gaps, steps, at, counts, last):
-    """Changes of a part of a block, gaps counted per context: ``(old >> shift) & select``, the exponent of the old one.
+    """List changes of a part of a block, with gaps counted per context: the exponent, ``(old >> shift) & select``.
 
     Args:
         old: all elements of the block.
@@ -202,7 +202,7 @@ def sort_by_context(contexts, gaps, steps, starts, gap_tokens, step_tokens, raw)
 
 @njit
 def lay_steps(places, before, after, top, mask, ordered, out):
-    """``out[place]`` = step on the ordered line, modulo 2^width; ``out`` is all zeros."""
+    """Set ``out[place]`` to the step on the ordered line, modulo 2^width; ``out`` is all zeros before."""
     for k in range(places.size):
         step = line(np.uint64(after[k]), top, mask, ordered) - line(np.uint64(before[k]), top, mask, ordered)
         out[places[k]] = step & mask
@@ -210,14 +210,14 @@ def lay_steps(places, before, after, top, mask, ordered, out):
 
 @helper
 def _entropy(seen, changed):
-    """Bits that tell which of ``seen`` elements are the ``changed`` ones."""
+    """Return the bits that tell which of ``seen`` elements are the ``changed`` ones."""
     share = min(max((changed + 0.5) / (seen + 1.0), 1e-9), 1 - 1e-9)
     return -seen * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
 
 
 @njit
 def survey(old, new, spans, span, apart, top, mask, ordered, shift, select):
-    """What a sample of a tensor says.
+    """Estimate from a sample of a tensor how much of it changed, and what that takes to code.
 
     Args:
         old, new: one unsigned dtype, shape (n,).

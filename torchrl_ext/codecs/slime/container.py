@@ -26,7 +26,7 @@ _LARGEST_HEADER = 100_000_000  # the reference reader's limit
 
 
 class Entry(NamedTuple):
-    """One tensor of a file."""
+    """One tensor of a safetensors file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 def build_safetensors(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a safetensors file."""
     names = sorted(entries, key=lambda name: (-_ORDER[entries[name].dtype], name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -51,7 +51,7 @@ def build_safetensors(entries: Mapping[str, Entry], metadata: Mapping[str, str])
 def parse_safetensors(
     data: Buffer, where: str, header_bytes: int = _LARGEST_HEADER
 ) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Metadata and entries of a file; the entries share its memory.
+    """Return metadata and entries of a safetensors file; the entries share its memory.
 
     Args:
         data: untrusted bytes.
@@ -88,7 +88,7 @@ def _bad(where: str, why: str, expected: str | None = None) -> IntegrityError:
 
 
 def decompress(data: Buffer, most: int, what: str) -> bytes:
-    """One zstd frame, whatever it claims never more than ``most`` bytes.
+    """Return what one zstd frame holds, whatever it claims never more than ``most`` bytes.
 
     Raises:
         IntegrityError: no frame, a damaged one, or a longer one; names ``what``.

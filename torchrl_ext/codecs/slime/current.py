@@ -42,12 +42,12 @@ _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 def shard_name(index: int, total: int) -> str:
-    """``model-00000-of-00002.safetensors``; ``index`` counts from 0."""
+    """Return the name of a file, as ``model-00000-of-00002.safetensors``; ``index`` counts from 0."""
     return f"model-{index:05d}-of-{total:05d}.safetensors"
 
 
 def checksum(algorithm: str, data: Buffer | np.ndarray) -> str:
-    """Hex digest of the bytes of a tensor.
+    """Return the hex digest of the bytes of a tensor.
 
     Raises:
         ConfigError: unknown algorithm, or its package is not installed.
@@ -79,7 +79,7 @@ class Shard(NamedTuple):
 
 
 def build_shard(payloads: Mapping[str, Buffer], checksums: Mapping[str, str]) -> bytes:
-    """The bytes of one file.
+    """Return the bytes of one file.
 
     Raises:
         ConfigError: names of payloads and checksums differ.
@@ -91,7 +91,7 @@ def build_shard(payloads: Mapping[str, Buffer], checksums: Mapping[str, str]) ->
 
 
 def parse_shard(data: Buffer, where: str) -> Shard:
-    """Read one file.
+    """Return what one file holds.
 
     Raises:
         IntegrityError: it is damaged; names file and tensor.
@@ -107,7 +107,7 @@ def parse_shard(data: Buffer, where: str) -> Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaIndex:
-    """``model.safetensors.index.json`` of a delta version.
+    """The content of ``model.safetensors.index.json`` of a delta version.
 
     Attributes:
         version, base_version: as integers; written with six digits.
@@ -125,7 +125,7 @@ class DeltaIndex:
     weight_map: Mapping[str, str]
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """Return the bytes of the file."""
         metadata = {
             "version": f"{self.version:06d}",
             "base_version": f"{self.base_version:06d}",
@@ -140,7 +140,7 @@ _KEYS: Final = ("version", "base_version", "delta_encoding", "compression_format
 
 
 def parse_index(data: Buffer, where: str) -> tuple[DeltaIndex | None, Mapping[str, str]]:
-    """Read an index, of whichever kind it says that it is, trusting nothing.
+    """Return what an index says, of a delta or of a full checkpoint, trusting nothing in it.
 
     Returns:
         The index of a delta, None where it is one of a full checkpoint; and tensor name -> file name.
@@ -176,7 +176,7 @@ def parse_index(data: Buffer, where: str) -> tuple[DeltaIndex | None, Mapping[st
 
 
 def split_shards(sizes: Iterable[tuple[str, int]], shard_bytes: int) -> list[list[str]]:
-    """Names grouped in order into files of at most ``shard_bytes`` each; a larger tensor gets one of its own."""
+    """Group names in order into files of at most ``shard_bytes`` each; a larger tensor gets one of its own."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes:

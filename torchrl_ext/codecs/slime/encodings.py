@@ -35,22 +35,22 @@ _LEVEL: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class _FrameCodec(Codec):
-    """Shared half of the current format: one frame per tensor, checked against the base on the way back."""
+    """What the encodings of the current format share: one frame per tensor, compared with the base when decoded."""
 
     needs: ClassVar[Needs] = "all"
     reads: ClassVar[Reads] = "either"
 
     @abstractmethod
     def _bytes(self, unit: Unit, block: Block) -> np.ndarray | bytes:
-        """What is compressed."""
+        """Return the bytes of a block that are compressed."""
 
     @abstractmethod
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
-        """The new units from the decompressed bytes; may overwrite ``old``, which is a copy."""
+        """Return the new units from the decompressed bytes; may overwrite ``old``, which is a copy."""
 
     @abstractmethod
     def _most(self, meta: ParamMeta) -> int:
-        """Bytes that the decompressed form may take."""
+        """Return how many bytes the decompressed form may take."""
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
         buffer = cast(Buffer, self._bytes(unit, block))  # which an array is to zstd, whatever its stub says
@@ -71,7 +71,7 @@ class _FrameCodec(Codec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class XorCodec(_FrameCodec):
-    """New XOR old. Applied twice it undoes itself: exactly once, or over a fresh base."""
+    """Codes new XOR old, which undoes itself when applied twice: apply it exactly once, or over a fresh base."""
 
     name: ClassVar[str] = "xor"
 
@@ -96,7 +96,7 @@ class XorCodec(_FrameCodec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class OverwriteCodec(_FrameCodec):
-    """Positions and values of the changed bytes.
+    """Codes positions and values of the changed bytes.
 
     Raises:
         ConfigError: encoding a tensor of 4 GiB or more, whose positions the format cannot write.
@@ -141,7 +141,7 @@ class OverwriteCodec(_FrameCodec):
 
 
 def _changed_bytes(unit: Unit, part: Part) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and values of the bytes that changed."""
+    """Return positions and values of the bytes that changed."""
     before, after = (bits.view(np.uint8).reshape(-1, unit.width) for bits in (part.before, part.after))
     differ, first = before != after, part.places.astype("<u4") * unit.width
     return (first[:, None] + np.arange(unit.width, dtype="<u4"))[differ], after[differ]
@@ -149,7 +149,7 @@ def _changed_bytes(unit: Unit, part: Part) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True)
 class _SparseCodec(Codec):
-    """Shared half of the first format: all of it but the name."""
+    """What the encodings of the first format share: all but their names."""
 
     needs: ClassVar[Needs] = "nothing"
 
@@ -182,7 +182,7 @@ def _row(unit: Unit) -> np.dtype[np.void]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class IndicesCodec(_SparseCodec):
-    """int32 positions and values."""
+    """Codes int32 positions and values, in files of slime's first format."""
 
     name: ClassVar[str] = "indices"
 
@@ -190,7 +190,7 @@ class IndicesCodec(_SparseCodec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DeltasCodec(_SparseCodec):
-    """Position gaps of 16 or 32 bits and values."""
+    """Codes position gaps of 16 or 32 bits and values, in files of slime's first format."""
 
     name: ClassVar[str] = "deltas"
 
@@ -198,6 +198,6 @@ class DeltasCodec(_SparseCodec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DeltasZstdCodec(_SparseCodec):
-    """`DeltasCodec`, compressed."""
+    """Codes as `DeltasCodec` does, with each file compressed."""
 
     name: ClassVar[str] = "deltas_zstd"

@@ -41,7 +41,7 @@ _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 class FlushFile(NamedTuple):
-    """A file, read back: its patches in the file's order."""
+    """What a flush file holds when it is read back, its patches in the file's order."""
 
     encoding: str
     current_version: str
@@ -49,12 +49,12 @@ class FlushFile(NamedTuple):
 
 
 def flush_name(rank: int, flush: int) -> str:
-    """File name of the ``flush``-th file of trainer rank ``rank``, both from 0."""
+    """Return the name of the ``flush``-th file of trainer rank ``rank``, both from 0."""
     return f"rank{rank:04d}_flush{flush:06d}.safetensors"
 
 
 def check_dtype(meta: ParamMeta) -> None:
-    """Whether the format can name the dtype.
+    """Check that the format can name the dtype of a parameter.
 
     Raises:
         ConfigError: it cannot.
@@ -68,7 +68,7 @@ def flush_buckets(
 ) -> Iterator[list[SparsePatch]]:
     """Group a stream of patches into files, one dtype each; empty patches vanish.
 
-    A group is let go before an addition once it holds more than ``buffer_bytes`` of positions and values; a single
+    A group is yielded before a patch that would bring it above ``buffer_bytes`` of positions and values; a single
     patch larger than that goes alone.
     """
     begun: dict[torch.dtype, tuple[list[SparsePatch], int]] = {}
@@ -105,7 +105,7 @@ def _width(patch: SparsePatch, encoding: str) -> int:
 
 
 def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_version: str) -> bytes:
-    """The bytes of one file.
+    """Return the bytes of one flush file.
 
     Raises:
         ConfigError: unknown encoding, mixed dtypes, or a tensor that the format cannot carry.
@@ -152,7 +152,7 @@ def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_versio
 
 
 def checksum(positions: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> int:
-    """The format's checksum; dtypes that `torch.hash_tensor` does not take are hashed as integers of their width."""
+    """Return the format's checksum; dtypes unknown to `torch.hash_tensor` are hashed as integers of their width."""
     view = dtype if dtype_name(dtype) in _HASHED else _SIGNED[dtype.itemsize]
     return _hash(torch.from_numpy(positions)) ^ (_hash(torch.from_numpy(values).view(view)) << 1)
 
@@ -169,7 +169,7 @@ def _hash(tensor: torch.Tensor) -> int:
 
 
 def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> FlushFile:
-    """Read a file, trusting nothing in it.
+    """Return what a flush file holds, trusting nothing in it.
 
     Args:
         data: untrusted bytes; zstd is recognised by its magic number.
