@@ -46,7 +46,7 @@ Words = tuple[int, int]
 
 
 def flat_bits(tensor: Tensor) -> Tensor:
-    """The bits of a tensor in C order, 1-D, on its device; complex128 has two of 8 bytes per element.
+    """Return the bits of a tensor in C order, 1-D, on its device; complex128 has two of 8 bytes per element.
 
     Shares memory where the tensor is contiguous, and not a lazy conjugate or negative.
     """
@@ -57,7 +57,7 @@ def flat_bits(tensor: Tensor) -> Tensor:
 
 
 def unsigned(bits: Tensor) -> np.ndarray:
-    """Bits on the host as an unsigned array over the same memory."""
+    """Return bits on the host as an unsigned array over the same memory."""
     return bits.numpy().view(UNSIGNED[bits.element_size()])
 
 
@@ -135,7 +135,7 @@ class Landed(NamedTuple):
 
 
 class Kernels(ABC):
-    """The loops, for tensors on one kind of device. Safe to use from several threads."""
+    """Loops over the bits of tensors on one kind of device, safe to use from several threads."""
 
     name: ClassVar[str]
     on_host: ClassVar[bool] = False
@@ -143,7 +143,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
-        """Find what differs, bit for bit.
+        """Find the elements that differ between two tensors, bit for bit.
 
         Args:
             old, new: bits, contiguous, shape (n,), on the device.
@@ -152,7 +152,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def words(self, piece: Piece) -> Words:
-        """What the elements of a piece add to the digest of its tensor."""
+        """Return what the elements of a piece add to the digest of its tensor."""
 
     @abstractmethod
     def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
@@ -169,7 +169,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        """``target[offsets] = values``; offsets lie within the target and differ. May return before it is done."""
+        """Write ``target[offsets] = values``; offsets lie in the target and differ. May return before it is done."""
 
 
 kernels = Registry("implementation of the kernels")
@@ -180,7 +180,7 @@ kernels.register("triton", "torchrl_ext.kernels.cuda:TritonKernels", "Triton pro
 
 @functools.cache
 def kernels_on(device: torch.device) -> Kernels:
-    """The implementation for tensors on ``device``: numba's on the host, Triton's on CUDA where it works, else torch's.
+    """Return the kernels for tensors on ``device``: numba's on the host, Triton's on CUDA where it works, else torch's.
 
     Raises:
         ConfigError: ``device`` is the host, and numba cannot be imported.

@@ -1,4 +1,4 @@
-"""For CUDA devices: programs written in Triton, one pass each."""
+"""Kernels for CUDA devices: programs written in Triton, one pass each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK = 1024  # elements of one program
 
 @final
 class TritonKernels(Kernels):
-    """Triton's.
+    """Kernels made of Triton programs, for CUDA devices.
 
     Args:
         loops: another edition of `torchrl_ext.kernels.cuda_programs` (tests run one in Triton's interpreter, whose

@@ -24,7 +24,7 @@ def _block(BLOCK: tl.constexpr):
 
 @triton.jit
 def _wide(bits, WIDTH: tl.constexpr):
-    """Bits as uint64, filled up with zeros."""
+    """Return bits as uint64, filled up with zeros."""
     if WIDTH == 1:
         wide = bits.to(tl.uint8, bitcast=True).to(tl.uint64)
     elif WIDTH == 2:
@@ -38,7 +38,7 @@ def _wide(bits, WIDTH: tl.constexpr):
 
 @triton.jit
 def _narrow(wide, WIDTH: tl.constexpr):
-    """The lowest bytes of uint64, signed as bits are."""
+    """Return the lowest bytes of uint64, signed as bits are."""
     if WIDTH == 1:
         bits = wide.to(tl.uint8)
     elif WIDTH == 2:
@@ -62,7 +62,7 @@ def _fingerprint(positions, wide):
 
 @triton.jit
 def _add_up(one, two, valid, out):
-    """Sums of words go to this program's column; int64 sums wrap as unsigned ones do."""
+    """Store sums of words in this program's column; int64 sums wrap as unsigned ones do."""
     nothing = tl.zeros_like(one)
     at, programs = tl.program_id(0), tl.num_programs(0)
     tl.store(out + at, tl.sum(tl.where(valid, one, nothing).to(tl.int64, bitcast=True), 0))
@@ -78,7 +78,7 @@ def _add_change(positions, before, after, valid, out):
 
 @triton.jit
 def count_changes(old, new, counts, size, BLOCK: tl.constexpr):
-    """Into ``counts`` (int64, one per program) how many of a block of ``old`` and ``new`` differ."""
+    """Count into ``counts`` (int64, one per program) how many elements of a block of ``old`` and ``new`` differ."""
     i = _block(BLOCK)
     valid = i < size
     differ = tl.load(old + i, mask=valid, other=0) != tl.load(new + i, mask=valid, other=0)
@@ -87,7 +87,7 @@ def count_changes(old, new, counts, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def list_changes(old, new, ends, places, before, after, size, BLOCK: tl.constexpr):
-    """Places and bits of what differs; ``ends`` (int64) says how many there are up to the end of each block."""
+    """List places and bits of what differs; ``ends`` (int64) says how many there are up to the end of each block."""
     i = _block(BLOCK)
     valid = i < size
     a, b = tl.load(old + i, mask=valid, other=0), tl.load(new + i, mask=valid, other=0)
@@ -101,7 +101,7 @@ def list_changes(old, new, ends, places, before, after, size, BLOCK: tl.constexp
 
 @triton.jit
 def change_words(places, before, after, start, size, out, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """What a change adds to a position digest; ``start`` is the position of place 0."""
+    """Store what a change adds to a position digest; ``start`` is the position of place 0."""
     i = _block(BLOCK)
     valid = i < size
     positions = tl.load(places + i, mask=valid, other=0).to(tl.int64) + start
@@ -111,7 +111,7 @@ def change_words(places, before, after, start, size, out, BLOCK: tl.constexpr, W
 
 @triton.jit
 def view_words(memory, dims, offset, size, out, BLOCK: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr):
-    """Words of a strided view of ``size`` elements; ``dims`` (int64) holds ``DIMS`` rows ``(size, stride, to)``."""
+    """Store words of a strided view of ``size`` elements; ``dims`` (int64) has ``DIMS`` rows ``(size, stride, to)``."""
     rest = _block(BLOCK)
     valid = rest < size
     positions, at = tl.zeros_like(rest) + offset, tl.zeros_like(rest)
@@ -146,7 +146,7 @@ def land(
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
-    """Positions in a checkpoint tensor become offsets in ``target``, and steps (where ``STEPS``) new bits.
+    """Turn positions in a checkpoint tensor into offsets in ``target``, and steps (where ``STEPS``) into new bits.
 
     ``dims`` as in `view_words`, strides falling; without any, offset and position differ by ``offset`` alone.
     ``inside`` (int8) says which positions lie in the view; the others count for nothing.
@@ -186,7 +186,7 @@ def land(
 # One compiled version per pair of dtypes: `land` has it made with an empty list, so that no pause waits for a compiler.
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["target", "offsets", "values"])
 def scatter(target, offsets, values, size, BLOCK: tl.constexpr):
-    """``target[offsets] = values``."""
+    """Write ``target[offsets] = values``."""
     i = _block(BLOCK)
     valid = i < size
     at = tl.load(offsets + i, mask=valid, other=0).to(tl.int64)

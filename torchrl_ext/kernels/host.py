@@ -1,4 +1,4 @@
-"""For the host: loops compiled by numba."""
+"""Kernels for the host: loops compiled by numba."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 @final
 @dataclass(kw_only=True)
 class Search:
-    """What differs between two arrays on the host: iterated part by part, as often as one likes.
+    """A search for what differs between two arrays on the host, iterated part by part, as often as one likes.
 
     A part is good until the next one: its lists belong to the thread, and are used again.
 
@@ -78,7 +78,7 @@ class Search:
 
 @final
 class HostKernels(Kernels):
-    """numba's, one thread; a caller cuts its work for several."""
+    """Kernels made of numba's loops, each in one thread; a caller cuts its work for several."""
 
     name: ClassVar[str] = "numba"
     on_host: ClassVar[bool] = True

@@ -24,7 +24,7 @@ _0, _1 = np.uint64(0), np.uint64(1)
 
 
 def _prefetch(builder: Any, address: Any) -> None:
-    """Ask for memory that need not be there; the processor's own prefetching ends with every page of 4 KiB."""
+    """Prefetch memory, which need not exist; the processor's own prefetching ends with every page of 4 KiB."""
     byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     name = "llvm.prefetch.p0"
     found = builder.module.globals.get(name)
@@ -37,7 +37,7 @@ def _prefetch(builder: Any, address: Any) -> None:
 def _compress(
     typingctx: Any, old: Any, new: Any, start: Any, offset: Any, places: Any, before: Any, after: Any, at: Any
 ):
-    """Append to three lists the changes among the elements from ``start`` on, as many as a vector has; says how many.
+    """Append to three lists the changes among the elements from ``start`` on, one vector of them; return how many.
 
     ``places`` (uint16), ``before`` and ``after`` are written from index ``at``, a whole vector whatever is found.
     """
@@ -79,7 +79,7 @@ def _compress(
 
 @intrinsic
 def _lanes_of(typingctx: Any, array: Any) -> Any:
-    """Elements of an array's dtype that `_compress` looks at together: a constant, where `itemsize` is a load."""
+    """Return how many elements of an array `_compress` looks at together: a constant, where `itemsize` is a load."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.Constant(ir.IntType(64), min(32, 512 // signature.args[0].dtype.bitwidth))
@@ -89,7 +89,7 @@ def _lanes_of(typingctx: Any, array: Any) -> Any:
 
 @helper
 def list_by_vectors(old, new, begin, places, before, after):
-    """See `list_changes`."""
+    """List changes as `list_changes`, by vectors."""
     end, lanes, found = min(old.size, begin + CHUNK), _lanes_of(old), 0
     whole = begin + (end - begin) // lanes * lanes
     for i in range(begin, whole, lanes):
@@ -102,7 +102,7 @@ def list_by_vectors(old, new, begin, places, before, after):
 
 @helper
 def list_by_words(old, new, begin, places, before, after):
-    """See `list_changes`. Writes four per 64 elements at least: a branch that depends on the data costs more."""
+    """List changes as `list_changes`, by words of 64 elements; each writes at least four, which saves a branch."""
     end, found = min(old.size, begin + CHUNK), 0
     for i in range(begin, end, 64):
         if i + 64 <= end:

@@ -60,7 +60,7 @@ def diff(old, new, first, start, places, before, after, digest):
 
 @njit
 def count_changed(old, new):
-    """How many elements differ."""
+    """Return how many elements differ."""
     whole, changed = old.size // 64 * 64, 0
     for i in range(0, whole, 64):
         changed += count_ones(changed64(old, new, i))
@@ -71,14 +71,14 @@ def count_changed(old, new):
 
 @njit
 def scatter(target, offsets, values):
-    """``target[offsets] = values``; offsets lie within the target, which whoever translated them made sure of."""
+    """Write ``target[offsets] = values``; whoever translated the offsets made sure that they lie within the target."""
     for k in range(offsets.size):
         target[offsets[k]] = values[k]
 
 
 @njit
 def move(old, steps, top, mask, ordered, out):
-    """``out[k]`` = the bit pattern ``steps[k]`` places (modulo 2^width) after ``old[k]`` on the ordered line."""
+    """Set ``out[k]`` to the bit pattern ``steps[k]`` places (modulo 2^width) after ``old[k]`` on the ordered line."""
     for k in range(old.size):
         place = line(np.uint64(old[k]), top, mask, ordered) + np.uint64(steps[k])
         out[k] = unline(place & mask, top, mask, ordered)
@@ -86,7 +86,7 @@ def move(old, steps, top, mask, ordered, out):
 
 @helper
 def _translate(dims, offset, positions, payload, where, there, given):
-    """Of changes those that lie in a piece: their positions, places in its memory, and what comes there."""
+    """List the changes that lie in a piece: positions, places in its memory, and what comes there; return how many."""
     found = 0
     for k in range(positions.size):
         rest, to, inside = np.int64(positions[k]) - offset, 0, True
@@ -132,7 +132,7 @@ def land(target, dims, offset, positions, payload, straight, same, steps, ordere
         digest: uint64 shape (2,).
 
     Returns:
-        How many do.
+        How many changes lie in the piece.
     """
     where, given = np.empty(_LANDED, positions.dtype), np.empty(_LANDED, target.dtype)
     there, before = np.empty(_LANDED, offsets.dtype), np.empty(_LANDED, target.dtype)

@@ -1,9 +1,9 @@
-"""What the compiled loops share: a decorator, and the few operations that Python has no word for.
+"""What the compiled loops share: decorators, and a few operations on bits that Python lacks.
 
 Importing this module imports numba (about half a second); whoever needs a compiled loop imports it when the loop is
 first called. Compiled code is kept beside the source where that is writable (``__pycache__``), else in the user's
 cache directory, or in ``NUMBA_CACHE_DIR`` where that is set; where nothing is writable it is compiled once per process.
-`torchrl_ext.transports.warming` has everything compiled when ends connect.
+`torchrl_ext.transports.warming` compiles everything when ends connect.
 
 numba asks only the file of the *outermost* function whether kept code is stale, so the name that it keeps a loop under
 carries a checksum of the other files whose helpers the loop may call (directly: helpers call only their own file's and
@@ -81,7 +81,7 @@ def helper(function: Callable[..., Any]) -> Any:
 
 @intrinsic
 def changed64(typingctx: Any, old: Any, new: Any, start: Any) -> Any:
-    """``changed64(old, new, start)``: bit ``t`` of the result says whether ``old[start+t] != new[start+t]``, t < 64.
+    """Return a uint64 whose bit ``t`` says whether ``old[start + t] != new[start + t]``, for t < 64.
 
     Both are contiguous 1-D arrays of one unsigned dtype. Plain vector IR: one or a few compares on AVX-512, and
     correct on any other machine.
@@ -102,7 +102,7 @@ def changed64(typingctx: Any, old: Any, new: Any, start: Any) -> Any:
 
 @intrinsic
 def count_trailing_zeros(typingctx: Any, value: Any) -> Any:
-    """Index of the lowest set bit of a uint64; 64 for zero."""
+    """Return the index of the lowest set bit of a uint64; 64 for zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
@@ -112,7 +112,7 @@ def count_trailing_zeros(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def count_ones(typingctx: Any, value: Any) -> Any:
-    """Number of set bits of a uint64."""
+    """Return the number of set bits of a uint64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
@@ -122,7 +122,7 @@ def count_ones(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def bit_length(typingctx: Any, value: Any) -> Any:
-    """Bits needed to write a uint64 that is not zero."""
+    """Return how many bits it takes to write a uint64 that is not zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zeros = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -138,7 +138,7 @@ _30, _27, _31, _32, _29 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64
 
 @numba.njit(nogil=True, inline="always")
 def fingerprint(key: Any, bits: Any) -> Any:
-    """Two 64-bit words for one element: a bijective mix (splitmix64's) of ``key + bits``, and a second.
+    """Return two 64-bit words for one element: a bijective mix (splitmix64's) of ``key + bits``, and a second.
 
     ``key`` is the element's position times `GOLDEN`. See `torchrl_ext.weights.digests` for why sums of these
     are a digest.
@@ -153,13 +153,13 @@ def fingerprint(key: Any, bits: Any) -> Any:
 
 @helper
 def line(bits, top, mask, ordered):
-    """Place of a bit pattern on the ordered line; ``ordered`` is 1 for sign-magnitude formats, 0 for integers."""
+    """Return a bit pattern's place on the ordered line; ``ordered`` is 1 for sign-magnitude formats, 0 for integers."""
     return bits ^ (top | ((np.uint64(0) - np.uint64((bits & top) != np.uint64(0))) & mask)) if ordered else bits
 
 
 @helper
 def unline(place, top, mask, ordered):
-    """Inverse of `line`."""
+    """Return the bit pattern at a place on the ordered line; the inverse of `line`."""
     if ordered:
         return place ^ top if place & top else place ^ mask
     return place

@@ -1,4 +1,4 @@
-"""For devices without Triton: torch's own operators. Several passes over memory, and nothing to compile."""
+"""Kernels for devices without Triton, by torch's operators: several passes over memory, and nothing to compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PIECE = 1 << 22  # elements whose words are held at a time, 8 bytes each in a h
 
 
 def _signed(constant: int) -> int:
-    """A 64-bit word as torch's int64 has it; int64 multiplication and addition wrap as unsigned ones do."""
+    """Return a 64-bit word as torch's int64 has it; int64 multiplication and addition wrap as unsigned ones do."""
     return constant - 2**64 if constant >= 2**63 else constant
 
 
@@ -25,12 +25,12 @@ _GOLDEN, _M1, _M2, _M3 = map(
 
 
 def _down(words: Tensor, count: int) -> Tensor:
-    """Logical shift to the right; torch's is arithmetic."""
+    """Shift logically to the right, as torch's own shift is arithmetic."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
 def _wide(bits: Tensor) -> Tensor:
-    """Bits as int64, filled up with zeros."""
+    """Return bits as int64, filled up with zeros."""
     width = 8 * bits.element_size()
     return bits.to(torch.int64) & ((1 << width) - 1) if width < 64 else bits
 
@@ -55,7 +55,7 @@ def _words(total: Tensor) -> Words:
 
 @final
 class TorchKernels(Kernels):
-    """torch's operators, on any device."""
+    """Kernels made of torch's operators, for any device."""
 
     name: ClassVar[str] = "torch"
 
@@ -109,7 +109,7 @@ class TorchKernels(Kernels):
 
 
 def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
-    """The bits that are ``steps`` places after ``before``."""
+    """Return the bits that are ``steps`` places after ``before``."""
     width = 8 * before.element_size()
     top, mask = _signed(1 << (width - 1)), _signed((1 << width) - 1)
     if not ordered:
