@@ -1,4 +1,4 @@
-"""A module's tensors without their memory, and with it again."""
+"""Giving up the memory of a module's tensors, and allocating it again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Dormant:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Have memory again, of undefined content."""
+        """Allocate the memory again, with undefined content."""
         for tensor, strides in self._strides.values():
             tensor.data = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         self._strides.clear()

@@ -1,4 +1,4 @@
-"""How weights land: `(name, tensor)` pairs applied to something live, in place and all or nothing where possible."""
+"""Loaders, which apply `(name, tensor)` pairs to something live, in place and all or nothing where possible."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ __all__ = ["Changes", "TensorsLoader", "WeightLoader", "as_loader"]
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What a model that holds one version needs to hold another one, folded: no element twice.
+    """The changes that bring a model from one version to another one, folded so that no element occurs twice.
 
     Attributes:
         patches: makes one pass over the changed tensors; it asks for each name first whether it is wanted, and what is
             not is neither decoded nor yielded.
         digests: position digest of every tensor at the end, 32 hex digits, by name.
-        whole: the tensors of some names at the end: of those that are not patchable.
+        whole: makes the tensors of some names as they are at the end, for those that are not patchable.
         held, reached: run id and number of the versions between which it leads.
         params: every parameter of the model, in order.
     """
@@ -57,40 +57,40 @@ class Changes:
 
 
 class WeightLoader(ABC):
-    """Applies pairs in checkpoint coordinates to a live model."""
+    """Applies `(name, tensor)` pairs in checkpoint coordinates to a live model."""
 
     @abstractmethod
     def check(self, params: Iterable[ParamMeta]) -> None:
-        """Refuse what cannot land, before anything is touched.
+        """Refuse parameters that cannot land, before anything is touched.
 
         Raises:
             ManifestError: names a parameter that is unknown, missing, or of another shape or dtype.
         """
 
     def start(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
-        """The model is idle from here to `finish`."""
+        """Begin an update; the model is idle from here to `finish`."""
 
     @abstractmethod
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Apply every pair. A tensor may be kept until `finish`: transports give memory that nobody else writes."""
 
     def finish(self) -> None:  # noqa: B027
-        """Every pair was applied."""
+        """End an update, of which every pair was applied."""
 
     def targets(self) -> Mapping[str, Tensor]:
-        """Tensors that a transport may fill directly, by checkpoint name; may be empty."""
+        """Return tensors that a transport may fill directly, by checkpoint name; may be empty."""
         return {}
 
     def patchable(self, name: str) -> bool:
-        """Whether changes of this checkpoint tensor can be written into the model element by element."""
+        """Return whether changes of this checkpoint tensor can be written into the model element by element."""
         return False
 
     def position_digests(self) -> dict[str, str]:
-        """Position digest of every checkpoint tensor in the model, 32 hex digits; recomputed from its bytes."""
+        """Return the position digest of each checkpoint tensor, 32 hex digits, recomputed from the model's bytes."""
         raise ConfigError(f"a {type(self).__name__} cannot read back what its model holds")
 
     def stage(self, changes: Changes) -> None:
-        """Translate changes while the model is in use, and hold the result against ``changes.digests``.
+        """Translate changes while the model is in use, and compare the result with ``changes.digests``.
 
         Raises:
             IntegrityError: what would come out is not what the trainer has (a wrong base, mostly); names the tensor.
@@ -98,28 +98,28 @@ class WeightLoader(ABC):
         raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
 
     def confirm(self) -> None:  # noqa: B027 - most loaders compare while they stage
-        """Called between `stage` and `commit`, where the workers of one engine may talk to each other.
+        """Confirm what was staged, before `commit`; the workers of one engine may talk to each other here.
 
         Raises:
             IntegrityError: what would come out is not what the trainer has.
         """
 
     def commit(self) -> None:
-        """Write what was staged. The model is idle."""
+        """Write what was staged, while the model is idle."""
         raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
 
     def invalidate(self) -> None:  # noqa: B027 - most loaders know nothing of a model that it does not show
-        """Drop what is known of the model: somebody else loads it, or its memory goes; neither is touched here."""
+        """Forget what is known of the model, which something else loads or whose memory goes; it is not touched."""
 
     def reloaded(self) -> None:  # noqa: B027 - most engines leave nothing out
-        """The engine loaded the whole model by itself, past this loader: do what it leaves out."""
+        """Do what the engine left out when it loaded the whole model by itself, past this loader."""
 
     def resident(self) -> Iterator[tuple[str, Tensor]]:
-        """What the model holds now, in checkpoint coordinates, as far as it can be read back."""
+        """Yield what the model holds now, in checkpoint coordinates, as far as it can be read back."""
         return iter(())
 
     def proof(self) -> str:
-        """What it says of an update that `digests` agree.
+        """Return what it proves of an update when `digests` agree.
 
         ``"sent"``: the model's loader was handed the trainer's bytes; ``"in place"``: they were read from what the
         model computes with; ``"rehearsed"``: `torchrl_ext.proof.rehearsal`.
@@ -127,7 +127,7 @@ class WeightLoader(ABC):
         return "sent"
 
     def unrehearsed(self, *, again: bool = False) -> bool:
-        """Whether a rehearsal can show something: the model holds what it was started with, and there was none yet.
+        """Return whether a rehearsal can show something: the model is as it was started, and there was none yet.
 
         Args:
             again: also where there was one.
@@ -135,11 +135,11 @@ class WeightLoader(ABC):
         return False
 
     def rehearsal(self) -> Info:
-        """What the rehearsal showed, JSON-safe; ``why`` says why there was none."""
+        """Return what the rehearsal showed, JSON-safe; ``why`` says why there was none."""
         return {"why": "the model computes with the tensors that are read back: there is nothing to rehearse"}
 
     def rehearse(self) -> Info:
-        """Try the route of an update with weights that are known; returns `rehearsal`. The model is idle.
+        """Try the route of an update with known weights, while the model is idle, and return `rehearsal`.
 
         Raises:
             EngineRefusedError, IntegrityError: the route does not lead where a cold start does.
@@ -147,14 +147,17 @@ class WeightLoader(ABC):
         return self.rehearsal()
 
     def vouch(self, wanted: bool) -> None:  # noqa: B027 - what is read back at the end costs nothing before
-        """Whether somebody will ask for `digests` of what is loaded from now on. What cannot be read back has to be
-        summed as it comes, while the engine is paused, and need not be where nobody asks."""
+        """Note whether `digests` will be asked for of what is loaded from now on.
+
+        What cannot be read back has to be digested as it comes, while the engine is paused; that is left out where
+        nobody asks.
+        """
 
     def refuse_unsound(self, *, unproved: bool = False) -> None:  # noqa: B027 - only a rehearsal can show it
-        """Raises EngineRefusedError where a rehearsal showed that an update would go wrong."""
+        """Raise EngineRefusedError where a rehearsal showed that an update would go wrong."""
 
     def digests(self) -> dict[str, str]:
-        """`tensor_digest` of every parameter of the update, in checkpoint coordinates.
+        """Return the `tensor_digest` of every parameter of the update, in checkpoint coordinates.
 
         Taken from what the model holds (`resident`). A loader whose runtime form cannot be read back answers with the
         digests of what it handed to the model, and its docstring says so.
@@ -163,7 +166,7 @@ class WeightLoader(ABC):
 
 
 class TensorsLoader(WeightLoader):
-    """Lands in named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
+    """Loads into named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
 
     A `transformers` module takes the names of its checkpoint as well as its own (`torchrl_ext.weights.groups`), in
     place: a part of a stacked tensor is filled where it lies. What is read back has the names of the update that was
@@ -183,7 +186,7 @@ class TensorsLoader(WeightLoader):
         self._sent: frozenset[str] | None = None
         self._copied: frozenset[str] = frozenset()
         self._patcher: Patcher | None = None
-        self._patched: dict[str, int] = {}  # where what the patcher writes into lies
+        self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
         self._whole: dict[str, Tensor] = {}
 
     def targets(self) -> Mapping[str, Tensor]:
@@ -218,7 +221,7 @@ class TensorsLoader(WeightLoader):
         self._patcher = None
 
     def names(self) -> frozenset[str]:
-        """Every name that is taken: the target's own, and those of its checkpoint."""
+        """Return every name that is taken: the target's own, and those of its checkpoint."""
         own = dict(self._own())
         groups = () if self._module is None else groups_of(self._module, own.items)
         return frozenset(own).union(*(group.results for group in groups))
@@ -264,7 +267,7 @@ class TensorsLoader(WeightLoader):
             self._whole = {}
 
     def _patches(self) -> Patcher:
-        """The parameters are looked up anew: training code may have put others in their place."""
+        """Return a patcher of the parameters, looked up anew since training code may have replaced them."""
         from torchrl_ext.landing.patcher import Patcher, identity
 
         spelled, sent = self._spelled(), self._sent
@@ -297,7 +300,7 @@ class TensorsLoader(WeightLoader):
         return found
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
-        """Every tensor under each of its names; a module's non-persistent buffers may be sent, and need not be.
+        """Return every tensor under each of its names; a module's non-persistent buffers may be sent, and need not be.
 
         Args:
             sent: names of an update; default: of the one that was checked last.
@@ -308,7 +311,7 @@ class TensorsLoader(WeightLoader):
 
 
 def as_loader(target: Any) -> WeightLoader:
-    """The loader for whatever a caller passes: a WeightLoader, a module (as `inner_model`), a TensorDict or a mapping.
+    """Return the loader for what a caller passes: a WeightLoader, module (as `inner_model`), TensorDict or mapping.
 
     Raises:
         ConfigError: nothing can land in it.

@@ -1,4 +1,4 @@
-"""Landing sparse changes in place: translated before the pause, written inside it, undone when something is wrong.
+"""Landing sparse changes in place: translated and compared with digests before the pause, written inside it.
 
 A model's loader copies each checkpoint tensor into its runtime parameters piece by piece. Once those copies are known
 (`torchrl_ext.landing.placement`), a changed element's checkpoint position says which runtime element to write. So an
@@ -29,7 +29,7 @@ __all__ = ["READ_BACK_VERSIONS", "Coverage", "Patcher", "Piece", "as_bits", "com
 
 READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
-_MOST, _LEAST = 1 << 18, 1 << 14  # elements of a write that are made in one go, and that are worth a thread's attention
+_MOST, _LEAST = 1 << 18, 1 << 14  # elements that a thread writes at once, and from which on a write is worth threads
 _THREADS = 4  # beyond these, memory is what is waited for
 
 Coverage = tuple[PositionDigest, int]
@@ -37,7 +37,7 @@ Coverage = tuple[PositionDigest, int]
 
 
 class _Write(NamedTuple):
-    """``target[offsets] = values``, or ``target[...] = values`` where ``offsets`` is None; bits on one device."""
+    """A write: ``target[offsets] = values``, or ``target[...] = values`` if ``offsets`` is None; bits on one device."""
 
     kernels: Kernels
     target: Tensor
@@ -46,7 +46,7 @@ class _Write(NamedTuple):
 
 
 class Patcher:
-    """Changes on their way into one rank's parameters: staged while the model is in use, committed while it is idle.
+    """Lands changes in one rank's parameters: staged while the model is in use, committed while it is idle.
 
     Args:
         pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
@@ -76,12 +76,12 @@ class Patcher:
             filled[turn] += max(1, sizes[name])
 
     def forget(self) -> None:
-        """The parameters were written by somebody else: their digests are taken anew when they are needed."""
+        """Forget what is known of the parameters, which something else wrote; digests are taken anew when needed."""
         self._held.clear()
         self.drop()
 
     def held(self) -> dict[str, Coverage]:
-        """What this rank holds now of each tensor, from the bytes."""
+        """Return what this rank holds now of each tensor, from the bytes."""
         self._held.clear()
         return {name: self._coverage(name) for name in self.pieces}
 
@@ -139,7 +139,7 @@ class Patcher:
 
     @property
     def staged_bytes(self) -> int:
-        """Memory that staged changes hold until the commit."""
+        """The bytes of memory that staged changes hold until the commit."""
         held = dict[int, int]()  # by storage
         for write in self._writes:
             for tensor in (write.values,) if write.offsets is None else (write.offsets, write.values):
@@ -186,7 +186,7 @@ class Patcher:
         self._turn = (self._turn + 1) % READ_BACK_VERSIONS
 
     def read_back(self, names: Iterable[str]) -> None:
-        """Take digests of these tensors from the live bytes, and hold them against what they should be.
+        """Take digests of these tensors from the live bytes, and compare them with what they should be.
 
         Raises:
             IntegrityError: names the tensor.
@@ -203,7 +203,7 @@ class Patcher:
                 )
 
     def _coverage(self, name: str) -> Coverage:
-        """What this rank holds of a tensor: as it was found or written last, else from the bytes."""
+        """Return what this rank holds of a tensor: as it was found or written last, else from the bytes."""
         if name not in self._held:
             digest, count = PositionDigest(), 0
             for piece in self.pieces[name]:
@@ -214,12 +214,12 @@ class Patcher:
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """The same memory seen as integers of the same width, so that NaN payloads and -0.0 survive every copy."""
+    """Return the same memory seen as integers of the same width, so that NaN payloads and -0.0 survive every copy."""
     return tensor.detach().view(BITS[tensor.element_size()])
 
 
 def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-    """The placement of a model that stores its parameters as they are loaded."""
+    """Return the pieces of each tensor of a model that stores its parameters as they are loaded."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.is_complex() and tensor.element_size() == 16:  # of two units per element
@@ -230,7 +230,7 @@ def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
 
 
 def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) -> None:
-    """Hold what would come out of an update against the trainer's digests.
+    """Compare what would come out of an update with the trainer's digests.
 
     Raises:
         IntegrityError: a tensor would not be what the trainer has; names it.
@@ -246,7 +246,7 @@ def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) ->
 
 
 def holds(pieces: Sequence[Piece], tensor: Tensor) -> bool:
-    """Whether the live bytes, read where ``pieces`` say that a checkpoint tensor lands, are its own.
+    """Return whether the live bytes, read where ``pieces`` say that a checkpoint tensor lands, are its own.
 
     Args:
         pieces: the copies that the loader makes of the tensor on this rank.
@@ -262,8 +262,7 @@ def holds(pieces: Sequence[Piece], tensor: Tensor) -> bool:
 
 
 def read(meta: ParamMeta, pieces: Sequence[Piece]) -> Tensor:
-    """One checkpoint tensor, put together on the host from where it lies, or as it lies there; the pieces have to
-    cover it."""
+    """Return one checkpoint tensor, put together on the host from pieces that cover it, or the one piece as it lies."""
     only = pieces[0].destination
     if len(pieces) == 1 and tuple(only.shape) == meta.shape and only.is_contiguous():
         return only

@@ -3,7 +3,7 @@
 A loader's work is copies between views: of a checkpoint tensor on one side (a shard, one head group, one expert), of a
 runtime parameter on the other (a slice of a fused one). `record` runs the model's own loader once over tensors of the
 meta device, which hold no data, and writes down every copy. What comes out is the model's checkpoint -> runtime map for
-this rank, tensor parallelism included, without a word about any architecture.
+this rank, tensor parallelism included, without code for any architecture.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Landing:
 
     @property
     def numel(self) -> int:
-        """Number of elements copied."""
+        """The number of elements copied."""
         return math.prod(self.shape)
 
     def piece(self, live: Tensor) -> Piece:
-        """The copy that was recorded, with the live parameter in the place of its stand-in."""
+        """Return the copy that was recorded, with the live parameter in the place of its stand-in."""
         first = live.storage_offset() + self.offset
         view = live.detach().as_strided(self.shape, self.strides, first)
         return Piece(destination=view, offset=self.source_offset, strides=self.source_strides)
@@ -65,7 +65,7 @@ class Landing:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The map of one rank.
+    """The map of one rank from checkpoint tensors to runtime parameters.
 
     Attributes:
         params: what was recorded, in order.
@@ -78,17 +78,17 @@ class Placement:
     written: Mapping[str, int]
 
     def nowhere(self) -> tuple[str, ...]:
-        """Checkpoint names that land in no parameter of this rank."""
+        """Return the checkpoint names that land in no parameter of this rank."""
         return tuple(meta.name for meta in self.params if not self.landings[meta.name])
 
     def sources(self, param: str) -> tuple[str, ...]:
-        """Checkpoint names that land in runtime parameter ``param``."""
+        """Return the checkpoint names that land in runtime parameter ``param``."""
         return tuple(
             name for name, landings in self.landings.items() if any(landing.param == param for landing in landings)
         )
 
     def lossy(self) -> Iterator[tuple[ParamMeta, Landing]]:
-        """Pairs whose values would be rounded, or change their kind, on the way into the parameter."""
+        """Yield parameters and copies whose values would be rounded, or change their kind, in the runtime parameter."""
         for meta in self.params:
             for landing in self.landings[meta.name]:
                 if not keeps_values(meta.dtype, landing.dtype):
@@ -96,7 +96,7 @@ class Placement:
 
 
 def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of ``source`` is one of ``target``, and of the same kind."""
+    """Return whether every value of ``source`` is one of ``target``, and of the same kind."""
     if source == target:
         return True
     same_kind = source.is_floating_point == target.is_floating_point and torch.bool not in (source, target)
@@ -131,7 +131,7 @@ def record(load: Load, params: Iterable[ParamMeta], targets: Mapping[str, Tensor
             load(pairs())
     except ManifestError:
         raise
-    except Exception as error:  # a loader says no in any way that its author liked
+    except Exception as error:  # a loader may refuse by any exception
         where = "" if newest is None else f" at {newest}"
         raise ManifestError(
             f"the model's loader refuses the parameters{where}: {type(error).__name__}: {_brief(error)}",
@@ -146,7 +146,7 @@ def record(load: Load, params: Iterable[ParamMeta], targets: Mapping[str, Tensor
 
 
 class _Observer(TorchDispatchMode):
-    """Sees every operator that the loader runs; copies and fills of targets are written down and not executed."""
+    """Observes every operator that the loader runs; copies and fills of targets are written down and not executed."""
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -159,7 +159,7 @@ class _Observer(TorchDispatchMode):
         self._scalars: frozenset[str] = frozenset()
 
     def source(self, meta: ParamMeta) -> Tensor:
-        """The stand-in for one checkpoint tensor."""
+        """Return the stand-in for one checkpoint tensor."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
         key = _key(tensor)
         self._kept.append(tensor)
@@ -224,12 +224,12 @@ _WRITES = {torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_}
 
 
 def _key(tensor: Tensor) -> int:
-    """Identity of the storage; meta tensors have no addresses that could tell them apart."""
+    """Return the identity of a tensor's storage; meta tensors have no addresses that could tell them apart."""
     return tensor.untyped_storage()._cdata
 
 
 def _keeps_data(target: Any, source: Any = None, *_: Any) -> bool:
-    """Whether a tensor with data would be overwritten with one without."""
+    """Return whether a tensor with data would be overwritten with one without."""
     return isinstance(source, Tensor) and source.is_meta and not target.is_meta
 
 
@@ -244,6 +244,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _brief(error: Exception, limit: int = 300) -> str:
-    """Its first sentence: what follows is often a list of all that there is."""
+    """Return the first sentence of an error: what follows is often a list of all that there is."""
     text = " ".join(str(error).split()).split(". ")[0]
     return text if len(text) <= limit else text[:limit] + "..."

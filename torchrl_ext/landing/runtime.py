@@ -1,9 +1,9 @@
-"""What a model computes with: every tensor that can be reached from its modules, whoever keeps it.
+"""The tensors that a model computes with: all that can be reached from its modules, whatever keeps them.
 
-Engines derive from the weights that they load: packed and shuffled copies, absorbed products, scales of their own. They
-keep them as parameters, as attributes of a module, of its quantisation method or kernel, or in the closure of the
-function that multiplies. Whether a second load brings all of them to where the first one did is what a rehearsal asks
-(`torchrl_ext.proof.rehearsal`); this module finds them.
+Engines derive tensors from the weights that they load: packed and shuffled copies, absorbed products, scales. They keep
+them as parameters, as attributes of a module, of its quantisation method or kernel, or in the closure of the function
+that multiplies. A rehearsal (`torchrl_ext.proof.rehearsal`) shows whether a second load makes of all of them what the
+first one did; this module finds them.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ class Reading:
 
     @property
     def key(self) -> str:
-        """Name within the model."""
+        """The name within the model."""
         return f"{self.layer}.{self.name}" if self.layer else self.name
 
 
 def reachable(model: nn.Module) -> Iterator[Reading]:
-    """Parameters and buffers under each of their names; below attributes, kernels, containers and closures what is none
-    of these, once.
+    """Yield every tensor that can be reached from the modules of a model.
 
-    Left out are keys and values of requests, settings, and tensors without data (the meta device, no elements).
+    Parameters and buffers come under each of their names; what is none of these, and lies below attributes, kernels,
+    containers and closures, comes once. Left out are keys and values of requests, settings, and tensors without data
+    (the meta device, no elements).
     """
     seen: set[Any] = set()
     modules = list(model.named_modules())
@@ -85,7 +86,7 @@ def _below(path: str, value: Any, seen: set[Any], depth: int) -> Iterator[tuple[
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """What ``value`` is made of, where tensors may be among it."""
+    """Return what ``value`` is made of, by name, where tensors may be among it."""
     if isinstance(value, (list, tuple)):
         return list(enumerate(value[:_ENTRIES]))
     if isinstance(value, dict):
@@ -122,7 +123,7 @@ def _holds_data(tensor: Tensor) -> bool:
 
 
 def _is_new(tensor: Tensor, seen: set[Any]) -> bool:
-    """Whether it holds data that was not met before."""
+    """Return whether a tensor holds data that was not met before."""
     if not _holds_data(tensor):
         return False
     try:

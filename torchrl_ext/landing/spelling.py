@@ -1,4 +1,4 @@
-"""Under which names a module takes weights: its own, those of its checkpoint, or both in one update."""
+"""The names under which a module takes weights: its own, those of its checkpoint, or both in one update."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Spelling:
                 self.copied[name] = group
 
     def _takes_own(self, name: str) -> bool:
-        """Whether the update means the live tensor of a group by this name."""
+        """Return whether the update means the live tensor of a group by this name."""
         return not self._checkpoint and self._sent is not None and name in self._sent
 
     def _takes_result(self, name: str) -> bool:
-        """Whether the update means a checkpoint tensor by this name."""
+        """Return whether the update means a checkpoint tensor by this name."""
         return self._checkpoint or (name in (self._sent or ()) and name not in self._own)
 
     def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor], *, partial: bool) -> None:
@@ -104,7 +104,7 @@ class Spelling:
         return found | {name: ParamMeta.of(name, tensor) for name, tensor in self.places.items()}
 
     def _absent(self, given: set[str]) -> dict[str, str]:
-        """Live tensors that do not come whole -> the first name that is missing of each."""
+        """Return for each live tensor that does not come whole the first name of it that is missing."""
         absent = {name: name for name in self._own if name not in self._group_of and name not in given}
         for group in {*self._group_of.values()}:
             direct = {name for name in group.sources if name in given and self._takes_own(name)}
@@ -120,13 +120,13 @@ class Spelling:
         return absent
 
     def assembled(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint tensors that are no part of a live one, made from what is live now."""
+        """Yield the checkpoint tensors that are no part of a live one, made from what is live now."""
         for group in dict.fromkeys(self.copied.values()):
             yield from group.undo({name: full(self._own[name]) for name in group.sources}).items()
 
     @torch.no_grad()
     def assemble(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `assembled`.
+        """Write live tensors from the checkpoint tensors that they are made of; the inverse of `assembled`.
 
         Raises:
             ManifestError: some tensors of a group are missing, or cannot be turned into live ones.
