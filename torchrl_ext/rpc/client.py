@@ -1,4 +1,4 @@
-"""The contract of the control layer. An engine client says what to do and when; it never sees a tensor."""
+"""The contract of the control layer: an engine client tells an engine what to do and when; it never sees a tensor."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ class EngineClient(ABC):
 
     @abstractmethod
     def info(self) -> EngineInfo:
-        """What the engine says of itself.
+        """Ask the engine for its kind, its model, its version and its sizes.
 
         Raises:
-            EngineUnreachableError, EngineRefusedError: it says nothing, or nothing usable.
+            EngineUnreachableError, EngineRefusedError: it gives no answer, or no usable one.
         """
 
     @property
     def world_size(self) -> int:
-        """Workers that receive weights."""
+        """The number of workers that receive weights."""
         return self.info().world_size
 
     def members(self) -> tuple[str, ...]:
-        """Addresses that take part in the next update; a fleet goes on without those that do not answer."""
+        """Return the addresses that take part in the next update; a fleet goes on without those that do not answer."""
         return (self.url,)
 
     def each(self) -> tuple[EngineClient, ...]:
-        """The engines that it drives, one by one: itself, or the members of a fleet that take part now."""
+        """Return the engines that this client drives: itself, or the members of a fleet that take part now."""
         return (self,)
 
     @property
@@ -68,17 +68,17 @@ class EngineClient(ABC):
 
     @property
     def proof(self) -> str:
-        """What an update proves that this engine confirms (`torchrl_ext.types.PROOFS`); the least of a fleet."""
+        """The proof that a confirmed update gives (one of `torchrl_ext.types.PROOFS`); in a fleet, the weakest one."""
         return "sent"
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
-        """What each worker told of its rehearsal (`torchrl_ext.proof.rehearsal.Rehearsal.to_json`); empty before it."""
+        """The report of each worker on its rehearsal (`torchrl_ext.proof.rehearsal.Rehearsal.to_json`), once made."""
         return ()
 
     @abstractmethod
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """Make every worker join the transport of ``info``; returns when they have.
+        """Make every worker join the transport of ``info``, and return when they have.
 
         Args:
             info: from `Transport.open`; the client adds ``rank_offset`` (1 for a single engine).
@@ -86,54 +86,53 @@ class EngineClient(ABC):
         """
 
     def rehearse(self, how: str = "once") -> None:  # noqa: B027 - what no loader of ours serves has nothing to show
-        """Let the engine show, before the first update, that the route of an update leads to where a cold start does.
+        """Make the engine show, before the first update, that an update gives the same weights as a cold start.
 
-        It is paused for it, unless it has nothing to show or has done so, and serves the same weights afterwards.
+        The engine is paused for it, unless nothing is to be shown or it was shown before; it serves the same weights
+        afterwards.
 
         Args:
             how: ``"once"`` per start of the engine, ``"never"``, or ``"always"``.
 
         Raises:
-            EngineRefusedError: it does not; names the layers. The engine serves what it served, or stays paused where
-                it could not be brought back.
+            EngineRefusedError: the weights differ; names the layers. The engine serves what it served, or stays paused
+                where that could not be restored.
         """
 
     @abstractmethod
     def prefetch(self, version: int) -> None:
-        """Let the engine do what it can for ``version`` while it serves."""
+        """Have the engine prepare ``version`` as far as it can while it serves."""
 
     @abstractmethod
     def begin(self, version: int) -> None:
-        """Pause, and make ready to load."""
+        """Pause the engine and prepare it to load ``version``."""
 
     @abstractmethod
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """Let every worker receive one handoff; returns when they have."""
+        """Make every worker receive one handoff, and return when they have."""
 
     @abstractmethod
     def commit(self, version: int) -> None:
         """Put ``version`` in service: finish, drop stale caches, resume."""
 
     def verify(self, digests: Mapping[str, str]) -> None:
-        """Let every worker compare what it holds with the trainer's digests; without any there is nothing to do.
+        """Make every worker compare its weights with the trainer's digests; do nothing where there are none.
 
         Raises:
-            EngineRefusedError, IntegrityError: a worker holds something else; names the tensor.
+            EngineRefusedError, IntegrityError: the weights of a worker differ; names the tensor.
         """
         if digests:
             self.load({"verify": digests})
 
     def oldest(self, version: int) -> int | None:
-        """The oldest version that the engine may still read, now that ``version`` is in service; None where nobody can
-        say.
-        """
+        """Return the oldest version that the engine may still read while ``version`` is in service; None if unknown."""
         return version
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """What the engine's own forward pass says of ``prompts``, with the weights that it holds; no cache answers.
+        """Return the log-probabilities of ``prompts`` under the weights that the engine holds, without its caches.
 
-        The engine serves (see `resume`): a paused one may keep the question waiting, up to its deadline. One that is
-        busy answers when it has room for another request. A fleet is not asked as one: see `each`.
+        The engine must serve (see `resume`): a paused one may keep the call waiting, up to its deadline. A busy one
+        answers when it has room for another request. A fleet is not asked as one: see `each`.
 
         Args:
             prompts: token ids, at least one per prompt. Without any prompt no engine is asked, and only the errors that
@@ -153,8 +152,9 @@ class EngineClient(ABC):
         )
 
     def adapter(self, name: str) -> EngineClient:
-        """A client that keeps this engine at the newest version of the LoRA adapter called ``name``; the weights of the
-        model stay what they are.
+        """Return a client that keeps this engine at the newest version of the LoRA adapter called ``name``.
+
+        The weights of the model stay as they are.
 
         Raises:
             ConfigError: this kind of engine serves no adapters.
@@ -166,12 +166,12 @@ class EngineClient(ABC):
         )
 
     def unload(self) -> None:
-        """Take what this client loaded out of service; only an adapter can be."""
+        """Take out of service what this client loaded; only an adapter can be taken out."""
         raise ConfigError(f"{self.url} cannot serve without weights", hint="unload adapters only")
 
     @abstractmethod
     def pause(self) -> bool:
-        """Stop generating; how running requests are treated is the client's ``pause_mode``.
+        """Stop the engine from generating; the client's ``pause_mode`` decides what happens to running requests.
 
         Returns:
             Whether it generated before.
@@ -179,10 +179,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Generate again."""
+        """Let the engine generate again."""
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        """Give memory back while the trainer works; the next update wakes the engine: weights first, the cache last.
+        """Make the engine give memory back while the trainer works; the next update wakes it, the cache last.
 
         Args:
             level: 0 only pauses; 1 keeps the weights on the host and drops keys and values; 2 drops both, and the
@@ -204,10 +204,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     def rows(self) -> tuple[EngineRow, ...]:
-        """How the last update went, one row per engine."""
+        """Return the outcome of the last update, one row per engine."""
 
     def look(self) -> tuple[EngineRow, ...]:
-        """As `rows`, with the state that each engine says it is in now, where it can be asked."""
+        """Return `rows` with the state that each engine reports now, where it can be asked."""
         return self.rows()
 
     @abstractmethod
@@ -216,32 +216,32 @@ class EngineClient(ABC):
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """`begin`, the body, `commit`; after an exception in the body the engine stays paused, maybe half updated."""
+        """Run the body between `begin` and `commit`; if it raises, the engine stays paused, perhaps half updated."""
         self.begin(version)
         yield
         self.commit(version)
 
 
 class Stopwatch:
-    """Seconds between a pause and the resume after it."""
+    """Measures the seconds from a pause to the resume after it."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self.seconds = 0.0
 
     def start(self) -> None:
-        """Start, unless running."""
+        """Start to measure, unless it has started."""
         self._since = self._since if self._since is not None else time.perf_counter()
 
     def stop(self) -> None:
-        """Stop and keep the reading."""
+        """Stop, and keep the result in ``seconds``."""
         if self._since is not None:
             self.seconds = time.perf_counter() - self._since
             self._since = None
 
 
 class NullEngine(EngineClient):
-    """No engine: for ranks that do not drive, and for senders used as a data layer only.
+    """Stands for an engine where there is none: on ranks that do not drive one, and in senders used as a data layer.
 
     Args:
         on_load: called with each handoff's info (a data layer announces it to its workers).

@@ -1,4 +1,4 @@
-"""Event loops for callers that have none, and the connections that belong to a loop: names, addresses, trust in TLS."""
+"""Event loops for callers that have none, and a loop's connections: look-up of names, reuse, TLS authorities."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Background:
     """Runs coroutines for any number of threads, on a loop that is opened when it is needed, also after `close`.
 
     Control calls of a process share one. A client for requests has its own, since what it runs may be a caller's
-    coroutine, which may make a control call and wait for it. The loop's thread is a daemon, so that nobody has to wait
-    for it; it ends with `close`, or when nobody holds it any more.
+    coroutine, which may make a control call and wait for it. The loop's thread is a daemon, so that the process can end
+    without it; it ends with `close`, or when nobody refers to this object any more.
 
     Args:
         name: of the thread.
@@ -45,7 +45,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None, what: str = "") -> _T:
-        """The result of ``call``; it is cancelled where the caller leaves, for instance by ctrl-c.
+        """Run ``call`` on the loop and return its result; cancel it where the wait is interrupted, as by ctrl-c.
 
         Args:
             call: to be awaited there.
@@ -84,9 +84,9 @@ class Background:
             self._calls.discard(future)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel what runs, so that each `run` ends with an error, await ``last``, and end the thread.
+        """Cancel what runs, so that each `run` ends with an error; then await ``last`` and end the thread.
 
-        May be called twice.
+        It may be called twice.
 
         Raises:
             DeadlineError: something did not end in time.
@@ -111,12 +111,12 @@ class Background:
         thread.join(_END_TIMEOUT_S)
 
     def _opened(self) -> asyncio.AbstractEventLoop:
-        """The loop; a new one where there is none, or only the copy that a fork left without its thread."""
+        """Return the loop; open a new one where there is none, or only the copy that a fork left without its thread."""
         if self._loop is None or self._thread is None or not self._thread.is_alive():
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
-            # at the end of the process it goes on, for whoever still has a call to make
+            # not run at the end of the process: other finalizers may still make calls then
             weakref.finalize(self, _end, self._loop).atexit = False
         return self._loop
 
@@ -154,10 +154,10 @@ _C = TypeVar("_C", bound=_Closable)
 
 
 class PerLoop(Generic[_C]):
-    """One object for each event loop that asks.
+    """Holds one object for each event loop that asks for one.
 
     Args:
-        make: makes one.
+        make: makes the object of a loop.
     """
 
     def __init__(self, make: Callable[[], _C]) -> None:
@@ -165,7 +165,7 @@ class PerLoop(Generic[_C]):
         self._found: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _C] = weakref.WeakKeyDictionary()
 
     def here(self) -> _C:
-        """That of the loop that runs."""
+        """Return the object of the running loop; make it first where the loop has none."""
         loop = asyncio.get_running_loop()
         with self._lock:
             for ended in [known for known in self._found if known.is_closed()]:
@@ -175,7 +175,7 @@ class PerLoop(Generic[_C]):
             return self._found[loop]
 
     async def close(self) -> None:
-        """Close that of the loop that runs; a later call of `here` makes a new one."""
+        """Close the object of the running loop; a later call of `here` makes a new one."""
         with self._lock:
             found = self._found.pop(asyncio.get_running_loop(), None)
         if found is not None:
@@ -183,7 +183,7 @@ class PerLoop(Generic[_C]):
 
 
 async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Every result, in order; the first error ends the other calls."""
+    """Await ``calls`` at the same time and return their results in order; the first error cancels the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -195,9 +195,11 @@ async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 def connections(keep_s: float) -> aiohttp.ClientSession:
-    """Connections of the running event loop, as many as there are calls; each is kept for ``keep_s`` seconds after its
-    last call, and dropped at once where that is 0: then each call looks its name up anew, too, and waits for nobody
-    else's look-up."""
+    """Return a session of the running event loop, with as many connections as there are calls.
+
+    A connection is kept for ``keep_s`` seconds after its last call. With 0 it is dropped at once; each call then looks
+    its name up anew, too, and waits for no other call's look-up.
+    """
     keeping: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": True, "use_dns_cache": False}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver(), **keeping),
@@ -207,7 +209,7 @@ def connections(keep_s: float) -> aiohttp.ClientSession:
 
 
 def let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
-    """Drop connections that nobody closed, from whatever thread; aiohttp would call that a mistake in the log.
+    """Drop connections that nobody closed, from any thread; else aiohttp logs an error about them.
 
     Args:
         client: as `connections` made it.
@@ -226,20 +228,23 @@ def let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> No
         here = asyncio.get_running_loop()
     if loop.is_closed() or here is loop:
         with contextlib.suppress(StopIteration):
-            close().send(None)  # that much closes them; the rest only waits until they are
+            close().send(None)  # the first step closes them; the rest only waits until they are closed
     else:
         asyncio.run_coroutine_threadsafe(close(), loop)
 
 
 def authorities() -> ssl.SSLContext:
-    """Whom connections with TLS trust: the authorities of the system (SSL_CERT_FILE and SSL_CERT_DIR name others, as
-    with OpenSSL) and those of certifi."""
+    """Return the TLS context that trusts the authorities of the system and of certifi.
+
+    As with OpenSSL, SSL_CERT_FILE and SSL_CERT_DIR name other authorities of the system.
+    """
     return _authorities(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 
 @cache
 def _authorities(file: str | None, folder: str | None) -> ssl.SSLContext:
-    """Reading them takes longer than a call; OpenSSL looks at the two variables by itself."""
+    """Read the authorities, once per value of the two variables, which OpenSSL reads itself: it takes longer than a
+    call."""
     context = ssl.create_default_context(cafile=certifi.where())
     context.load_default_certs()
     return context
@@ -247,7 +252,7 @@ def _authorities(file: str | None, folder: str | None) -> ssl.SSLContext:
 
 @final
 class _Resolver(aiohttp.abc.AbstractResolver):
-    """Looks names up, each in a thread that nobody waits for, since a look-up cannot be interrupted."""
+    """Looks names up, each in a thread that nobody has to join, since a look-up cannot be interrupted."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC

@@ -1,4 +1,4 @@
-"""What runs behind an address, and the client for it."""
+"""Find out which engine runs behind an address, and make the client for it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torchrl_ext.waiting import in_thread
 __all__ = ["connect", "discover"]
 
 _TIMEOUT_S = 30.0
-_SHORTEST_S = 0.05  # of a call, however late it is
-_GRACE_S = 0.5  # calls end by themselves at the deadline, in words of their own
+_SHORTEST_S = 0.05  # a call gets this long, however near the deadline is
+_GRACE_S = 0.5  # calls end by themselves at the deadline, with errors that say more
 _MAX_BODY_BYTES = 16 << 20
 _WANTS_KEY, _UNAVAILABLE = {401, 403}, 501
 
@@ -30,7 +30,7 @@ _WANTS_KEY, _UNAVAILABLE = {401, 403}, 501
 def discover(
     *addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | tuple[str, ...] | None = None
 ) -> list[EngineInfo]:
-    """What each engine says of itself, in the order of ``addresses``; all are asked at the same time.
+    """Ask the engines at ``addresses``, all at the same time, what they are; return the answers in that order.
 
     Args:
         addresses: ``host:port``, ``[ipv6]:port`` or URLs of engines, not of routers.
@@ -40,7 +40,7 @@ def discover(
     Raises:
         ConfigError: no address, one twice, one that is none, or one of a router.
         EngineUnreachableError: nobody listens at an address.
-        EngineRefusedError: whoever listens there describes no engine; the message has the answers of both routes.
+        EngineRefusedError: what listens there describes no engine; the message has the answers of both routes.
         DeadlineError: no answer in time.
     """
 
@@ -63,7 +63,7 @@ def discover(
 def connect(
     *addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | tuple[str, ...] | None = None, **settings: Any
 ) -> Fleet:
-    """One client for the engines at ``addresses``, whatever their kinds.
+    """Return one client for the engines at ``addresses``, whatever their kinds.
 
     Args:
         addresses: as for `discover`.
@@ -81,7 +81,7 @@ def connect(
 
 
 def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until: float) -> EngineInfo:
-    """``/server_info`` in its structured form, then ``/get_server_info``, the name that others give it."""
+    """Read ``/server_info`` in its structured form, or else ``/get_server_info``, its name in other servers."""
     answers, statuses = [], set()
 
     def get(route: str, query: Any = None) -> Any:
@@ -127,7 +127,7 @@ def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until
 
 
 def _optional(read: Callable[[], Any]) -> Any:
-    """A fact that an engine may not tell."""
+    """Return what ``read`` finds, or None: an engine may lack this fact."""
     try:
         return read()
     except (EngineRefusedError, KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Many engines as one client: parallel fan-out, a rank offset for each, a row for each."""
+"""A client that drives many engines as one: calls in parallel, a rank offset and a row of the report for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Fleet"]
 
 log = logging.getLogger("torchrl_ext")
 
-_PROBE_S = 2.0  # that an update waits for an engine that was lost before
+_PROBE_S = 2.0  # how long an update waits for an engine that was lost before
 
 
 class Fleet(EngineClient):
@@ -56,10 +56,10 @@ class Fleet(EngineClient):
         return ", ".join(engine.url for engine in self.engines)
 
     def members(self) -> tuple[str, ...]:
-        """Addresses that take part in the next update. Those that failed or were lost are asked whether they live.
+        """Return the addresses that take part in the next update; ask engines that failed or were lost if they answer.
 
         Raises:
-            EngineError: none does.
+            EngineError: none answers.
         """
         suspects = [
             engine for engine in self.engines if not self._met or engine in self._failed or engine in self._lost
@@ -84,7 +84,7 @@ class Fleet(EngineClient):
         return tuple(engine.url for engine in self._active())
 
     def infos(self) -> list[EngineInfo]:
-        """`info` of each member, in order."""
+        """Return the `info` of each member, in order."""
         return self.everywhere("describe themselves", lambda engine: engine.info())
 
     def info(self) -> EngineInfo:
@@ -137,8 +137,8 @@ class Fleet(EngineClient):
         self._while_any("load", lambda engine: engine.load(info), on_failure)
 
     def commit(self, version: int) -> None:
-        """See `EngineClient.commit`. Engines that decode serve again last: by then those that prefill have dropped what
-        they would hand on of the old weights."""
+        """See `EngineClient.commit`. Engines that decode serve again last: by then those that prefill have dropped the
+        keys and values of the old weights."""
         active = self._active()
         for engines in (set(active) - self._decoding, self._decoding.intersection(active)):
             self._while_any("commit", lambda engine: engine.commit(version), among=engines)
@@ -161,10 +161,10 @@ class Fleet(EngineClient):
         self.everywhere("unload", lambda engine: engine.unload())
 
     def pause(self) -> bool:
-        """See `EngineClient.pause`. All pause or none: where one does not, those that served before are resumed.
+        """See `EngineClient.pause`. All pause or none: where one fails to, those that served before are resumed.
 
         Raises:
-            EngineError: some engine did not; has a row per engine.
+            EngineError: some engine did not pause; has a row per engine.
         """
         self._failed.clear()
         engines = self._active()
@@ -212,10 +212,10 @@ class Fleet(EngineClient):
     def everywhere(
         self, what: str, call: Callable[[Any], object], on_failure: Callable[[], None] = _nothing
     ) -> list[Any]:
-        """What ``call`` returns for each engine that is not lost, in order; all are called at the same time.
+        """Call ``call`` for each engine that is not lost, all at the same time, and return the results in order.
 
         Args:
-            what: it does, for the error.
+            what: names the call, for the error.
             call: with each engine's client.
             on_failure: called as soon as one of them fails.
 
@@ -233,8 +233,8 @@ class Fleet(EngineClient):
         return [engine for engine in self.engines if engine not in self._lost]
 
     def _probe(self, engines: Sequence[EngineClient]) -> dict[EngineClient, EngineInfo | Exception]:
-        """What each says of itself, or why it does not. One that is known to be lost gets little time; what it says
-        later counts the next time."""
+        """Return the `info` of each engine, or the error in its place. A lost one gets little time; an answer that
+        comes later counts the next time."""
         answers: dict[EngineClient, EngineInfo | Exception] = {}
         for engine in engines:
             if engine not in self._probes:
@@ -261,7 +261,7 @@ class Fleet(EngineClient):
         on_failure: Callable[[], None] = _nothing,
         among: Collection[EngineClient] | None = None,
     ) -> None:
-        """One step of an update on the engines that are still part of it; raises when none is left."""
+        """Take one step of an update on the engines that are still part of it; raise when none is left."""
         active = self._active()
         wanted = [engine for engine in active if engine not in self._failed and (among is None or engine in among)]
         self._fan_out(wanted, call, on_failure)
@@ -285,7 +285,7 @@ class Fleet(EngineClient):
         return results
 
     def _partly(self, what: str, state: str = "the rows say what holds; the others did as they were told") -> Exception:
-        """What to raise where a call went wrong on some members: of a single engine its own error."""
+        """Return the error to raise where a call failed on some members; of a single engine, its own error."""
         if len(self.engines) == 1:
             return next(iter(self._failed.values()))
         lines = "; ".join(f"{engine.url}: {error}" for engine, error in self._failed.items())

@@ -1,4 +1,4 @@
-"""JSON over HTTP, for every client that speaks to an engine, a router or a rollout route.
+"""JSON over HTTP, for every client of an engine, a router or a rollout route.
 
 There is one core, asynchronous, on aiohttp: its deadline holds over a whole call, from the look-up of the name to the
 last byte of the answer, and one event loop owns each connection, so that none is closed while it is given to a call.
@@ -46,7 +46,7 @@ Keys = str | tuple[str, ...] | None
 
 
 def normalise_url(address: str) -> str:
-    """``"host:8000"``, ``"[::1]:8000"`` or a URL -> ``"http://host:8000"``, without a trailing slash.
+    """Return the base URL, without a trailing slash, of ``"host:8000"``, ``"[::1]:8000"`` or a URL.
 
     Raises:
         ConfigError: no host, a scheme other than http and https, a bad port, or parts that a base address has not.
@@ -66,7 +66,7 @@ def normalise_url(address: str) -> str:
 
 
 def normalise_urls(addresses: Iterable[str]) -> list[str]:
-    """`normalise_url` of each.
+    """Return `normalise_url` of each address.
 
     Raises:
         ConfigError: as there, or no address, or one twice.
@@ -82,7 +82,7 @@ def normalise_urls(addresses: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came back.
+    """The answer of a server to one HTTP call, whatever its status.
 
     Attributes:
         status: HTTP status.
@@ -96,11 +96,11 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Status 2xx."""
+        """Whether the status is 2xx."""
         return 200 <= self.status < 300
 
     def json(self) -> Any:
-        """The body as JSON; ``{}`` where it is empty.
+        """Return the body, parsed as JSON; ``{}`` where it is empty.
 
         Raises:
             ValueError: it is no JSON.
@@ -111,7 +111,7 @@ class Answer:
             raise ValueError("nested too deeply") from None
 
     def message(self) -> str:
-        """What the other side says in its own words, from the usual places of an error body."""
+        """Return the message of the server, from the usual places of an error body."""
         try:
             found = self.json()
         except ValueError:
@@ -124,7 +124,7 @@ class Answer:
         return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
 
     def wanted(self, where: str) -> Any:
-        """The JSON of a call that has to succeed.
+        """Return the JSON of a call that has to succeed.
 
         Args:
             where: the method and the URL, for the message.
@@ -181,13 +181,13 @@ class AsyncSession:
         headers: Mapping[str, str] | None = None,
         over: aiohttp.ClientSession | None = None,
     ) -> Answer:
-        """One call, whatever its status says.
+        """Call a route and return its answer, whatever the status.
 
         Args:
             url: of the route.
             body: sent as JSON; None for no body.
             until: deadline on the monotonic clock, in seconds.
-            over: connections of somebody else; None takes the session's.
+            over: connections to use; None takes the session's.
 
         Raises:
             EngineUnreachableError: nobody listens, or the connection broke.
@@ -227,7 +227,7 @@ class AsyncSession:
         return answer
 
     async def json(self, method: str, url: str, body: Any = None, **how: Any) -> Any:
-        """One call that has to succeed; returns the JSON answer (``{}`` for an empty one).
+        """Call a route, which has to succeed, and return the JSON answer (``{}`` for an empty one).
 
         Raises:
             EngineUnreachableError, DeadlineError: as for `call`.
@@ -299,7 +299,7 @@ class HTTPSession:
         self._check, self._checking = check, threading.Lock()
 
     def get(self, route: str, *, query: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """``GET route``; returns the JSON answer (``{}`` for an empty one).
+        """Call ``GET route`` and return the JSON answer (``{}`` for an empty one).
 
         Raises:
             EngineUnreachableError: nobody listens, or the connection broke.
@@ -316,7 +316,7 @@ class HTTPSession:
         query: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """``POST route`` with ``body`` as JSON; returns and raises as `get` does."""
+        """Call ``POST route`` with ``body`` as JSON; return and raise as `get` does."""
         return self.call("POST", route, body, query=query, timeout_s=timeout_s).wanted(f"POST {self.url}{route}")
 
     def call(
@@ -328,7 +328,7 @@ class HTTPSession:
         query: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """One call, whatever its status says.
+        """Call a route and return its answer, whatever the status.
 
         Raises:
             EngineUnreachableError, DeadlineError: as for `get`.
@@ -346,12 +346,12 @@ class HTTPSession:
         async def asked() -> Answer:
             return await self._core.call(method, url, body, until=until, query=query, over=_UNKEPT.here().client)
 
-        # the call has a deadline of its own; a loop that is stuck has none
+        # the call ends at its own deadline; the longer one is for a loop that is stuck
         return _CONTROL.run(asked(), limit_s + _GRACE_S, f"{method} {url}")
 
 
 class _Unkept:
-    """Connections of one loop for control calls; at the end of a process aiohttp is told that nobody closes them."""
+    """Holds one loop's connections for control calls, and detaches them when it goes, so that aiohttp logs nothing."""
 
     def __init__(self) -> None:
         self.client = connections(keep_s=0.0)
@@ -364,7 +364,7 @@ class _Unkept:
 
 
 def _fresh() -> None:
-    """In a process that was forked the loop's thread is gone, and a lock may have been held."""
+    """Make the shared objects anew in a forked process: the loop's thread is gone, and a lock may have been held."""
     global _CONTROL, _UNKEPT
     _CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_Unkept)
 
@@ -374,7 +374,7 @@ os.register_at_fork(after_in_child=_fresh)
 
 
 def _bearers(api_key: Keys) -> list[dict[str, str]]:
-    """The header of each key, in the order in which they are tried; one empty where there is none."""
+    """Return the header of each key, in the order in which they are tried; without keys, one that is empty."""
     keys = [key for key in ((api_key,) if isinstance(api_key, str) else api_key or ()) if key]
     if not all(key.isprintable() and key.isascii() for key in keys):
         raise ConfigError("an API key has signs that no header can carry", expected="printable ASCII, on one line")

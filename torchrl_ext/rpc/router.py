@@ -1,8 +1,8 @@
-"""Routers: which engines they send requests to, and how to tell one from an engine.
+"""Routers: set which engines they send requests to, and tell a router from an engine.
 
-A router spreads requests; it leads to no engine. What it does not know itself it hands to one worker of its choice
-and passes that worker's answer on with status 200, so a pause sent to a router pauses one engine of many. Control calls
-therefore look first (`refuse_router`).
+A router spreads requests over engines; its address stands for none of them. It forwards a call that it does not know
+to one worker of its choice, and passes that worker's answer on with status 200, so a pause sent to a router pauses one
+engine of many. Control calls therefore check the address first (`refuse_router`).
 
 Routes of vLLM's router (vllm-router 0.1.17) and of SGLang's (sglang-router, later sgl-model-gateway):
 
@@ -32,7 +32,7 @@ from torchrl_ext.waiting import wait_until
 __all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "is_router", "refuse_router"]
 
 WORKER_TYPES = ("regular", "prefill", "decode")
-"""What a router tells apart. Encoders answer to other engines, never to a router."""
+"""The types of engines that a router knows. Encoders get requests from other engines, never from a router."""
 
 _ABSENT = (404, 405, 501)
 _LOOK_S = 0.05
@@ -49,8 +49,8 @@ class RouterWorker:
     Attributes:
         url: base address, without a trailing slash.
         worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
-        healthy: what the router believes.
-        key: what the router calls it where that is not its address.
+        healthy: whether the router takes it for healthy.
+        key: the router's name for it where that is not its address.
     """
 
     url: str
@@ -81,11 +81,11 @@ class RouterClient:
         return self._http.url
 
     def workers(self) -> tuple[RouterWorker, ...]:
-        """The engines that requests go to, in the router's order.
+        """Ask the router which engines it sends requests to, in its order.
 
         Raises:
             EngineUnreachableError, DeadlineError: no answer.
-            EngineRefusedError: whoever answers is no router.
+            EngineRefusedError: what answers is no router.
         """
         for route in ("/workers", "/list_workers"):
             found = _listed(self._http.call("GET", route))
@@ -96,7 +96,7 @@ class RouterClient:
         )
 
     def add(self, url: str, worker_type: str = "regular", *, bootstrap_port: int | None = None) -> None:
-        """Let requests go to the engine at ``url``; nothing happens where they do already.
+        """Make the router send requests to the engine at ``url``; do nothing where it does already.
 
         The engine is asked for its health first, since a router waits for minutes for one that is not there.
 
@@ -108,7 +108,7 @@ class RouterClient:
         Raises:
             ConfigError: a type that routers do not know or that this one cannot take.
             EngineUnreachableError, EngineRefusedError, DeadlineError: the engine or the router does not answer, or
-                says no.
+                refuses.
         """
         url = normalise_url(url)
         if worker_type not in WORKER_TYPES:
@@ -143,10 +143,10 @@ class RouterClient:
             self._until(partial(self._find, url), f"list {url}")
 
     def remove(self, url: str) -> None:
-        """Send no more requests to the engine at ``url``; those that it has in work go on.
+        """Make the router send no more requests to the engine at ``url``; those that it has in work go on.
 
         Raises:
-            ConfigError: the router cannot let go of it.
+            ConfigError: the router cannot remove it.
             EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
         """
         url = normalise_url(url)
@@ -173,7 +173,7 @@ class RouterClient:
         )
 
     def _until(self, happened: Callable[[], _T], what: str) -> _T:
-        """Routers may say yes first and act later."""
+        """Wait until ``happened`` is true and return its value: routers may accept a change first and make it later."""
         return wait_until(
             happened,
             self._timeout_s,
@@ -183,9 +183,9 @@ class RouterClient:
 
 
 def engine_key(url: str) -> tuple[str, str, int | None, str]:
-    """What all addresses of one engine have in common, as far as that shows without a name server.
+    """Return a key that all addresses of one engine share, as far as that shows without a name server.
 
-    Addresses of this machine by which it is reached from itself are one: ``localhost``, ``127.0.0.1``, ``[::1]``.
+    The addresses by which a machine reaches itself give one key: ``localhost``, ``127.0.0.1``, ``[::1]``.
 
     Raises:
         ConfigError: ``url`` is no address.
@@ -199,20 +199,20 @@ def engine_key(url: str) -> tuple[str, str, int | None, str]:
 
 
 def is_router(session: HTTPSession) -> bool:
-    """Whether a router listens at the session's address: it lists workers, as no engine does.
+    """Return whether a router listens at the session's address: it lists workers, as no engine does.
 
     Raises:
         EngineUnreachableError, DeadlineError: nobody answers.
     """
     for route in ("/workers", "/list_workers"):
-        with contextlib.suppress(EngineRefusedError):  # whatever that is, the call itself will say so
+        with contextlib.suppress(EngineRefusedError):  # the caller's own call raises what is wrong with the server
             if _listed(session.call("GET", route)) is not None:
                 return True
     return False
 
 
 def refuse_router(session: HTTPSession) -> None:
-    """Let a call to an engine pass, and one to a router not.
+    """Raise an error if the session's address is a router's; return if it is an engine's.
 
     Raises:
         ConfigError: a router listens at the session's address.
@@ -228,7 +228,7 @@ def refuse_router(session: HTTPSession) -> None:
 
 
 def _listed(answer: Answer) -> tuple[RouterWorker, ...] | None:
-    """The workers in an answer to ``/workers`` or ``/list_workers``; None where it is neither's."""
+    """Return the workers in an answer to ``/workers`` or ``/list_workers``; None where it is no such answer."""
     if not answer.ok:
         return None
     try:

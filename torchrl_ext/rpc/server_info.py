@@ -1,4 +1,4 @@
-"""What an engine's ``/server_info`` says, in our words."""
+"""Read engines' descriptions of themselves, the answers to ``/server_info``, into `EngineInfo`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["is_sglang_info", "kv_connectors", "parse_server_info", "parse_sglang
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
-_MOST = 1 << 20  # workers of one engine
+_MOST = 1 << 20  # most workers of one engine that are believed
 
 
 def parse_server_info(
@@ -24,7 +24,7 @@ def parse_server_info(
     weight_version: str = "",
     followed: Callable[[], Iterable[str]] = tuple,
 ) -> EngineInfo:
-    """`EngineInfo` from the structured form of ``/server_info``, of vLLM or of the embedded engine.
+    """Return the `EngineInfo` of a vLLM server or an embedded engine, from the structured form of ``/server_info``.
 
     Args:
         url: the engine's base address.
@@ -72,10 +72,10 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _count(url: str, name: str, value: Any, default: int = 1) -> int:
-    """A size that an engine tells; ``default`` where it does not.
+    """Return a size from an engine's answer; ``default`` where there is none.
 
     Raises:
-        EngineRefusedError: it is no count, or more than anybody has.
+        EngineRefusedError: it is no count, or above any that is possible.
     """
     if value is None:
         return default
@@ -89,13 +89,13 @@ def _count(url: str, name: str, value: Any, default: int = 1) -> int:
 
 
 def sees(told: Any) -> bool:
-    """Whether ``told``, the structured form of vLLM's ``/server_info``, describes a model with eyes or ears."""
+    """Return whether ``told``, the structured form of vLLM's ``/server_info``, describes a multimodal model."""
     config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
     return bool(_mapping(config, "model_config").get("multimodal_config"))
 
 
 def kv_connectors(told: Any) -> list[str]:
-    """What keeps, or passes on, a vLLM server's keys and values, by the structured form of its ``/server_info``."""
+    """Return the names of a vLLM server's KV connectors, from the structured form of its ``/server_info``."""
     found: list[str] = []
     rest = [_mapping(_mapping(told, "vllm_config"), "kv_transfer_config")] if isinstance(told, Mapping) else []
     while rest:
@@ -107,17 +107,19 @@ def kv_connectors(told: Any) -> list[str]:
 
 
 def is_sglang_info(told: Any) -> bool:
-    """Whether ``told`` is SGLang's ``/server_info``: its settings, flat."""
+    """Return whether ``told`` is SGLang's ``/server_info``: its settings, flat."""
     return isinstance(told, Mapping) and {"model_path", "disaggregation_mode"} <= told.keys()
 
 
 def stores_keys(told: Any) -> bool:
-    """Whether an SGLang server keeps keys and values in a store of their own, by its ``/server_info``."""
+    """Return whether an SGLang server keeps keys and values in a store outside itself, by its ``/server_info``."""
     return isinstance(told, Mapping) and bool(told.get("hicache_storage_backend") or told.get("enable_lmcache"))
 
 
 def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tuple[str, ...] = ()) -> EngineInfo:
-    """`EngineInfo` from SGLang's ``/server_info`` (what it was started with) and ``/model_info`` (what it serves).
+    """Return the `EngineInfo` of an SGLang server, from ``/server_info`` (its settings) and ``/model_info``.
+
+    The latter, in ``served``, says what the server serves now; None where it gave no answer.
 
     Names of settings in earlier and later releases are those that slime's engine discovery knows.
 

@@ -1,1 +1,1 @@
-"""One engine behind HTTP routes: vLLM, SGLang and the embedded one, and the adapters that they serve."""
+"""Clients of one engine behind HTTP routes: of vLLM, SGLang and the embedded engine, and of their LoRA adapters."""

@@ -1,8 +1,8 @@
 """The client that keeps an engine at the newest version of one LoRA adapter, beside base weights that stay.
 
-To a `WeightSender` it is an engine like others. What differs is the pause: there is none. A new version is loaded
-under a label of its own (``policy-lora@7``) while the engine serves, and once every engine of a fleet has it, the name
-is pointed at it. Requests that began before end with the version that they began with.
+To a `WeightSender` it is an engine like others, but it is never paused. A new version is loaded under a label of its
+own (``policy-lora@7``) while the engine serves, and once every engine of a fleet has it, the name is pointed at it.
+Requests that began before end with the version that they began with.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @final
 class AdapterClient(EngineClient):
-    """One adapter of one engine.
+    """Drives the updates of one LoRA adapter of one engine.
 
     Args:
         engine: the client of the engine itself.
-        name: what requests call the adapter.
-        served: asks the engine what each name stands for: ``{name: {"version": 7}}``.
+        name: the adapter's name in requests.
+        served: asks the engine which version each name stands for: ``{name: {"version": 7}}``.
         tell: sends the engine a message about adapters; returns its answer.
-        plugin, lora: what to do where the engine has no plugin of ours, and where it was started without adapters.
+        plugin, lora: hints of errors, where the engine lacks our plugin, and where it was started without adapters.
 
     Raises:
-        ConfigError: a name that cannot be a folder and a model's name.
+        ConfigError: a name that cannot be both a folder's and a model's.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AdapterClient(EngineClient):
         return self._engine.url
 
     def info(self) -> EngineInfo:
-        """As the engine says of itself; ``weight_version`` is the adapter's, "" while there is none."""
+        """See `EngineClient.info`; ``weight_version`` is the adapter's, "" while there is none."""
         with self._explained():
             version = self._version = self._serving()
         return replace(
@@ -79,7 +79,7 @@ class AdapterClient(EngineClient):
         return False
 
     def oldest(self, version: int) -> int:
-        """Requests read the files of the version that they began with where vLLM had to drop it meanwhile."""
+        """See `EngineClient.oldest`. Requests read their version's files again where vLLM had to drop it meanwhile."""
         if self._in_use is None:
             return version
         return min([version, version if self._before is None else self._before, *self._in_use])
@@ -90,7 +90,7 @@ class AdapterClient(EngineClient):
         Raises:
             EngineRefusedError: the engine serves no adapters, none of this rank, or none with these layers; or it does
                 not see the root. It goes on with what it serves.
-            EngineUnreachableError, DeadlineError: as they say.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         with self._step(f"make ready for adapter {self.name!r}"):
             self._tell(CheckAdapter.of(info))
@@ -99,17 +99,17 @@ class AdapterClient(EngineClient):
         return None
 
     def begin(self, version: int) -> None:
-        """The engine serves all along."""
+        """Do nothing: the engine serves during the whole update."""
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """Load a version; nobody is served with it before `commit`."""
+        """Load a version; no request uses it before `commit`."""
         if "path" not in info:
             raise ConfigError(f"adapters travel as files, not by {info.get('transport')!r}", expected="DiskTransport")
         with self._step(f"load {adapter_label(self.name, info['version'])}"):
             self._tell(StageAdapter(name=self.name, version=info["version"], path=info["path"]))
 
     def commit(self, version: int) -> None:
-        """Point the name at ``version``, and make sure that it is."""
+        """Point the name at ``version``, and check that it is."""
         label = adapter_label(self.name, version)
         with self._step(f"serve {label}"):
             self._in_use = self._tell(ServeAdapter(name=self.name, version=version)).get("in_use")
@@ -128,7 +128,7 @@ class AdapterClient(EngineClient):
 
         Raises:
             EngineRefusedError: none of this name is loaded.
-            EngineUnreachableError, DeadlineError: as they say.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         with self._step(f"unload adapter {self.name!r}"):
             self._tell(UnloadAdapter(name=self.name))
@@ -156,15 +156,15 @@ class AdapterClient(EngineClient):
         return (row,)
 
     def close(self) -> None:
-        """The engine's own client is closed by whoever made it."""
+        """Do nothing: whoever made the engine's own client closes it."""
 
     def _serving(self) -> int | None:
-        """The version that the engine serves under the name; None where it serves none of ours."""
+        """Return the version that the engine serves under the name; None where it serves none of ours."""
         return self._served().get(self.name, {}).get("version")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Says what to do where the engine can serve no adapters at all."""
+        """Add a hint to errors of the body where the engine can serve no adapters at all."""
         try:
             yield
         except EngineRefusedError as error:
@@ -176,7 +176,7 @@ class AdapterClient(EngineClient):
 
     @contextmanager
     def _step(self, what: str) -> Iterator[None]:
-        """Names the step in an error, and remembers it for the report; whatever fails, the engine goes on."""
+        """Name the step in an error of the body, and keep the error for the report; the engine serves in any case."""
         try:
             with self._explained():
                 yield

@@ -1,4 +1,4 @@
-"""What clients of engines behind HTTP routes share: a session, the pause's stopwatch, errors that name the step."""
+"""The base class of clients of engines behind HTTP routes: the steps of an update, with errors that name the step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAME_NATS, _TRIES = 0.05, 3
 
 
 class HTTPEngine(EngineClient):
-    """One engine behind one address; a subclass knows its routes.
+    """Drives one engine behind one address; a subclass knows its routes.
 
     Args:
         url: base address of the server itself, never of a router.
@@ -55,7 +55,7 @@ class HTTPEngine(EngineClient):
         self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
         self._load_timeout_s = load_timeout_s
         self._watch = Stopwatch()
-        self._before = SleepState(paused=None)  # how it was before the update that is going on
+        self._before = SleepState(paused=None)  # the engine's state before the current update
         self._state = "serving"
         self._version: int | None = None
         self._error: str | None = None
@@ -76,7 +76,7 @@ class HTTPEngine(EngineClient):
         return self._rehearsed
 
     def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`. An engine whose plugin knows no rehearsals proves what it was handed."""
+        """See `EngineClient.rehearse`. Where the plugin knows no rehearsals, `proof` stays ``"sent"``."""
         told = self._rehearsal(Rehearse(how=how, ask=True))
         if any(answer.get("needed") for answer in told):
             served = self._state == "serving"
@@ -96,15 +96,15 @@ class HTTPEngine(EngineClient):
         self._proof = least(str(answer.get("proof", "sent")) for answer in told)
 
     def _answers(self) -> list[float] | None:
-        """What it says of a fixed probe; None where it cannot be asked."""
+        """Return the log-probabilities of a fixed probe; None where the engine cannot be asked for them."""
         try:
             return [value for row in self.logprobs([_PROBE]) for value in row]
         except (ConfigError, EngineError, DeadlineError):
             return None
 
     def _refuse_other_answers(self, before: list[float] | None) -> None:
-        """Digests agreed; where some memory could not be read, the probe tells. Other requests of the moment may change
-        the last bits of an answer, so the best of a few counts."""
+        """Refuse an engine whose answers to the probe changed: it shows what digests could not read. Other requests in
+        the same batch may change the last bits of an answer, so the best of a few answers counts."""
         off = 0.0
         for _ in range(_TRIES if before is not None else 0):
             after = self._answers()
@@ -126,10 +126,10 @@ class HTTPEngine(EngineClient):
         return [answer for answer in self.tell(message) if "proof" in answer]
 
     def _await_idle(self, what: str) -> None:
-        """Wait until the workers are at work on nothing.
+        """Wait until the workers have no work in progress.
 
         Raises:
-            EngineRefusedError: what they were at failed.
+            EngineRefusedError: the work failed.
             DeadlineError: it takes too long to ``what``.
         """
         wait_until(
@@ -140,19 +140,19 @@ class HTTPEngine(EngineClient):
 
     @abstractmethod
     def tell(self, message: Message) -> list[Info]:
-        """Send a message to every worker; returns the answers of those that have one.
+        """Send a message to every worker, and return the answers of those that have one.
 
         Raises:
-            EngineRefusedError: a worker says no, or the engine lacks our plugin.
-            EngineUnreachableError, DeadlineError: as they say.
+            EngineRefusedError: a worker refuses, or the engine lacks our plugin.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
 
     def inspect(self, question: Inspect) -> list[Info]:
-        """What every worker says of its surroundings (`torchrl_ext.sync.inspection`), at least one answer.
+        """Ask every worker about its environment (`torchrl_ext.sync.inspection`); return at least one answer.
 
         Raises:
             EngineRefusedError: the engine lacks our plugin.
-            EngineUnreachableError, DeadlineError: as they say.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         answers = [found for found in self.tell(question) if "torchrl_ext" in found and "host" in found]
         if not answers:
@@ -164,9 +164,9 @@ class HTTPEngine(EngineClient):
         return answers
 
     def followed(self) -> tuple[str, ...]:
-        """Names of the transports that all workers know in their environment, those of other packages among them.
+        """Return the names of the transports that all workers can follow, those of other packages among them.
 
-        They are asked once. There are none where the workers do not say; the log has a word on it then.
+        An answer is kept, and they are not asked again. Where they do not say, there are none, and a warning is logged.
         """
         if not self._followed:
             try:
@@ -195,15 +195,15 @@ class HTTPEngine(EngineClient):
 
     @abstractmethod
     def _load(self, info: Info) -> None:
-        """Hand one handoff, or the trainer's digests, to the workers."""
+        """Send one handoff, or the trainer's digests, to the workers."""
 
     @abstractmethod
     def _finish(self, version: int) -> None:
-        """End the update."""
+        """End the update to ``version``, in which every handoff was loaded."""
 
     @abstractmethod
     def _label(self, version: int) -> None:
-        """Whatever is left to do before requests may meet ``version``."""
+        """Do what is left before ``version`` may serve requests: set its label, or drop stale caches."""
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `EngineClient.logprobs`. vLLM's ``--logprobs-mode`` must be one of log-probabilities, the default.
@@ -229,19 +229,19 @@ class HTTPEngine(EngineClient):
 
     @abstractmethod
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
-        """The route and the body that ask for the log-probabilities of given tokens."""
+        """Return the route and the body that ask for the log-probabilities of ``prompt``."""
 
     @abstractmethod
     def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
-        """Those of the tokens after the first in the answer, in nats; whatever it raises, the answer has not one for
-        each."""
+        """Return the log-probabilities in an answer, in nats, of the tokens after the first; raise anything where the
+        answer lacks one."""
 
     def post(self, route: str, body: Any = None, *, query: Mapping[str, Any] | None = None) -> Info:
-        """Call a route of the engine's own; returns ``{"status": HTTP status, "body": JSON, or text}``.
+        """Call a route of the engine's own, and return ``{"status": HTTP status, "body": JSON, or text}``.
 
         Raises:
             EngineRefusedError: any status but 2xx.
-            EngineUnreachableError, DeadlineError: as they say.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         answer = self._http.call("POST", route, body, query=query, timeout_s=self._load_timeout_s)
         if not answer.ok:
@@ -254,14 +254,14 @@ class HTTPEngine(EngineClient):
             return {"status": answer.status, "body": answer.text}
 
     def pause(self) -> bool:
-        """See `EngineClient.pause`. An engine that served, and did not pause, is told to serve again."""
+        """See `EngineClient.pause`. An engine that served, and fails to pause, is told to serve again."""
         return self._serves_in(self._halt("pause"))
 
     def resume(self) -> None:
-        """See `EngineClient.resume`; the engine is asked whether it serves.
+        """See `EngineClient.resume`; the engine is asked afterwards whether it serves.
 
         Raises:
-            EngineRefusedError: it sleeps or has no weights; or it will not, or says that it is still paused.
+            EngineRefusedError: it sleeps or has no weights; or it refuses, or says that it is still paused.
         """
         with self._step("resume"):
             state = self.sleep_state()
@@ -281,7 +281,7 @@ class HTTPEngine(EngineClient):
         self._resumed()
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """See `EngineClient.wake_up`. What is awake already is left alone."""
+        """See `EngineClient.wake_up`. Parts that are awake already are left alone."""
         wanted = check_wake(tags)
         with self._step("wake up"):
             state = self.sleep_state()
@@ -293,11 +293,11 @@ class HTTPEngine(EngineClient):
                 self._resumed()
 
     def _halt(self, what: str) -> SleepState:
-        """Pause; returns how the engine was before."""
+        """Pause the engine, and return its state from before."""
         with self._step(what, state=f"{self.url} was not told to pause"):
             before = self.sleep_state()
         if before.paused is None:
-            before = replace(before, paused=self._state != "serving")  # what this client did last
+            before = replace(before, paused=self._state != "serving")  # by what this client did last
         with self._step(what, undo=self._undo_of(before)):
             self._hold()
         self._watch.start()
@@ -312,11 +312,11 @@ class HTTPEngine(EngineClient):
         return not state.paused and not state.asleep
 
     def _undo_of(self, before: SleepState) -> Callable[[], str]:
-        """What to do when a step fails that changed no weight, given how the engine was before it was paused."""
+        """Return the undo for a step that fails without a change of weights, by the engine's state before its pause."""
         return self._undone if self._serves_in(before) else lambda: self._paused("what it held before")
 
     def _undone(self) -> str:
-        """Resume an engine that was paused for nothing; returns the state that is known then, from its own words."""
+        """Resume an engine after a step that failed and changed no weight; return, in words, the state it reports."""
         try:
             self._release()
             paused = self.sleep_state().paused
@@ -333,10 +333,10 @@ class HTTPEngine(EngineClient):
 
     @abstractmethod
     def sleep_state(self) -> SleepState:
-        """What the engine says of its pause and its sleep."""
+        """Ask the engine whether it is paused and what of it sleeps."""
 
     def _refuse_empty(self, state: SleepState) -> None:
-        """An engine without weights does not serve."""
+        """Raise an error if the engine has no weights to serve."""
         if self._is_empty(state):
             raise EngineRefusedError(
                 f"{self.url} slept at level 2 and holds no weights to serve",
@@ -346,11 +346,11 @@ class HTTPEngine(EngineClient):
 
     @abstractmethod
     def _is_empty(self, state: SleepState) -> bool:
-        """Whether the workers gave their weights up, and no update has filled them since."""
+        """Return whether the workers gave their weights up, and no update has filled them since."""
 
     @abstractmethod
     def _wake(self, wanted: frozenset[str], state: SleepState) -> bool:
-        """Wake what sleeps of ``wanted``, and nothing else; returns whether nothing sleeps any more."""
+        """Wake the parts of ``wanted`` that sleep, and no others; return whether the whole engine is awake then."""
 
     @abstractmethod
     def _hold(self) -> None:
@@ -386,18 +386,18 @@ class HTTPEngine(EngineClient):
         return self.rows()
 
     def close(self) -> None:
-        """Nothing is kept between calls."""
+        """Do nothing: no connection is kept between calls."""
 
     def _paused(self, holding: str) -> str:
         return f"{self.url} is paused, serves nobody, and holds {holding}; the next good update resumes it"
 
     @contextmanager
     def _step(self, what: str, state: str | None = None, undo: Callable[[], str] | None = None) -> Iterator[None]:
-        """Names the step and the engine's state in an error, and remembers it for the report.
+        """Name the step and the engine's state in an error of the body, and keep the error for the report.
 
         Args:
             state: what holds after a failure.
-            undo: in its place: brings the engine back, and says what holds then.
+            undo: in its place: restores the engine, and returns what holds then.
         """
         try:
             yield
@@ -414,7 +414,7 @@ class HTTPEngine(EngineClient):
 def restated(
     error: WeightSyncError, what: str, state: str | None = None, *, expected: str | None = None, hint: str | None = None
 ) -> Any:
-    """The same kind of error, in more words."""
+    """Return an error of the same class with ``what`` as its message, its other parts replaced where they are given."""
     more: dict[str, Any] = {
         "expected": expected or error.expected,
         "state": state or error.state,
@@ -428,5 +428,5 @@ def restated(
 
 
 def is_absent(error: EngineRefusedError) -> bool:
-    """Whether a server refuses since it has no plugin of ours; SGLang's routes answer for their own reasons."""
+    """Return whether a server refused because it lacks our plugin; SGLang's own route calls the action unsupported."""
     return error.status in (404, 405, 501) or "Unsupported action" in error.what

@@ -1,4 +1,4 @@
-"""SGLang's routes, driven over HTTP.
+"""The client that drives an SGLang server over HTTP.
 
 The protocol, as far as routes and bodies go, is SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.19 to 0.5.23).
 Where the server has our plugin, messages of ours travel as the ``action`` of ``/weights_checker``
@@ -14,12 +14,12 @@ Where the server has our plugin, messages of ours travel as the ``action`` of ``
 ``POST /update_weights_from_disk``   without the plugin: a checkpoint directory, ``load_format``, ``weight_version``
 ``POST /update_weight_version``      ``{"new_version": "7", "abort_all_requests": false}``
 ``POST /continue_generation``
-``POST /generate``                   ``logprob_start_len: 0``: what the weights in service say of given tokens
+``POST /generate``                   ``logprob_start_len: 0``: log-probabilities of given tokens
 ===================================  =========================================================================
 
 The order is pause, flush, transfer, resume: after the flush nothing of the old weights is cached, and while the server
 is paused nothing new is. `torchrl_ext.rpc.engines.sleep` has the routes of sleep. ``load_format`` and
-``weight_version`` are sent with every load, since SGLang keeps the last.
+``weight_version`` are sent with every load, since SGLang keeps their last values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")
 
 
 class SGLangEngine(HTTPEngine):
-    """An SGLang server.
+    """Drives an SGLang server through weight updates.
 
     Args:
         url: base address of the server itself, never of a router.
@@ -107,7 +107,7 @@ class SGLangEngine(HTTPEngine):
         self._in_session = False
 
     def info(self) -> EngineInfo:
-        """See `EngineClient.info`. ``/server_info`` is enough; ``/model_info`` and our plugin add what they know."""
+        """See `EngineClient.info`. ``/server_info`` suffices; ``/model_info`` and our plugin may add to it."""
         told = self._told()
         try:
             served = self._either("/model_info", "/get_model_info")
@@ -134,7 +134,11 @@ class SGLangEngine(HTTPEngine):
         return self._either("/server_info", "/get_server_info")
 
     def loads(self) -> list[dict[str, Any]]:
-        """Requests by data-parallel rank: ``{"dp_rank", "running", "waiting"}``; by ``/v1/loads`` or ``/get_load``."""
+        """Count requests by data-parallel rank, from ``/v1/loads`` or ``/get_load``.
+
+        Returns:
+            Per rank ``{"dp_rank", "running", "waiting"}``.
+        """
         told = self._either("/v1/loads", "/get_load")
         found = []
         try:
@@ -158,7 +162,7 @@ class SGLangEngine(HTTPEngine):
         Raises:
             EngineRefusedError: the server lacks our plugin, and the transport needs it; or the parameters cannot land
                 in its model, or the world size is not the transport's. It keeps serving what it served.
-            EngineUnreachableError, DeadlineError: as they say.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
             self._native = not self._has_plugin()
@@ -183,7 +187,7 @@ class SGLangEngine(HTTPEngine):
         return self._tell(message, self._load_timeout_s)
 
     def _tell(self, message: Message, timeout_s: float | None = None) -> list[Info]:
-        """See `HTTPEngine.tell`; there is one answer of each data-parallel rank."""
+        """See `HTTPEngine.tell`; each data-parallel rank gives one answer."""
         body = {"action": CHANNEL + json.dumps(message.to_json())}
         told = self._http.post("/weights_checker", body, timeout_s=timeout_s)
         try:
@@ -194,7 +198,7 @@ class SGLangEngine(HTTPEngine):
     def prefetch(self, version: int) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if not self._native:
-                self._wake(frozenset({"weights"}), self.sleep_state())  # changes are held against them
+                self._wake(frozenset({"weights"}), self.sleep_state())  # staging checks changes against them
                 self.tell(messages.Prefetch(version=version))
                 self._await_idle(f"stage version {version}")
 
@@ -242,7 +246,7 @@ class SGLangEngine(HTTPEngine):
         return "/generate", {**body, "return_logprob": True, "logprob_start_len": 0}
 
     def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
-        """Of ``[logprob, token id, text]`` per token, with null for the first one."""
+        """See `HTTPEngine._scores`; the answer has ``[logprob, token id, text]`` per token, with null for the first."""
         rows = told["meta_info"]["input_token_logprobs"]
         if [row[1] for row in rows] != prompt:
             raise ValueError("it is about other tokens")
@@ -250,8 +254,8 @@ class SGLangEngine(HTTPEngine):
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         """See `EngineClient.sleep`. A server needs our plugin, which says what sleeps, ``--enable-memory-saver`` to
-        give memory back, and ``--enable-weights-cpu-backup`` for level 1. Requests go back into the queue, whatever
-        ``pause_mode`` is, unless it is ``"abort"``: their keys and values go."""
+        give memory back, and ``--enable-weights-cpu-backup`` for level 1. Requests go back into the queue with any
+        ``pause_mode`` but ``"abort"``, since their keys and values are dropped."""
         wanted = check_sleep(level, tags)
         with self._step(f"sleep at level {level}", state=f"{self.url} was not told to pause"):
             if wanted:
@@ -320,7 +324,7 @@ class SGLangEngine(HTTPEngine):
     def _hold(self) -> None:
         modes = [self._pause_mode]
         if self._pause_mode == "abort" and self._ready() == _NOT_READY:
-            modes = ["retract", "abort"]  # it would wait for ever for requests that are paused in place
+            modes = ["retract", "abort"]  # abort alone would wait for ever for requests that are paused in place
         for mode in modes:
             self._http.post("/pause_generation", {"mode": mode}, timeout_s=self._load_timeout_s)
 
@@ -328,7 +332,7 @@ class SGLangEngine(HTTPEngine):
         self._http.post("/continue_generation", {})
 
     def _flush(self) -> None:
-        """Drop keys and values: those of the server, then those that it, or an earlier one, put into a store."""
+        """Drop keys and values: those in the server, then those that it, or an earlier one, put into a store."""
         if self._flush_own() and self._stores:
             newer, older = _CLEAR
             answer = self._http.call("POST", newer, timeout_s=self._load_timeout_s)
@@ -342,13 +346,13 @@ class SGLangEngine(HTTPEngine):
                 )
 
     def _flush_own(self) -> bool:
-        """Whether it was done; False where old keys are accepted."""
+        """Drop the server's own cache; return False where it is kept, since ``keep_cache`` accepts old keys."""
         status, why = 0, ""
         for _ in pauses(self._flush_timeout_s):
             status, why = self._try_flush()
             if status == 200:
                 return True
-            if self._pause_mode == "in_place":  # frozen requests never let go of it
+            if self._pause_mode == "in_place":  # frozen requests use the cache until they are resumed
                 if self._keep_cache:
                     return False
                 raise EngineRefusedError(
@@ -363,8 +367,8 @@ class SGLangEngine(HTTPEngine):
         )
 
     def _try_flush(self) -> tuple[int, str]:
-        """200, or 400 while requests use the cache; and SGLang's own words."""
-        if not self._native:  # its own route collects garbage too, which takes longer than many an update
+        """Try to drop the cache; return 200, or 400 while requests use it, and SGLang's message."""
+        if not self._native:  # SGLang's route collects garbage too, which can take longer than an update
             flushed = merged(self._tell(messages.Flush())).get("flushed")
             return (200, "") if flushed else (400, "the cache is in use")
         answer = self._http.call("POST", "/flush_cache")
@@ -379,7 +383,7 @@ class SGLangEngine(HTTPEngine):
         return f"{sum(row['running'] for row in rows)} running, {sum(row['waiting'] for row in rows)} waiting"
 
     def _open_session(self) -> None:
-        """SGLang's own bracket around a load; one that a trainer left open is closed first."""
+        """Open SGLang's own session for an update of weights; end one first that a trainer left open."""
         answer = self._http.call("POST", "/begin_weight_update", {}, timeout_s=self._load_timeout_s)
         if answer.status == 400 and "already open" in answer.message():
             self._http.post("/end_weight_update", {}, timeout_s=self._load_timeout_s)
@@ -400,7 +404,7 @@ class SGLangEngine(HTTPEngine):
             )
 
     def _either(self, route: str, older: str) -> Any:
-        """What ``route`` answers, or, where there is none, the one that earlier releases have in its place."""
+        """Return the answer of ``route``, or, where the server lacks it, of the route that earlier releases have."""
         try:
             return self._http.get(route)
         except EngineRefusedError as error:

@@ -1,4 +1,4 @@
-"""Sleep and pause, as engines tell of them.
+"""Sleep and pause of engines: the routes, and how to read from an engine what of it sleeps.
 
 Who put an engine to sleep does not matter: what sleeps is read from the engine, each time.
 
@@ -17,7 +17,7 @@ SGLang 0.5.19 to 0.5.23                 `sglang.srt.entrypoints.http_server`
 ======================================  =====================================================================
 
 vLLM does not name the parts that sleep, but a wake of a part that is awake changes nothing there, as long as something
-else sleeps. Of SGLang our plugin says what sleeps; no route of its own does.
+else sleeps. With SGLang our plugin says what sleeps; no route of its own does.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _GAUGE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]
 
 @dataclass(frozen=True, kw_only=True)
 class SleepState:
-    """What an engine says of its pause and its sleep.
+    """An engine's report on its pause and its sleep.
 
     Attributes:
-        paused: whether it generates nothing; None where it has no way to say.
-        asleep: of `TAGS`, and what an engine has besides, what may have given its memory up.
-        empty: its weights were given up, and no update has filled them since; None where it does not say.
+        paused: whether it generates nothing; None where it cannot say.
+        asleep: parts that may have given their memory up: of `TAGS`, and of those that this engine has besides.
+        empty: whether its weights were given up, and no update has filled them since; None where it does not say.
     """
 
     paused: bool | None
@@ -53,7 +53,7 @@ class SleepState:
 
 
 def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
-    """What is to sleep.
+    """Return the tags that are to sleep; none at level 0, which only pauses.
 
     Raises:
         ConfigError: there is no such sleep.
@@ -70,7 +70,7 @@ def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
 
 
 def check_wake(tags: Collection[str] | None) -> frozenset[str]:
-    """What is to wake.
+    """Return the tags that are to wake.
 
     Raises:
         ConfigError: there is no such part.
@@ -82,15 +82,15 @@ def check_wake(tags: Collection[str] | None) -> frozenset[str]:
 
 
 def named_tags(value: Any) -> frozenset[str]:
-    """The tags in an engine's answer; none where it is no list of them."""
+    """Return the tags in an engine's answer; none where it is no list of them."""
     return frozenset(tag for tag in value if isinstance(tag, str)) if isinstance(value, list) else frozenset()
 
 
 def sleep_state_of_vllm(http: HTTPSession) -> SleepState:
-    """What a vLLM server, or an embedded engine, says of itself now.
+    """Ask a vLLM server, or an embedded engine, whether it is paused and what of it sleeps.
 
     Raises:
-        EngineRefusedError: it gives an answer that says nothing.
+        EngineRefusedError: its answer does not say.
     """
     told = _told(http, "/is_sleeping", "is_sleeping")
     if told is None:
@@ -105,7 +105,7 @@ def sleep_state_of_vllm(http: HTTPSession) -> SleepState:
 
 
 def _told(http: HTTPSession, route: str, field: str) -> Any:
-    """The answer of a route; None where there is none."""
+    """Return the answer of ``GET route``, an object that has ``field``; None where the server has no such route."""
     answer = http.call("GET", route)
     if answer.status in (404, 405):
         return None
@@ -123,7 +123,7 @@ def _told(http: HTTPSession, route: str, field: str) -> Any:
 
 
 def _gauged(http: HTTPSession) -> SleepState:
-    """vLLM's gauge: how it was put to sleep. Level 0 and a cache that sleeps alone look the same in it."""
+    """Read from vLLM's gauge how it was put to sleep. Level 0 and a cache that sleeps alone look the same in it."""
     answer = http.call("GET", "/metrics")
     rows = _GAUGE.findall(answer.text) if answer.ok else []
     found = {state for state, value in rows if float(value) > 0}

@@ -1,12 +1,11 @@
-"""vLLM's weight-transfer routes, driven over HTTP.
-
+"""The clients that drive vLLM servers and the embedded engine, over vLLM's weight-transfer routes.
 The protocol, as far as routes and bodies go, is vLLM's (`vllm.entrypoints.rl.online.api_router`, 0.32); what travels
 in the bodies are our messages (`torchrl_ext.messages`):
 
 ========================================  ====================================================================
-``POST /init_weight_transfer_engine``     ``{"init_info": message}``: all that loads nothing. Answers come as an
-                                          error's words (`torchrl_ext.messages.ANSWERS`); the embedded engine has
-                                          them in ``{"answer": {...}}``
+``POST /init_weight_transfer_engine``     ``{"init_info": message}``: all that loads nothing. Answers come in the
+                                          text of an error (`torchrl_ext.messages.ANSWERS`); from the embedded
+                                          engine in ``{"answer": {...}}``
 ``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up: `commit` clears
 ``POST /start_weight_update``
 ``POST /update_weights``                  ``{"update_info": message}``: `Load`, `Verify`, or `Seal` after the last one
@@ -14,10 +13,10 @@ in the bodies are our messages (`torchrl_ext.messages`):
                                           ends the update that is still open
 ``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights, as do
                                           those that a KV connector keeps elsewhere
-``POST /reset_encoder_cache``             of models that see: embeddings of images come from the old weights too
+``POST /reset_encoder_cache``             of multimodal models: embeddings of images come from the old weights too
 ``POST /resume``
 ``POST /sleep``, ``/wake_up``             see `torchrl_ext.rpc.engines.sleep`
-``POST /inference/v1/generate``           with ``prompt_logprobs``: what the weights in service say of given tokens
+``POST /inference/v1/generate``           with ``prompt_logprobs``: log-probabilities of given tokens
 ========================================  ====================================================================
 
 Everything that can fail happens up to ``seal``; ``finish_weight_update`` only gives the version its label.
@@ -49,7 +48,8 @@ _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
 _COPYING_S = 10.0
 
 _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
-"""0 stands for the prompt's own tokens, whatever their rank; what is sampled after them is of no interest."""
+"""Sampling settings that score a prompt: ``prompt_logprobs`` 0 asks for its own tokens alone, whatever their rank; the
+one token that is sampled after them is not used."""
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: vLLM has these routes only then"
 _FLAGS = (
@@ -70,11 +70,11 @@ _EXECUTORS = re.compile(
     r"(?:', please check the stack trace above for the root cause)?\.?$",
     re.DOTALL,
 )
-"""What vLLM's executors put around the words of a worker."""
+"""Matches the text that vLLM's executors put around a worker's error message."""
 
 
 class VLLMRoutes(HTTPEngine):
-    """An engine behind vLLM's routes.
+    """Drives an engine behind vLLM's routes through weight updates.
 
     Args:
         url: base address of the server itself, never of a router.
@@ -125,7 +125,7 @@ class VLLMRoutes(HTTPEngine):
         Raises:
             EngineRefusedError: the engine lacks our backend, the parameters cannot land in its model, or the world
                 size is not the transport's. It keeps serving what it served.
-            EngineUnreachableError, DeadlineError: as they say.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         message = messages.Join.of(info)
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
@@ -145,8 +145,8 @@ class VLLMRoutes(HTTPEngine):
         super().rehearse(how)
 
     def prefetch(self, version: int) -> None:
-        """See `EngineClient.prefetch`. Workers stage beside their generating."""
-        self._wake_weights()  # changes are held against the weights
+        """See `EngineClient.prefetch`. Workers stage while they generate."""
+        self._wake_weights()  # staging checks changes against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             self.tell(messages.Prefetch(version=version))
             self._await_idle(f"stage version {version}")
@@ -161,7 +161,7 @@ class VLLMRoutes(HTTPEngine):
             self._post("/start_weight_update")
 
     def _not_started(self, undo: Callable[[], str]) -> str:
-        """Some workers may have started: let them end it."""
+        """End the update on workers that have started it, then undo; return the state that holds, in words."""
         try:
             self._abandon()
         except (EngineError, DeadlineError) as error:
@@ -176,7 +176,7 @@ class VLLMRoutes(HTTPEngine):
         self._post("/finish_weight_update", {"weight_version": str(version)})
 
     def _label(self, version: int) -> None:
-        """Drop what was computed with the old weights. A connector that still copies keys and values away says no."""
+        """Drop what was computed with the old weights; wait for a connector that still copies keys and values."""
         wait_until(
             lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
             min(self._http.timeout_s, _COPYING_S),
@@ -203,7 +203,7 @@ class VLLMRoutes(HTTPEngine):
         return sleep_state_of_vllm(self._http)
 
     def _is_empty(self, state: SleepState) -> bool:
-        """One that is awake is not asked."""
+        """See `HTTPEngine._is_empty`. An engine that is awake has weights, and is not asked."""
         try:
             return bool(state.asleep) and any(answer.get("empty") for answer in self.tell(messages.State()))
         except EngineRefusedError:
@@ -217,11 +217,11 @@ class VLLMRoutes(HTTPEngine):
         return awake
 
     def _wake_weights(self, before: SleepState | None = None) -> None:
-        """Before weights are touched: wake them, and nothing else.
+        """Wake the weights, and nothing else, before they are touched.
 
         Args:
-            before: how it was before the pause. Where the cache is awake already, vLLM generates as soon as the weights
-                are awake too, and is paused again.
+            before: the engine's state before the pause. Where the cache is awake already, vLLM generates as soon as the
+                weights are awake too, and is paused again.
         """
         with self._step("wake its weights", state=f"{self.url} sleeps"):
             state = self.sleep_state() if before is None else before
@@ -231,7 +231,8 @@ class VLLMRoutes(HTTPEngine):
                 self.pause()
 
     def _hold(self) -> None:
-        query = {"mode": self._pause_mode, "clear_cache": "false"}  # an update that fails leaves it good; else `commit`
+        # `commit` drops the cache; until then it fits the weights, and it stays where the update fails
+        query = {"mode": self._pause_mode, "clear_cache": "false"}
         self._post("/pause", query=query, timeout_s=self._load_timeout_s)
 
     def _release(self) -> None:
@@ -266,7 +267,7 @@ class VLLMRoutes(HTTPEngine):
         return answers_in(told)
 
     def _abandon(self) -> None:
-        """End an open update. Workers on which it failed have none to end any more, and say so: nothing to do."""
+        """End an open update; where it failed, the workers have none to end any more and refuse, which is ignored."""
         try:
             self._http.post("/finish_weight_update")
         except EngineRefusedError:
@@ -289,7 +290,7 @@ class VLLMRoutes(HTTPEngine):
 
 @final
 class VLLMEngine(VLLMRoutes):
-    """A vLLM server that runs our weight-transfer backend; see `VLLMRoutes` for its settings."""
+    """Drives a vLLM server that runs our weight-transfer backend; see `VLLMRoutes` for its settings."""
 
     kind: ClassVar[str] = "vllm"
 
@@ -297,7 +298,8 @@ class VLLMEngine(VLLMRoutes):
         return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": _PROBE}
 
     def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
-        """Of ``{"17": {"logprob": -3.2, ...}}`` per token, by token id: the prompt's own are always among them."""
+        """See `HTTPEngine._scores`; the answer has, per token, ``{"17": {"logprob": -3.2, ...}}`` by token id, always
+        with the prompt's own."""
         rows = zip(prompt, told["prompt_logprobs"], strict=True)
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
@@ -317,7 +319,7 @@ class VLLMEngine(VLLMRoutes):
 
 @final
 class EmbeddedEngine(VLLMRoutes):
-    """The engine of `torchrl_ext.embedded` in another process; see `VLLMRoutes` for its settings."""
+    """Drives an engine of `torchrl_ext.embedded` in another process; see `VLLMRoutes` for its settings."""
 
     kind: ClassVar[str] = "embedded"
 
