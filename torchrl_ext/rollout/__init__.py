@@ -1,1 +1,1 @@
-"""Requests to engines: generations with the versions that made them."""
+"""Requests to engines, for generations with the weight versions that sampled them, and routers in front of engines."""

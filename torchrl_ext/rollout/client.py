@@ -22,11 +22,11 @@ __all__ = ["Generation", "InferenceClient", "VersionSpan"]
 class InferenceClient:
     """Sends prompts to one engine or to several that serve the same policy, many at a time.
 
-    A prompt goes to the engine that has the fewest in work. One that cannot be reached, or says that it is broken
-    or busy (HTTP 500, 502 to 504, 429), is given its prompts no longer: they are asked of another engine from the
-    start, and the engine is tried again after ``retire_s``. What an engine aborts (an update that pauses with mode
-    ``abort``) goes on with the tokens that it has, on any engine; with stop strings, which may straddle the two
-    parts, from the start. Safe to use from many threads, and to send to another process.
+    A prompt goes to the engine that has the fewest in work. If an engine cannot be reached, or says that it is broken
+    or busy (HTTP 500, 502 to 504, 429), its prompts go to another engine from the start, and it is tried again after
+    ``retire_s``. A generation that an engine aborts (an update that pauses with mode ``abort``) goes on with the tokens
+    that it has, on any engine; with stop strings, which may straddle the two parts, from the start. Safe to use from
+    many threads, and to send to another process.
 
     Args:
         url: base address of an engine (or of a router in front of several), or a list of addresses.
@@ -38,7 +38,7 @@ class InferenceClient:
         adapter: name of the LoRA adapter to generate with (`AdapterSender`); None for the base weights.
 
     Raises:
-        ConfigError: no address, one twice or one that cannot work, or a kind that nobody knows.
+        ConfigError: no address, one twice or one that cannot work, or an unknown kind.
 
     Example:
         >>> client = tx.InferenceClient.connect(address)
@@ -71,7 +71,7 @@ class InferenceClient:
 
     @classmethod
     def connect(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> InferenceClient:
-        """A client for the engines at ``addresses``, whatever their kinds.
+        """Return a client for the engines at ``addresses``, whatever their kinds.
 
         Args:
             addresses: as for `torchrl_ext.discover`: engines, not routers.
@@ -86,7 +86,7 @@ class InferenceClient:
 
     @property
     def url(self) -> str:
-        """The engine's base address, or all of them."""
+        """The base address of the engine, or of all engines, with commas between them."""
         return ", ".join(self.urls)
 
     @property
@@ -126,8 +126,8 @@ class InferenceClient:
 
         Raises:
             ConfigError: a prompt is empty.
-            EngineUnreachableError, EngineRefusedError: what the engine said to the first request that no engine took.
-            DeadlineError: not every generation came in time; names the engines that owe some.
+            EngineUnreachableError, EngineRefusedError: the engine's answer to the first request that no engine took.
+            DeadlineError: not every generation came in time; names the engines that still had work.
         """
         asked = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
         apart = seed is not None and any(target.dialect.one_seed_per_request for target in self._targets)
@@ -151,7 +151,7 @@ class InferenceClient:
         return found if asked == n else [generation for generation in found for _ in range(n)]
 
     def close(self) -> None:
-        """Drop the connections, and end what is in work with an error. May be called twice; a later call opens anew."""
+        """Drop the connections; requests in work end with an error. May be called twice; a later call opens anew."""
         self._background.close(self._requests.close())
 
     async def _generate(self, requests: Sequence[GenerationRequest], until: float) -> list[list[Generation]]:

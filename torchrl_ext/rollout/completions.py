@@ -1,4 +1,4 @@
-"""Chat and text completions that an engine aborted go on with what was said: OpenAI's bodies, asked again for the rest.
+"""Continue chat and text completions that an engine aborted: send OpenAI's bodies again, for the rest of the answer.
 
 What cannot be put into a prompt (thoughts, calls of tools, several choices) is asked for again from the start: a
 chat template drops such parts, so a continuation would be of another text than the one that was sampled.
@@ -18,12 +18,12 @@ from torchrl_ext.types import Info
 
 __all__ = ["ChatContinuation", "Continuation", "TextContinuation"]
 
-_OF_THE_PROMPT = ("prompt_token_ids", "prompt_logprobs", "prompt_text")  # those of the first request
+_OF_THE_PROMPT = ("prompt_token_ids", "prompt_logprobs", "prompt_text")  # taken from the first answer
 _HALF_A_CHARACTER = "\ufffd"
 
 
 class Continuation(ABC):
-    """One request and what has been answered to it so far.
+    """Holds one request and the answers to it so far, and joins them into a whole one.
 
     Args:
         body: of the first request; not changed.
@@ -41,11 +41,11 @@ class Continuation(ABC):
 
     @property
     def carries(self) -> bool:
-        """Whether what was said when an engine aborted can be kept: of one choice, that does not repeat the prompt."""
+        """Whether the text of an aborted answer can be kept: that of one choice, which does not repeat the prompt."""
         return self._body.get("n") in (None, 1) and not self._body.get("stream") and not self._body.get("echo")
 
     def body(self) -> Info:
-        """What to ask now."""
+        """Return the body of the next request: the first one, or one for the rest of the answer."""
         body = copy.deepcopy(self._body)
         if self._first is not None:
             for name in ("max_tokens", "max_completion_tokens"):
@@ -59,7 +59,7 @@ class Continuation(ABC):
         return body
 
     def take(self, answer: Info) -> Info | None:
-        """The whole answer, or None where the engine aborted and the rest, or all of it, is to be asked for.
+        """Add an answer; return the whole, or None where the engine aborted and the rest, or all, is to be asked for.
 
         Raises:
             KeyError, TypeError, IndexError, ValueError, AttributeError: the answer is not of this form.
@@ -87,22 +87,22 @@ class Continuation(ABC):
         return {**answer, **of_prompt, "choices": choices, "usage": {**answer["usage"], **usage}}
 
     def _forget(self) -> None:
-        """Ask from the start: what was said is not kept, and none of it counts."""
+        """Drop all answers so far, so that the next request asks from the start."""
         self._first, self._choice, self._text, self._tokens = None, {}, "", 0
 
     def _joins(self, answer: Info) -> bool:
-        """Whether an answer has nothing but what can be joined with the others."""
+        """Return whether every part of an answer can be joined with the earlier ones."""
         (choice,) = answer["choices"]
         counted = "completion_tokens" in (answer.get("usage") or {})
         return counted and not _filled(choice, but=self._CARRIED) and not self._straddled(self._said(choice))
 
     def _cut(self, answer: Info) -> bool:
-        """Whether the text of an aborted answer lacks some of what its tokens say."""
+        """Return whether the text of an aborted answer lacks a part of its last tokens, such as half a character."""
         said = self._said(answer["choices"][0])
         return said.endswith(_HALF_A_CHARACTER) or (not said and answer["usage"]["completion_tokens"] > 0)
 
     def _straddled(self, said: str) -> bool:
-        """Whether a stop string began in the text so far and ended in ``said``, where no engine saw it whole."""
+        """Return whether a stop string began in the text so far and ended in ``said``, where no engine saw it whole."""
         stops = self._body.get("stop") or ()
         reaches = {stop: len(stop) - 1 for stop in ([stops] if isinstance(stops, str) else stops)}
         return any(reach and stop in self._text[-reach:] + said[:reach] for stop, reach in reaches.items())
@@ -125,19 +125,19 @@ class Continuation(ABC):
 
     @abstractmethod
     def _said(self, choice: Info) -> str:
-        """The text of a choice."""
+        """Return the text of a choice."""
 
     @abstractmethod
     def _with_text(self, choice: Info) -> Info:
-        """``choice`` with everything that was said."""
+        """Return ``choice`` with the text of all answers so far."""
 
     @abstractmethod
     def _go_on(self, body: Any) -> None:
-        """Put what was said into the prompt."""
+        """Put the text so far into the prompt of ``body``."""
 
 
 class ChatContinuation(Continuation):
-    """``/v1/chat/completions``: what was said is the message to be continued."""
+    """Continues answers of ``/v1/chat/completions``: the text so far is sent as the message to be continued."""
 
     _CARRIED: ClassVar[frozenset[str]] = Continuation._CARRIED | {"message"}
 
@@ -153,7 +153,7 @@ class ChatContinuation(Continuation):
     def _go_on(self, body: Any) -> None:
         if not self._text:
             return
-        if body.get("continue_final_message"):  # the caller's own: there is no second message, it gets longer
+        if body.get("continue_final_message"):  # the caller's own last message is being continued: make it longer
             *before, last = body["messages"]
             body["messages"] = [*before, {**last, "content": _longer(last["content"], self._text)}]
             return
@@ -162,7 +162,7 @@ class ChatContinuation(Continuation):
 
 
 class TextContinuation(Continuation):
-    """``/v1/completions`` with one prompt: text, or token ids (answers then have to come with theirs)."""
+    """Continues answers of ``/v1/completions`` with one prompt: text, or token ids (answers must have theirs then)."""
 
     _CARRIED: ClassVar[frozenset[str]] = Continuation._CARRIED | {"text"}
 
@@ -193,10 +193,10 @@ class TextContinuation(Continuation):
 
 
 def _filled(told: Mapping[str, Any], *, but: Any) -> list[str]:
-    """The fields that say something, beside those named."""
+    """Return the names of the fields that have a value, without those in ``but``."""
     return [name for name, value in told.items() if name not in but and value not in (None, [], {}, "")]
 
 
 def _longer(content: Any, text: str) -> Any:
-    """A message's content, a string or a list of parts, with more text at its end."""
+    """Return a message's content, a string or a list of parts, with ``text`` at its end."""
     return content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]

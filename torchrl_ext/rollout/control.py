@@ -1,4 +1,4 @@
-"""Control calls of an inference client: to every engine itself, at the same time, never by way of a router."""
+"""Control calls of an inference client: they go to every engine itself, at the same time, never through a router."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LOOK_TIMEOUT_S = 30.0
 
 
 class EngineControl(ABC):
-    """What SkyRL's client tells engines, as methods. Each one reaches every engine.
+    """Controls engines with the methods of SkyRL's client; each method calls every engine.
 
-    A call waits for every engine, and then raises one error with a row for each where some did not do it. A `Fleet`
-    does all of it; the single steps of an update are vLLM's own routes.
+    A call waits for every engine; where some failed, it then raises one error with a row for each. All calls go through
+    a `Fleet`; the single steps of an update are vLLM's own routes.
     """
 
     @property
@@ -48,7 +48,7 @@ class EngineControl(ABC):
 
         Raises:
             ConfigError: no such mode, or the address of an engine is a router's.
-            EngineError: some engine did not; has a row per engine.
+            EngineError: some engine did not pause; has a row per engine.
         """
         how = {"pause_mode": str(getattr(mode, "value", mode))}
         paused = await self._state_after("pause", lambda fleet: fleet.pause(), **how)
@@ -57,30 +57,33 @@ class EngineControl(ABC):
         return paused
 
     async def resume(self) -> dict[str, Info]:
-        """Let every engine make tokens again."""
+        """Let every engine generate again."""
         return await self._state_after("resume", lambda fleet: fleet.resume())
 
     async def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> dict[str, Info]:
-        """Let every engine give its device memory back: see `torchrl_ext.rpc.client.EngineClient.sleep`."""
+        """Make every engine give its device memory back: see `torchrl_ext.rpc.client.EngineClient.sleep`."""
         return await self._state_after("sleep", lambda fleet: fleet.sleep(level, tags))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Info]:
-        """Let every engine take its device memory again: all of it, or ``["weights"]``, ``["kv_cache"]``; one that is
-        wholly awake serves again."""
+        """Make every engine take its device memory again; one that is wholly awake serves again.
+
+        Args:
+            tags: ``["weights"]`` or ``["kv_cache"]``; None stands for everything.
+        """
         return await self._state_after("wake up", lambda fleet: fleet.wake_up(tags))
 
     async def weight_versions(self) -> dict[str, str]:
-        """The label of the weights that each engine serves."""
+        """Ask every engine for the label of the weights that it serves; return the labels by address."""
         infos = await self._driven("tell its version", lambda fleet: fleet.infos())
         return {info.url: info.weight_version for info in infos}
 
     async def world_sizes(self) -> dict[str, int]:
-        """Workers that receive weights, per engine."""
+        """Ask every engine how many of its workers receive weights; return the numbers by address."""
         infos = await self._driven("tell its world size", lambda fleet: fleet.infos())
         return {info.url: info.world_size for info in infos}
 
     async def get_world_size(self) -> tuple[int, int]:
-        """Workers of all engines, and of one.
+        """Return the number of workers of all engines together, and of one engine.
 
         Raises:
             ConfigError: engines differ in size; `world_sizes` has each.
@@ -91,14 +94,14 @@ class EngineControl(ABC):
         return sum(sizes.values()), next(iter(sizes.values()))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> dict[str, Info]:
-        """Let every engine drop its cached keys and values."""
+        """Make every engine drop its cached keys and values."""
         if self._engines[0] == "sglang":
             return await self._posted("drop its cache", "/flush_cache")
         query = {"reset_running_requests": str(reset_running_requests).lower()}
         return await self._posted("drop its cache", "/reset_prefix_cache", query=query)
 
     async def init_weight_update_communicator(self, init_info: Any) -> dict[str, Info]:
-        """vLLM's ``/init_weight_transfer_engine``, with a rank offset of its own for each engine.
+        """Call vLLM's ``/init_weight_transfer_engine`` on every engine, each with a rank offset of its own.
 
         Args:
             init_info: JSON-safe mapping, or a dataclass. Its ``rank_offset`` (1) is the first engine's.
@@ -112,18 +115,18 @@ class EngineControl(ABC):
         return await self._posted("join the transport", "/init_weight_transfer_engine", bodies)
 
     async def start_weight_update(self) -> dict[str, Info]:
-        """vLLM's ``/start_weight_update``."""
+        """Call vLLM's ``/start_weight_update`` on every engine."""
         self._refuse_sglang()
         return await self._posted("start the update", "/start_weight_update")
 
     async def update_named_weights(self, update_info: Any) -> dict[str, Info]:
-        """vLLM's ``/update_weights``: one piece; run it beside the trainer's broadcast."""
+        """Call vLLM's ``/update_weights`` on every engine, for one piece of an update, while the trainer broadcasts."""
         self._refuse_sglang()
         body = {"update_info": _plain(update_info)}
         return await self._posted("load", "/update_weights", dict.fromkeys(self._engines[1], body))
 
     async def finish_weight_update(self, weight_version: int | str | None = None) -> dict[str, Info]:
-        """vLLM's ``/finish_weight_update``; the version becomes the label of what is served."""
+        """Call vLLM's ``/finish_weight_update`` on every engine; the version becomes the label of what it serves."""
         self._refuse_sglang()
         body = None if weight_version is None else {"weight_version": str(weight_version)}
         return await self._posted("finish the update", "/finish_weight_update", dict.fromkeys(self._engines[1], body))
@@ -137,7 +140,7 @@ class EngineControl(ABC):
     async def _posted(
         self, what: str, route: str, bodies: Mapping[str, Any] | None = None, **how: Any
     ) -> dict[str, Info]:
-        """A call to each engine, all at once, since an update only goes on when each of them is in it."""
+        """Call a route of each engine, all at the same time: a step of an update may wait until every engine joins."""
         urls, given = self._engines[1], bodies or {}
         told = await self._driven(
             what, lambda fleet: fleet.everywhere(what, lambda engine: engine.post(route, given.get(engine.url), **how))
@@ -149,11 +152,11 @@ class EngineControl(ABC):
         return {row.engine: {"status": 200, "body": {"status": row.state}} for row in rows}
 
     async def _driven(self, what: str, call: Callable[[Fleet], _T], **more: Any) -> _T:
-        """What ``call`` says of a fleet of its own, in a thread beside this event loop.
+        """Make a fleet of the engines, and return what ``call`` returns for it, from a thread beside this event loop.
 
         Raises:
             ConfigError: the address of an engine is a router's; no engine was called then.
-            EngineError: some engine did not do it; has a row per engine, with the state that it says it is in now.
+            EngineError: the call failed on some engine; has a row per engine, with the state that it reports now.
         """
         kind, urls, settings = self._engines
         look = {"api_key": settings["api_key"], "timeout_s": _LOOK_TIMEOUT_S}

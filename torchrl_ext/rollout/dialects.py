@@ -1,4 +1,4 @@
-"""How each kind of engine wants to be asked; the one place where their requests differ."""
+"""The form that each kind of engine gives to requests for tokens and answers; the one place where these differ."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Dialect(ABC):
     """Translates between `GenerationRequest`, `Generation` and the JSON of one kind of engine.
 
     Attributes:
-        route: where tokens are asked for.
-        one_seed_per_request: whether the continuations of a request that has a seed would all be drawn alike, so that
+        route: the route that generates.
+        one_seed_per_request: whether the continuations of a request that has a seed would all be the same, so that
             each has to be a request of its own.
     """
 
@@ -27,15 +27,15 @@ class Dialect(ABC):
 
     @abstractmethod
     def body(self, request: GenerationRequest) -> Info:
-        """The body of a ``POST`` to `route`."""
+        """Return the body of a ``POST`` to `route`."""
 
     @abstractmethod
     def adapted(self, name: str | None) -> Info:
-        """The fields that ask for a LoRA adapter, on every route for tokens; {} for the base weights."""
+        """Return the fields that ask for a LoRA adapter, on every route for tokens; {} for the base weights."""
 
     @abstractmethod
     def read(self, answer: Any) -> list[Generation]:
-        """The continuations in an answer, in order.
+        """Return the continuations in an answer, in order.
 
         Raises:
             KeyError, TypeError, IndexError: the answer is not of this dialect.
@@ -43,7 +43,7 @@ class Dialect(ABC):
 
 
 class VLLMDialect(Dialect):
-    """vLLM's token-in, token-out route (`vllm.entrypoints.scale_out`), which the embedded engine speaks too."""
+    """Speaks to vLLM's token-in, token-out route (`vllm.entrypoints.scale_out`), which the embedded engine has too."""
 
     route: ClassVar[str] = "/inference/v1/generate"
 
@@ -78,11 +78,11 @@ class VLLMDialect(Dialect):
 
 
 class SGLangDialect(Dialect):
-    """SGLang's native route (`sglang.srt.managers.io_struct.GenerateReqInput`).
+    """Speaks to SGLang's native route (`sglang.srt.managers.io_struct.GenerateReqInput`).
 
     A request is one prompt with one map of sampling settings, which is what routers let through (they answer lists of
-    either with 422). Seeds count where the server runs with ``--enable-deterministic-inference``; vLLM's router (0.1)
-    takes neither ``sampling_seed`` nor ``min_new_tokens`` along.
+    either with 422). Seeds have effect where the server runs with ``--enable-deterministic-inference``; vLLM's router
+    (0.1) passes neither ``sampling_seed`` nor ``min_new_tokens`` on.
     """
 
     route: ClassVar[str] = "/generate"
@@ -112,7 +112,7 @@ class SGLangDialect(Dialect):
     def _read(self, row: Any) -> Generation:
         told, tokens = row["meta_info"], tuple(row["output_ids"])
         found = _of_adapter(told.get("adapter", ""), tokens) or spans(told.get("weight_versions"))
-        if not found and "weight_version" in told:  # servers before spans say only what served the end of it
+        if not found and "weight_version" in told:  # servers without spans name only the version at the end
             found = (VersionSpan(version=str(told["weight_version"]), start=0, end=len(tokens)),)
         return Generation(
             token_ids=tokens,
@@ -123,7 +123,7 @@ class SGLangDialect(Dialect):
 
 
 def _of_adapter(label: str, tokens: Sequence[int] | None) -> tuple[VersionSpan, ...]:
-    """The version that an adapter's label names, for all of the tokens; nothing where there is no adapter of ours."""
+    """Return one span over all tokens, of the version that an adapter's label names; none for any other label."""
     version = adapter_version(label)
     return () if version is None else (VersionSpan(version=str(version), start=0, end=len(tokens or ())),)
 

@@ -1,7 +1,7 @@
-"""What is asked of an engine, and what comes back; and how what an engine aborted is asked for again.
+"""Requests for tokens and generations, in no engine's own form, and the rest of a request that an engine aborted.
 
-An engine that is paused with mode ``abort`` ends its requests with the tokens it has. The rest is asked for with those
-tokens as part of the prompt, from whichever engine is free. Carried along are tokens, log-probabilities, weight
+An engine that is paused with mode ``abort`` ends its requests with the tokens they have. The rest is asked for with
+those tokens as part of the prompt, from whichever engine is free. Carried along are tokens, log-probabilities, weight
 versions, the budget (``max_tokens``, ``min_tokens``), and the stop strings that the last tokens may have begun.
 Frequency and presence penalties start anew: engines count them over the tokens of one request.
 """
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 UNKNOWN_VERSION = -1
-"""The number of a weight version that an engine does not tell, or whose label is no number."""
+"""The number that stands for a weight version that an engine does not tell, or whose label is no number."""
 
 _TOKENS_PER_CHARACTER = 4  # UTF-8 in single bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Tokens ``[start, end)`` of a generation were sampled by weights labelled ``version``."""
+    """A span of a generation: its tokens ``[start, end)`` were sampled by weights labelled ``version``."""
 
     version: str
     start: int
@@ -44,7 +44,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and how to continue it, in no engine's own words.
+    """One prompt and how to continue it, in no engine's own form.
 
     Attributes:
         token_ids: the prompt, at least one token.
@@ -69,7 +69,7 @@ class GenerationRequest:
     adapter: str | None = None
 
     def split(self) -> list[GenerationRequest]:
-        """The same as requests of one continuation each."""
+        """Return the same request as several requests of one continuation each."""
         seeds = [None if self.seed is None else self.seed + j for j in range(self.n)]
         return [replace(self, n=1, seed=seed) for seed in seeds]
 
@@ -93,7 +93,7 @@ class Generation:
     weight_versions: tuple[VersionSpan, ...] = ()
 
     def token_versions(self) -> list[int]:
-        """The number of the weight version behind each token; `UNKNOWN_VERSION` where the engine does not say."""
+        """Return the number of each token's weight version; `UNKNOWN_VERSION` where the engine does not say."""
         versions = [UNKNOWN_VERSION] * len(self.token_ids)
         for span in self.weight_versions:
             end = min(span.end, len(versions))
@@ -102,7 +102,7 @@ class Generation:
 
 
 def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...]:
-    """The token ids of a prompt.
+    """Return the token ids of a prompt.
 
     Raises:
         ConfigError: it is empty; the message has its index.
@@ -113,25 +113,27 @@ def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...
 
 
 def version_number(label: str) -> int:
-    """``"7"`` -> 7; ``"default"``, which engines call the weights they started with, -> 0; else `UNKNOWN_VERSION`."""
+    """Return 7 for ``"7"``, 0 for ``"default"`` (engines' label of the weights they started with), or else
+    `UNKNOWN_VERSION`."""
     if label == "default":
         return 0
     return int(label) if label.isdecimal() else UNKNOWN_VERSION
 
 
 def spans(rows: Sequence[Mapping[str, Any]] | None) -> tuple[VersionSpan, ...]:
-    """``weight_versions`` of an answer; vLLM and SGLang write them alike: ``[{"version", "start", "end"}, ...]``."""
+    """Return the spans in an answer's ``weight_versions``: ``[{"version", "start", "end"}, ...]``, in vLLM as in
+    SGLang."""
     return tuple(VersionSpan(version=str(row["version"]), start=row["start"], end=row["end"]) for row in rows or ())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
-    """What one prompt's generation has come to.
+    """The generation of one prompt so far, joined from the answers of engines that aborted it.
 
     Attributes:
-        request: what was asked for at first; one continuation.
+        request: the first request; of one continuation.
         made: everything so far, as one generation.
-        parts: engines' answers in it.
+        parts: number of answers in it.
         joined: number of tokens before the last answer.
     """
 
@@ -146,7 +148,7 @@ class Carried:
         return self.made.finish_reason != "abort"
 
     def remaining(self) -> GenerationRequest:
-        """What to ask for next."""
+        """Return the request for the rest."""
         count = len(self.made.token_ids)
         more = dict(self.request.more)
         if "min_tokens" in more:
@@ -161,7 +163,7 @@ class Carried:
         )
 
     def extended(self, answer: Generation) -> Carried:
-        """With an engine's answer to `remaining`; a budget that is used up ends it with ``"length"``."""
+        """Return this with an engine's answer to `remaining` added; a budget that is used up ends it (``"length"``)."""
         count = len(self.made.token_ids)
         spans = list(self.made.weight_versions)
         for span in answer.weight_versions:
@@ -193,7 +195,8 @@ class Carried:
         return (found,) if isinstance(found, str) else tuple(found)
 
     def seams(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Where a straddling stop string could end: the number of tokens kept, and the tokens to look at for it."""
+        """List the ends that a straddling stop string could have: the number of tokens to keep, and the tokens whose
+        text could show it."""
         reach = _TOKENS_PER_CHARACTER * max(map(len, self.stops))
         first = max(0, self.joined - reach)
         last = min(len(self.made.token_ids), self.joined + reach)
@@ -202,7 +205,7 @@ class Carried:
         return [(end, self.made.token_ids[first:end]) for end in ends if end >= least]
 
     def stopped(self, seams: Sequence[tuple[int, tuple[int, ...]]], texts: Sequence[str]) -> Carried:
-        """Cut after the first of ``seams`` whose text has a stop string."""
+        """Return this, cut after the first of ``seams`` whose text has a stop string; unchanged where none has."""
         for (end, _), text in zip(seams, texts, strict=True):
             if any(stop in text for stop in self.stops):
                 return replace(self, made=_cut(self.made, end))

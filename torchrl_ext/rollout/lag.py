@@ -1,4 +1,4 @@
-"""How far rollouts may lag behind training: `MaxLag` leaves out what is too old, `Pacer` keeps it from being made."""
+"""Limit how far rollouts lag behind training: `MaxLag` leaves out tokens that are too old, `Pacer` prevents them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOK_S = 0.05
 
 
 class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
-    """Takes tokens out of training that weights more than ``max_lag`` versions old have sampled.
+    """Keeps tokens out of training that were sampled by weights more than ``max_lag`` versions old.
 
     Put it where data is used: as a transform of the replay buffer, where it looks at every sample that is drawn, or as
     ``postproc`` of a collector. A masked token is False in ``all_assistant_mask`` and NaN in the full
@@ -69,7 +69,7 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         self.seen = self.stale = 0
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What of ``tensordict`` is fresh enough now; any batch size, trajectories along the first dimension.
+        """Return what is fresh enough in ``tensordict``, of any batch size, trajectories along the first dimension.
 
         Raises:
             ConfigError: the versions or the masks of `RemoteLLMPolicy` are not there.
@@ -85,7 +85,7 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         return tensordict[torch.tensor(kept, dtype=torch.long)] if kept else tensordict[:0]
 
     def _fresh(self, entry: TensorDictBase, newest: int) -> tuple[TensorDictBase, int]:
-        """``entry`` without its stale tokens, and their number."""
+        """Return ``entry`` without its stale tokens, and their number."""
         if entry.ndim:
             turns = [self._fresh(turn, newest) for turn in entry.unbind(0)]
             return lazy_stack([turn for turn, _ in turns], 0), sum(stale for _, stale in turns)
@@ -107,7 +107,7 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
 
 
 class Pacer:
-    """Lets sequences start that training can still use fresh.
+    """Makes new sequences wait, so that training can use each one while its weights are recent enough.
 
     With ``v`` versions accepted and ``turns_per_version`` sequences used up per version, at most
     ``(v + max_lag + 1) * turns_per_version`` sequences are ever started: the batch that the trainer waits for, and
@@ -140,7 +140,7 @@ class Pacer:
 
     @property
     def started(self) -> int:
-        """Sequences that were let start so far."""
+        """The number of sequences that have been started so far."""
         return self._started
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,17 +152,17 @@ class Pacer:
         return functools.partial(Pacer, **settings), (self._version,)
 
     def allowed(self) -> int:
-        """Sequences that may have been started by now."""
+        """Return how many sequences may have been started by now."""
         return (self._version() - self._first + self._max_lag + 1) * self._turns
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
-        """Wait until ``count`` more sequences may start, for a block that makes them.
+        """Wait until ``count`` more sequences may start, then run the block that makes them.
 
-        Where the block fails, none was made and others may start.
+        If the block fails, they do not count, and others may start.
 
         Raises:
-            DeadlineError: training did not get there in time.
+            DeadlineError: training did not advance far enough in time.
         """
 
         def late() -> DeadlineError:
@@ -182,7 +182,7 @@ class Pacer:
             raise
 
     def _started_now(self, count: int) -> bool:
-        """Count these sequences, where they may start now."""
+        """Count ``count`` more sequences if they may start now, and return whether they may."""
         with self._counting:
             if self._started + count > max(self.allowed(), count):  # a first batch above the limit goes alone
                 return False

@@ -25,8 +25,8 @@ __all__ = ["RemoteLLMPolicy"]
 class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no types
     """Generates with vLLM, SGLang or embedded engines; the policy of an `LLMCollector` with external engines.
 
-    Takes and gives what TorchRL's own wrappers do, key by key (`vLLMWrapper`, `TransformersWrapper`): per sequence of a
-    prompt of P and a response of R tokens
+    It reads and writes what TorchRL's own wrappers do, key by key (`vLLMWrapper`, `TransformersWrapper`): per sequence
+    of a prompt of P and a response of R tokens
 
     * ``tokens``: `Tokens` with ``prompt`` (P), ``response`` (R) and ``full`` (P + R), int64;
     * ``masks``: `Masks` with ``all_attention_mask`` and ``all_assistant_mask`` (P + R), bool;
@@ -38,8 +38,8 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
     * ``token_versions``, ours: ``response`` (R) and ``full`` (P + R), int64: the version of the weights that sampled
       each token, from the engine's ``weight_versions``; 0 for the weights an engine started with, -1 over the prompt,
       over padding and where an engine does not say;
-    * ``response_truncated``, ours: bool: the token limit ended the response, and the model did not. (What an engine
-      aborted has gone on until one of the two.)
+    * ``response_truncated``, ours: bool: the token limit ended the response, and the model did not. (A response that an
+      engine aborted goes on until one of the two ends it.)
 
     Several engines share the work, see `InferenceClient`. Servers batch by themselves, so this class does not:
     it may be called from many threads at once.
@@ -47,10 +47,10 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
     Args:
         model: addresses of engines, or an `InferenceClient`.
         versions_key, truncated_key: names of our outputs.
-        seed: sequence k of this policy's life is sampled with ``seed + k``; None leaves it to the engines.
+        seed: sequence k that this policy generates is sampled with ``seed + k``; None leaves it to the engines.
         pacer: makes each call wait while rollouts are too far ahead of training.
         timeout_s: deadline of one call, in seconds; None takes the client's.
-        wrapper: what TorchRL's wrappers take, under their names: see `WrapperSettings`.
+        wrapper: settings of TorchRL's wrappers, under their names: see `WrapperSettings`.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -113,15 +113,15 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
 
     @property
     def sampling_params(self) -> SimpleNamespace:
-        """What engines are asked for, under vLLM's names; ``n`` continuations per prompt."""
+        """The sampling settings of requests, under vLLM's names, with ``n`` continuations per prompt."""
         return SimpleNamespace(n=self.num_samples or 1, **self._sampling)
 
     def get_new_version(self, **kwargs: Any) -> RemoteLLMPolicy:
-        """A policy with other settings on the same engines."""
+        """Return a policy with other settings on the same engines."""
         return type(self)(**{"model": self.model, **self._given, **kwargs})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A policy in another process asks the same engines, and counts its seeds from the start."""
+        """Make a policy, in another process, that asks the same engines and counts its seeds from the start."""
         return functools.partial(type(self), self.model, **self._given), ()
 
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]  # tensordict leaves it so
@@ -144,7 +144,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         Raises:
             ConfigError: no prompt where it should be.
             EngineUnreachableError, EngineRefusedError: no engine took a prompt.
-            DeadlineError: the engines did not answer in time, or the pacer did not let the call go on.
+            DeadlineError: the engines did not answer in time, or the pacer made the call wait too long.
         """
         if logits_only:
             raise ConfigError("engines give tokens and their log-probabilities, no logits")
@@ -184,7 +184,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         return self._write(prompts, generations, samples)
 
     def _sampled(self, given: Mapping[str, Any], num_samples: int | None = None) -> tuple[dict[str, Any], int | None]:
-        """Arguments of `InferenceClient.generate`, and the number of samples, for TorchRL's generation settings."""
+        """Translate TorchRL's generation settings into arguments of `InferenceClient.generate`, and a sample count."""
         samples = self._settings.num_samples if num_samples is None else num_samples
         return sampling_settings(self._standardize_generate_kwargs(dict(given)), samples)
 

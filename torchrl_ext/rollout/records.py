@@ -1,4 +1,4 @@
-"""What TorchRL's LLM wrappers read and write in a TensorDict: prompts by input mode, and generations as entries.
+"""Read prompts from a TensorDict and write generations into one, as TorchRL's LLM wrappers do.
 
 The keys and the forms are TorchRL's: `Tokens`, `Masks`, `LogProbs`, `Text`, `ChatHistory`.
 """
@@ -24,16 +24,16 @@ __all__ = ["PromptReader", "Prompts", "RecordWriter"]
 
 
 class _OtherType(ConfigError, TypeError):
-    """A `TypeError` as well, which is what TorchRL's wrappers raise."""
+    """An input of the wrong type; a `TypeError` as well, which is what TorchRL's wrappers raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """What a batch of B prompts holds.
+    """A batch of B prompts, tokenized.
 
     Attributes:
         tokens: B tensors of token ids, int64, without padding.
-        width: length to which padded prompts go; the longest prompt, or that of a padded input.
+        width: length to which prompts are padded; the longest prompt, or that of a padded input.
         text: B strings; none in tokens mode.
         history: a `History` of shape ``(B, turns)``; None but in history mode.
     """
@@ -45,7 +45,7 @@ class Prompts:
 
 
 class PromptReader:
-    """Finds and tokenizes prompts.
+    """Finds the prompts in a TensorDict and tokenizes them.
 
     Args:
         settings: the mode, where its prompts are, and the tokenizer.
@@ -56,7 +56,7 @@ class PromptReader:
         self._settings, self._read = settings, readers[settings.input_mode]
 
     def __call__(self, tensordict: LazyStackedTensorDict) -> Prompts:
-        """The prompts of a lazy stack of shape ``(B,)``.
+        """Return the prompts of a lazy stack of shape ``(B,)``.
 
         Raises:
             ConfigError: the input key is missing, or holds something else.
@@ -108,7 +108,8 @@ class PromptReader:
         return Prompts(tokens=tokens, width=_longest(tokens), text=text, history=history)
 
     def _existing(self, tensordict: LazyStackedTensorDict) -> list[Tensor] | None:
-        """Tokens that an earlier turn or `IncrementalTokenizer` left, so that an engine's prefix cache still fits."""
+        """Return tokens that an earlier turn or `IncrementalTokenizer` left, with which an engine's prefix cache still
+        fits; None where there are none, or they are not wanted."""
         if not self._settings.prefer_tokens:
             return None
         for part in ("prompt", "full"):
@@ -140,7 +141,7 @@ def _longest(tokens: Sequence[Tensor]) -> int:
 
 
 class RecordWriter:
-    """Writes one entry per generation.
+    """Writes generations into a TensorDict, one entry per generation.
 
     Args:
         settings: the tokenizer, whether prompts (on the left) and responses (on the right) are brought to one length,
@@ -156,10 +157,10 @@ class RecordWriter:
     def __call__(
         self, prompts: Prompts, generations: Sequence[Generation], samples: int | None
     ) -> LazyStackedTensorDict:
-        """The entries of a batch.
+        """Return the entries of a batch.
 
         Args:
-            prompts: B of them.
+            prompts: a batch of B.
             generations: ``samples`` (1 where that is None) per prompt, those of one prompt together.
             samples: continuations per prompt; None leaves the dimension out.
 
@@ -176,7 +177,7 @@ class RecordWriter:
         return lazy_stack([lazy_stack(rows[i : i + each], 0) for i in range(0, len(rows), each)], 0)
 
     def _texts(self, generations: Sequence[Generation]) -> list[tuple[str, str]]:
-        """What each response says, with all its tokens, and as a message: without the token that ends it."""
+        """Decode each response twice: with all its tokens, and as a message, without the token that ends it."""
         if "text" not in self._keys:
             return [("", "")] * len(generations)
         ids = [list(one.token_ids) for one in generations]
@@ -187,7 +188,7 @@ class RecordWriter:
     def _row(
         self, prompts: Prompts, i: int, generation: Generation, texts: tuple[str, str], padded: tuple[int, int]
     ) -> TensorDict:
-        """One entry, padded to the lengths of a prompt and of a response; every tensor called full has both."""
+        """Return one entry, padded to the lengths of a prompt and of a response; tensors called full have both."""
         prompt = prompts.tokens[i]
         response = torch.tensor(generation.token_ids, dtype=torch.long)
         before, after = max(0, padded[0] - prompt.numel()), max(0, padded[1] - response.numel())

@@ -1,8 +1,7 @@
-"""`RemoteInferenceClient`: requests for tokens by way of a router, control calls to every engine itself.
+"""`RemoteInferenceClient`: requests for tokens go through a router, control calls to every engine itself.
 
 The split, the names and the shapes of inputs and outputs are those of SkyRL's client of that name (its "Inference
-Architecture" page); what is added are weight versions per token, and a generation that an engine aborted goes on where
-it was.
+Architecture" page). Weight versions per token are added, and a generation that an engine aborted is continued.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteInferenceClient(EngineControl):
-    """One client for a router and the engines behind it; can be sent to another process at any time.
+    """Sends requests to a router and control calls to the engines behind it; can be sent to another process.
 
     Methods are coroutines, for any number of event loops; `run` calls them from code that has none.
 
@@ -89,15 +88,15 @@ class RemoteInferenceClient(EngineControl):
                 hint="put a router in front of them (torchrl_ext.rollout.routing.Routing)",
             )
 
-    # tokens, by way of the router
+    # tokens, through the router
 
     async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> Info:
-        """Continue prompts; each travels as a request of its own.
+        """Continue prompts, each with a request of its own.
 
         Args:
             input_batch: ``prompt_token_ids`` (token ids per prompt), ``sampling_params`` (vLLM's names; ``n`` is 1),
                 ``session_ids`` (one per prompt, or absent: prompts of one session stay on one engine), ``cache_salt``.
-            model: in place of ``model_name``.
+            model: takes the place of ``model_name``.
 
         Returns:
             Lists with one entry per prompt: ``responses`` (text; None without a tokenizer on either side),
@@ -149,14 +148,14 @@ class RemoteInferenceClient(EngineControl):
         return await self._all(requests, [session_id] * num_samples, model)
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> Info:
-        """``/v1/chat/completions``.
+        """Ask for a chat completion, over ``/v1/chat/completions``.
 
         Args:
             request_payload: ``{"json": body}``; ``session_id`` in the body picks the engine and is taken out of it.
 
         Returns:
-            The engine's answer. One that was aborted has been continued where it was; or asked for again, where it
-            has what no prompt can hold: thoughts, calls of tools, several choices.
+            The engine's answer. One that was aborted has been continued; or asked for again, where it has what no
+            prompt can hold: thoughts, calls of tools, several choices.
 
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time.
@@ -164,11 +163,11 @@ class RemoteInferenceClient(EngineControl):
         return await self._completed("/v1/chat/completions", ChatContinuation, request_payload)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> Info:
-        """``/v1/completions``; otherwise as `chat_completion`."""
+        """Ask for a text completion, over ``/v1/completions``; otherwise as `chat_completion`."""
         return await self._completed("/v1/completions", TextContinuation, request_payload)
 
     async def render(self, request_payload: Mapping[str, Any]) -> Any:
-        """The token ids that a chat (``messages``) or a completion (``prompt``) would be asked with.
+        """Return the token ids into which an engine turns a chat (``messages``) or a completion (``prompt``).
 
         Raises:
             ConfigError: SGLang has no such route.
@@ -183,7 +182,7 @@ class RemoteInferenceClient(EngineControl):
     render_chat_completion = render
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text."""
+        """Return the token ids of each text."""
         if self.tokenizer is not None:
             return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
         more = {"add_special_tokens": add_special_tokens, **self._model()}
@@ -191,7 +190,7 @@ class RemoteInferenceClient(EngineControl):
         return [told["tokens"] for told in found]
 
     async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each list of token ids."""
+        """Return the text of each list of token ids."""
         if self.tokenizer is not None:
             return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
         more = self._model()
@@ -199,23 +198,23 @@ class RemoteInferenceClient(EngineControl):
         return [told.get("prompt", told.get("text")) for told in found]
 
     async def finish_session(self, session_id: Any) -> None:
-        """Let the router forget a session; routers without that route are left alone."""
+        """Tell the router to forget a session; the refusal of a router without that route is ignored."""
         query, until = {"session_id": str(session_id)}, self._until()
         await self._requests.here().session.call("POST", f"{self.proxy_url}/finish_session", query=query, until=until)
 
     async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
-        """Any other route for requests, by way of the router; returns the JSON answer."""
+        """Call any other route for requests, through the router, and return the JSON answer."""
         return await self._requests.here().post(route, body, session_id, self._until())
 
     def fleet(self, **settings: Any) -> Fleet:
-        """A client for `WeightSender` that drives every engine through whole updates.
+        """Return a client for `WeightSender` that drives every engine through whole updates.
 
         Args:
             settings: as for `torchrl_ext.connect`.
         """
         return connect(*self.server_urls, api_key=self.api_key, **settings)
 
-    # life
+    # running and closing
 
     def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
         """Await ``call`` from code without an event loop: ``client.run(client.pause())``.
@@ -231,7 +230,7 @@ class RemoteInferenceClient(EngineControl):
         await self._requests.close()
 
     def close(self) -> None:
-        """What `run` has opened is closed, and each `run` that waits ends with an error. May be called twice."""
+        """Close what `run` has opened; each `run` that waits ends with an error. May be called twice."""
         self._background.close(self.teardown())
 
     async def __aenter__(self) -> RemoteInferenceClient:
@@ -256,9 +255,9 @@ class RemoteInferenceClient(EngineControl):
     async def _all(
         self, requests: Sequence[GenerationRequest], sessions: Sequence[Any], model: str | None, **extra: Any
     ) -> list[Generation]:
-        """One continuation of each, by the model that the caller names, else by the adapter or the client's model."""
+        """Return one continuation per request, by the model that is named, else the adapter or the client's model."""
         adapter = None if model else self.adapter
-        extra["model"] = model or (self.model_name if adapter is None else None)  # an adapter stands there by itself
+        extra["model"] = model or (self.model_name if adapter is None else None)  # the dialect names an adapter itself
         more = {name: value for name, value in extra.items() if value is not None}
         asked = [
             Asked(
@@ -285,7 +284,7 @@ class RemoteInferenceClient(EngineControl):
 
 
 def _request(prompt: Sequence[int], sampling: Mapping[str, Any], index: int) -> GenerationRequest:
-    """vLLM's ``sampling_params`` with a prompt."""
+    """Return the request for a prompt with vLLM's ``sampling_params``."""
     more = {name: value for name, value in sampling.items() if value is not None}
     known = {name: more.pop(name) for name in ("max_tokens", "temperature", "seed") if name in more}
     logprobs = more.pop("logprobs", None) is not None

@@ -1,6 +1,6 @@
-"""Requests for tokens, in one event loop: who gets the next one, when it is asked again, what an abort leaves to ask.
+"""Send requests for tokens, in one event loop: choose an engine, try again after failures, continue after aborts.
 
-One policy serves every client, whether it asks several engines itself or a router in front of them.
+The rules are the same for every client, whether it asks several engines itself or a router in front of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
 __all__ = ["Asked", "Requests", "Target", "targets"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_PASSING = (429, 500, 502, 503, 504)  # too many requests, or something is broken; 501 and 505 say "never" (RFC 9110)
+_PASSING = (429, 500, 502, 503, 504)  # too many requests, or something is broken; 501 and 505 are final (RFC 9110)
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
 _T = TypeVar("_T")
@@ -31,17 +31,17 @@ Texts = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Target:
-    """One address that requests go to, and how whoever answers there wants to be asked."""
+    """One address that requests go to, and the dialect of the engine or router that answers there."""
 
     url: str
     dialect: Dialect
 
 
 def targets(urls: Sequence[str], kinds: Sequence[str]) -> tuple[Target, ...]:
-    """The targets at these addresses, with the kind of engine at each.
+    """Return the targets at these addresses, given the kind of engine at each.
 
     Raises:
-        ConfigError: no address, one twice or one that cannot work, or a kind that nobody knows.
+        ConfigError: no address, one twice or one that cannot work, or an unknown kind.
     """
     if len(kinds) != len(urls):
         raise ConfigError(f"{len(kinds)} kinds for {len(urls)} addresses", expected="one kind, or one per address")
@@ -52,14 +52,14 @@ def targets(urls: Sequence[str], kinds: Sequence[str]) -> tuple[Target, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One prompt and how it is asked for.
+    """One request for tokens with what its HTTP calls need besides.
 
     Attributes:
-        request: what is asked for.
+        request: the prompt and how to continue it.
         session_id: requests of one session stay on one engine behind a router; None for none.
         more: further fields of the body.
-        texts: decodes token ids, for stop strings that straddle two engines; None asks from the start again for an
-            aborted request that has stop strings, which nobody here can read.
+        texts: decodes token ids, to find stop strings that straddle two engines' answers; with None, an aborted request
+            that has stop strings is asked from the start again.
     """
 
     request: GenerationRequest
@@ -71,10 +71,10 @@ class Asked:
 class Requests:
     """Gives each request to the target with the fewest in work; belongs to the event loop that first asks.
 
-    A target that cannot be reached, or says that it is broken or busy (HTTP 500, 502 to 504, 429), gets the request no
-    longer: it is asked of another target, from the start, and the target is left alone for a while. Where all targets
-    have failed, the request has; or, with ``persistent``, it is asked again until its deadline: tokens that nobody has
-    seen were not made, and a router may have found another engine by then. Any other refusal is raised at once. What an
+    If a target cannot be reached, or says that it is broken or busy (HTTP 500, 502 to 504, 429), the request goes to
+    another target, from the start, and the failed one is left alone for a while. Once all targets have failed, the
+    request fails; or, with ``persistent``, it is asked again until its deadline: an answer that was lost can be sampled
+    anew, and a router may have found another engine by then. Any other refusal is raised at once. A request that an
     engine aborts (an update that pauses with mode ``abort``) goes on with the tokens that it has, on any target.
 
     Args:
@@ -102,15 +102,15 @@ class Requests:
         self.session = AsyncSession(api_key=api_key)
 
     async def generations(self, asked: Sequence[Asked], until: float) -> list[list[Generation]]:
-        """Every prompt's continuations, in order, each to its own end; the first error ends what is in work.
+        """Return every prompt's continuations, in order, each complete; the first error cancels the other requests.
 
         Args:
             asked: the prompts.
             until: deadline of all together on the monotonic clock, in seconds.
 
         Raises:
-            EngineUnreachableError, EngineRefusedError: what an engine said to the first request that none took.
-            DeadlineError: not every generation came in time; names the engines that owe some.
+            EngineUnreachableError, EngineRefusedError: an engine's answer to the first request that none took.
+            DeadlineError: not every generation came in time; names the engines that still had work.
         """
         work, found = deque(enumerate(asked)), dict[int, list[Generation]]()
 
@@ -141,7 +141,7 @@ class Requests:
         return [found[i] for i in range(len(asked))]
 
     async def completion(self, route: str, request: Continuation, session_id: Any, until: float) -> Any:
-        """An OpenAI-style answer, continued, or asked for again, for as long as engines abort it.
+        """Return an OpenAI-style answer, continued, or asked for again, for as long as engines abort it.
 
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError: as for `post`.
@@ -158,7 +158,7 @@ class Requests:
             await pauses.wait(EngineError(f"{self._names} aborted the request"))
 
     async def post(self, route: str, body: Any, session_id: Any, until: float) -> Any:
-        """The JSON answer of a route.
+        """Call a route, of any target, and return the JSON answer.
 
         Raises:
             EngineRefusedError: the request is at fault, or the answer is no JSON.
@@ -175,7 +175,7 @@ class Requests:
         return ", ".join(target.url for target in self._targets)
 
     async def _whole(self, asked: Asked, until: float) -> list[Generation]:
-        """The continuations of one prompt, each to its own end."""
+        """Return the continuations of one prompt, each complete."""
         found = await self._ask(asked.request, asked, until)
         if all(one.finish_reason != "abort" for one in found):
             return found
@@ -220,7 +220,7 @@ class Requests:
         return await self.session.json("POST", target.url + route, body, headers=headers, until=until)
 
     async def _of_any(self, call: Callable[[Target], Awaitable[_T]], until: float) -> _T:
-        """What ``call`` says of the first target where it succeeds."""
+        """Return what ``call`` returns for the first target where it succeeds."""
         failed, pauses = dict[Target, EngineError](), _Pauses(until)
         while True:
             target = await self._acquire(failed, until)
@@ -276,7 +276,7 @@ class Requests:
 
 
 class _Pauses:
-    """Longer and longer pauses between attempts, within a deadline on the monotonic clock."""
+    """Waits longer and longer between attempts, within a deadline on the monotonic clock."""
 
     def __init__(self, until: float) -> None:
         self._until, self._pause_s = until, _FIRST_PAUSE_S
@@ -285,7 +285,7 @@ class _Pauses:
         """Wait for the next attempt.
 
         Raises:
-            DeadlineError: there is no time for one; has the reason.
+            DeadlineError: there is no time for another attempt; has the reason of the last failure.
         """
         if self._until - time.monotonic() <= self._pause_s:
             raise DeadlineError(f"no answer until the deadline; the last one was: {why}") from why

@@ -1,4 +1,4 @@
-"""`Routing`: a router sends requests only to engines that serve the newest weights."""
+"""`Routing`: keep a router up to date, so that it sends requests only to engines that serve the newest weights."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _ABORT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class MemberChanges:
-    """What a look at a report has led to.
+    """The changes to a router's engines that one report led to.
 
     Attributes:
         added, removed: addresses of engines that the router was told of.
-        problems: what could not be done, in words, by address; tried again with the next report.
+        problems: changes that failed, as pairs of address and reason; tried again with the next report.
     """
 
     added: tuple[str, ...] = ()
@@ -45,14 +45,14 @@ class MemberChanges:
 class Routing:
     """Puts the engines of a model behind a router, and keeps those out that failed or fell behind; a context manager.
 
-    An engine that is taken out while it is paused ends its requests with what they have, so that a
-    `RemoteInferenceClient` goes on with them on another engine. It comes back with the first report that shows it with
-    the weights of the others.
+    An engine that is taken out while it is paused ends its requests with the tokens they have, so that a
+    `RemoteInferenceClient` continues them on another engine. It comes back with the first report that shows it with the
+    weights of the others.
 
     Args:
-        engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools. None make
-            a router alone, for whom `adopt` brings.
-        name: how the job calls the model.
+        engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools. With none,
+            the router starts empty, for engines that `adopt` adds.
+        name: the job's name of the model.
         update_weights: whether the model follows the trainer; of one that does not, `fleet` refuses.
         router: base address of a router that runs already; None starts one, which ends with `close`.
         max_lag: versions that an engine may be behind the newest that any engine serves.
@@ -98,7 +98,7 @@ class Routing:
 
     @classmethod
     def over(cls, *addresses: str, api_key: str | tuple[str, ...] | None = None, **settings: Any) -> Routing:
-        """Behind a router: the engines at ``addresses``, whatever they are.
+        """Put the engines at ``addresses``, whatever their kind, behind a router.
 
         Raises:
             ConfigError, EngineError, DeadlineError: as for `torchrl_ext.discover` and the class.
@@ -116,7 +116,7 @@ class Routing:
         return tuple(self._engines.values())
 
     def client(self, **settings: Any) -> RemoteInferenceClient:
-        """A client for requests by way of the router and control of every engine.
+        """Return a client for requests through the router and for control of every engine.
 
         Args:
             settings: further fields of `RemoteInferenceClient`.
@@ -132,7 +132,7 @@ class Routing:
         )
 
     def fleet(self, **settings: Any) -> Fleet:
-        """A client for `WeightSender` and for control of every engine.
+        """Return a client for `WeightSender` and for control of every engine.
 
         Args:
             settings: as for `torchrl_ext.connect`; the key is the routing's where none is given.
@@ -150,7 +150,7 @@ class Routing:
         return connect(*self._engines, **{"api_key": self.api_key, **settings})
 
     def adopt(self, info: EngineInfo) -> None:
-        """Let an engine belong behind the router; it gets requests once a report shows it with the others' weights.
+        """Add an engine to those of the router; it gets requests once a report shows it with the others' weights.
 
         Raises:
             ConfigError: one router cannot serve it together with the others.
@@ -159,7 +159,7 @@ class Routing:
         self._engines[normalise_url(info.url)] = info
 
     def following(self, update: Callable[..., SyncReport]) -> Callable[..., SyncReport]:
-        """``update`` (such as ``sender.update_weights``) with `follow` after it, also where it fails."""
+        """Return ``update`` (such as ``sender.update_weights``) with `follow` after it, also where it fails."""
 
         @functools.wraps(update)
         def updating(*args: Any, **more: Any) -> SyncReport:
@@ -175,12 +175,13 @@ class Routing:
         return updating
 
     def follow(self, report: SyncReport) -> MemberChanges:
-        """Let the router use the engines that serve the newest weights, and no others.
+        """Make the router use the engines that serve the newest weights, and no others.
 
-        Newest are those that any engine serves; so an update that reached nobody changes nothing. Engines that the
-        report does not mention are out, unless it has rows that belong to no engine of this router as far as their
-        names tell (`torchrl_ext.rpc.router.engine_key`): then they stay as they are, which is a problem of the result.
-        Nothing is raised for an engine or a router that does not answer: it is in the log and in the result.
+        The newest weights are the newest that any engine serves; so an update that reached no engine changes nothing.
+        Engines that the report does not mention are taken out, unless it has rows that belong to no engine of this
+        router as far as their names tell (`torchrl_ext.rpc.router.engine_key`): then they stay as they are, and are
+        among the problems. Nothing is raised for an engine or a router that does not answer: it is in the log and in
+        the result.
         """
         rows, strange = self._rows_of_ours(report)
         newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
@@ -209,14 +210,14 @@ class Routing:
         return replace(changes, problems=(*problems, *changes.problems))
 
     def withdraw(self, url: str) -> MemberChanges:
-        """Send no more requests to an engine that is known to be broken, until `follow` or `restore`.
+        """Make the router send no more requests to an engine that is known to be broken, until `follow` or `restore`.
 
-        A router with pools is left as it is: it leaves out by itself whoever does not answer.
+        A router with pools is left as it is: it leaves out by itself the engines that do not answer.
         """
         return MemberChanges() if self._pools else self._changed([normalise_url(url)], [])
 
     def restore(self, url: str) -> MemberChanges:
-        """Send requests again to an engine whose weights are known to be right."""
+        """Make the router send requests again to an engine whose weights are known to be right."""
         return MemberChanges() if self._pools else self._changed([], [normalise_url(url)])
 
     def close(self) -> None:
@@ -235,11 +236,11 @@ class Routing:
         return any(info.worker_type in ("prefill", "decode") for info in self._engines.values())
 
     def _routed(self, urls: Sequence[str]) -> list[EngineInfo]:
-        """Those that a router can take: encoders answer to other engines."""
+        """Return the engines that a router can take: all but encoders, which get requests from other engines."""
         return [self._engines[url] for url in urls if self._engines[url].worker_type != "encoder"]
 
     def _started(self, urls: Sequence[str], **more: Any) -> RouterProcess:
-        """A router of ours that lists these engines."""
+        """Start a router of ours, and return it once it lists these engines."""
         routed = self._routed(urls)
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for info in routed:
@@ -247,7 +248,7 @@ class Routing:
             meets = info.worker_type == "prefill" and info.bootstrap_port
             pools[info.worker_type].append((url, meets) if meets else url)
         kind = next((info.kind for info in routed), "vllm")
-        # SGLang's /health may generate a token, in vain while it is paused; its /ping wants its key
+        # SGLang's /health may generate a token, which never comes while it is paused; its /ping needs the API key
         health = "/ping" if kind == "sglang" and self.api_key is None else None
         settings = {"kind": kind, "health_route": health, **self._settings, **more}
         process = RouterProcess(pools["regular"], prefill=pools["prefill"], decode=pools["decode"], **settings)
@@ -259,18 +260,18 @@ class Routing:
         return process
 
     def _rows_of_ours(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
-        """The rows of our engines, by our addresses of them, and the names in all others."""
+        """Return the report's rows of our engines, by our addresses of them, and the names in all other rows."""
         ours = {engine_key(url): url for url in self._engines}
         rows, strange = {}, []
         for row in report.engines:
             try:
                 rows[ours[engine_key(row.engine)]] = row
-            except (KeyError, ConfigError):  # an engine of somebody else, or a name that is no address
+            except (KeyError, ConfigError):  # an engine of another router, or a name that is no address
                 strange.append(row.engine)
         return rows, strange
 
     def _listed(self) -> set[str]:
-        """The engines that the router uses, by our addresses of them."""
+        """Return the engines that the router uses, by our addresses of them."""
         used = {engine_key(worker.url) for worker in self.router.workers()}
         return {url for url in self._engines if engine_key(url) in used}
 
@@ -293,9 +294,9 @@ class Routing:
         self.router.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
 
     def _rebuilt(self, listed: set[str], out: Sequence[str], back: Sequence[str]) -> MemberChanges:
-        """A router with pools learns of changes only by a new start, at the same port.
+        """Start a router with pools again with the changed engines, at the same port: it cannot be told of changes.
 
-        One port cannot have two: the new one shows beside the old one that it stands, and then takes its place.
+        Two routers cannot share a port: the new one is first tried at another port, and then replaces the old one.
         """
         if not out and not back:
             return MemberChanges()
@@ -324,7 +325,7 @@ class Routing:
         self._process = self._started(members, port=urlsplit(self.url).port)
 
     def _revived(self, members: Sequence[str], problems: Sequence[tuple[str, str]]) -> MemberChanges:
-        """Start our router again, which has ended."""
+        """Start our router again after it has ended by itself."""
         members = [url for url in self._engines if url in members]
         try:
             self._start_again(members)
@@ -337,7 +338,7 @@ class Routing:
         return MemberChanges(removed=removed, problems=tuple(problems))
 
     def _end_requests(self, url: str) -> None:
-        """End what a paused engine has in work, so that clients take it elsewhere."""
+        """End the requests that a paused engine has in work, so that clients continue them on other engines."""
         limits = {"timeout_s": _ABORT_TIMEOUT_S, "load_timeout_s": _ABORT_TIMEOUT_S}
         engine = engines.make(self._engines[url].kind, url=url, api_key=self.api_key, pause_mode="abort", **limits)
         try:

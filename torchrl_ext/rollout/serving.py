@@ -1,7 +1,7 @@
-"""The models that a job rolls out with: each behind a router of its own, owned by the job or by somebody else.
+"""The models that a job rolls out with: each behind a router, with engines that the job owns or that it was given.
 
-What is owned is watched and started again; what is not owned is left alone (slime's and vime's rule for external
-engines). Only models that follow the trainer can be asked for a client that sends weights.
+Engines that the job owns are watched and started again; others are left alone (slime's and vime's rule for external
+engines). Only models that follow the trainer give a client that sends weights.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ log = logging.getLogger("torchrl_ext")
 
 
 class Serving(ABC):
-    """Models by name, and the life of what serves them; a context manager.
+    """Holds models by name, and starts and ends the engines and routers that serve them; a context manager.
 
     Attributes:
-        models: by name.
+        models: the routing of each model, by name.
     """
 
     models: Mapping[str, Routing]
 
     def model(self, name: str) -> Routing:
-        """The model called ``name``.
+        """Return the model called ``name``.
 
         Raises:
             ConfigError: there is none; the message lists the names.
@@ -47,24 +47,24 @@ class Serving(ABC):
         return self.models[name]
 
     def updatable(self) -> dict[str, Routing]:
-        """The models that follow the trainer."""
+        """Return the models that follow the trainer, by name."""
         return {name: model for name, model in self.models.items() if model.update_weights}
 
     @abstractmethod
     def recover(self) -> tuple[str, ...]:
-        """Start engines again that are lost; returns their addresses."""
+        """Start lost engines again, and return their addresses."""
 
     @abstractmethod
     def offload(self) -> None:
-        """Let engines give their device memory to the trainer."""
+        """Make engines give their device memory back, for the trainer."""
 
     @abstractmethod
     def onload(self) -> None:
-        """Let them take it again."""
+        """Make engines take their device memory again."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End what is ours. May be called twice."""
+        """End the engines and routers that this object started. May be called twice."""
 
     def __enter__(self) -> Serving:
         return self
@@ -74,7 +74,7 @@ class Serving(ABC):
 
 
 class ExternalEngines(Serving):
-    """Engines that somebody else started, as model ``default``; nothing is started but a router where none is given.
+    """Serves model ``default`` with engines that run already; only a router is started, where none is given.
 
     Args:
         addresses: ``host:port`` of each engine.
@@ -89,27 +89,27 @@ class ExternalEngines(Serving):
         self.models = MappingProxyType({"default": Routing.over(*addresses, router=router, **settings)})
 
     def recover(self) -> tuple[str, ...]:
-        """Nothing but a warning: their life is not ours."""
+        """Log a warning, and do nothing else: whoever started the engines starts them again."""
         log.warning("external engines are not started again: whoever deployed them does that")
         return ()
 
     def offload(self) -> None:
-        """Nothing: their memory is not ours."""
+        """Do nothing: the memory of external engines is left as it is."""
 
     def onload(self) -> None:
-        """Nothing."""
+        """Do nothing: `offload` took no memory."""
 
     def shutdown(self) -> None:
-        """End a router of ours; engines go on."""
+        """End the router if we started it; engines go on."""
         for model in self.models.values():
             model.close()
 
 
 class OwnedEngines(Serving):
-    """Starts what a topology says, watches it, and ends it.
+    """Starts the engines and routers of a topology, watches them, and ends them.
 
-    An engine that is lost gets no more requests; one of a frozen model gets them again as soon as it is up, one of a
-    model that follows the trainer when a report shows that it caught up (`Routing.follow`).
+    An engine that is lost gets no more requests. One of a frozen model gets them again as soon as it is up; one of a
+    model that follows the trainer, when a report shows it with the newest weights (`Routing.follow`).
 
     Args:
         topology: what to start, or the path of its YAML (then with ``hf_checkpoint``).
@@ -155,7 +155,7 @@ class OwnedEngines(Serving):
         return tuple(kept.url for kept in self._keeper.recover())
 
     def offload(self) -> None:
-        """Sleep at level 1, which keeps weights in host memory.
+        """Put engines to sleep at level 1, which keeps weights in host memory.
 
         A topology gives engines on GPUs ``sleep_mode: true`` among their ``overrides``: without it vLLM only pauses,
         and SGLang refuses. An update wakes them (see `torchrl_ext.rpc.engines.sleep`).
@@ -179,7 +179,7 @@ class OwnedEngines(Serving):
                 worker_type=kept.plan.worker_type,
                 num_gpus=len(kept.plan.gpus),
                 model=kept.plan.model_path,
-                bootstrap_port=(  # where decode engines meet it; only a prefill engine has such a port, and it tells
+                bootstrap_port=(  # where decode engines reach it; only a prefill engine has one, and tells it
                     discover(kept.url, api_key=settings["api_key"])[0].bootstrap_port
                     if kept.plan.worker_type == "prefill"
                     else None
@@ -192,7 +192,7 @@ class OwnedEngines(Serving):
         return Routing(infos, name=model.name, update_weights=follows, **settings)
 
     def _everywhere(self, call: Callable[[Fleet], object]) -> None:
-        """Call it with the engines of each model, whether that follows the trainer or not."""
+        """Call ``call`` with the engines of each model, whether the model follows the trainer or not."""
         for model in self._models.values():
             if model.engines:
                 call(connect(*(info.url for info in model.engines), api_key=model.api_key))

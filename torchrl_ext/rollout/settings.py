@@ -1,4 +1,4 @@
-"""TorchRL's settings of an LLM wrapper, checked, and its sampling settings as `InferenceClient.generate` takes them."""
+"""Check TorchRL's settings of an LLM wrapper, and translate its sampling settings for `InferenceClient.generate`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODES = ("history", "text", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperSettings:
-    """What `vLLMWrapper` takes as well, under TorchRL's names and with its defaults.
+    """The settings that `RemoteLLMPolicy` shares with `vLLMWrapper`, under TorchRL's names and with its defaults.
 
     Attributes:
         tokenizer: of `transformers`, or the directory of one; only tokens mode without padding works without.
@@ -116,7 +116,7 @@ class WrapperSettings:
 
     @property
     def padding_value(self) -> int | None:
-        """The token id that fills up what is padded; None without a tokenizer."""
+        """The token id used as padding; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         pad = self.tokenizer.pad_token_id
@@ -124,13 +124,13 @@ class WrapperSettings:
 
     @property
     def template(self) -> dict[str, Any]:
-        """The chat template as `History.apply_chat_template` takes it."""
+        """The chat template, as keyword arguments of `History.apply_chat_template`."""
         given = {"chat_template_name": self.chat_template_name, "chat_template": self.chat_template}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def keys(self) -> dict[str, NestedKey]:
-        """TorchRL's names of the outputs by what they are, in its order."""
+        """The keys of the outputs by what they are (``tokens``, ``masks``, ...), in TorchRL's order."""
         keys = {"text": self.text_key} if self.input_mode != "tokens" else {}
         keys |= {"masks": self.masks_key, "tokens": self.tokens_key}
         keys |= {"log_probs": self.log_probs_key} if self.return_log_probs is not False else {}
@@ -138,11 +138,11 @@ class WrapperSettings:
 
 
 def sampling_settings(given: Mapping[str, Any], num_samples: int | None) -> tuple[dict[str, Any], int | None]:
-    """Translate standardised settings.
+    """Translate TorchRL's standardised generation settings.
 
     Args:
-        given: what `LLMWrapperBase` makes of ``generate_kwargs``.
-        num_samples: continuations per prompt, where the policy was told.
+        given: ``generate_kwargs`` as `LLMWrapperBase` standardises them.
+        num_samples: continuations per prompt, as the policy was told; None where it was not.
 
     Returns:
         Arguments of `InferenceClient.generate`, and the number of continuations per prompt; None for one, without a
