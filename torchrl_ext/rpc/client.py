@@ -73,7 +73,7 @@ class EngineClient(ABC):
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
-        """The report of each worker on its rehearsal (`torchrl_ext.proof.rehearsal.Rehearsal.to_json`), once made."""
+        """Each worker's report on its rehearsal (`torchrl_ext.proof.rehearsal.Rehearsal.to_json`); empty before it."""
         return ()
 
     @abstractmethod
@@ -182,7 +182,7 @@ class EngineClient(ABC):
         """Let the engine generate again."""
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        """Make the engine give memory back while the trainer works; the next update wakes it, the cache last.
+        """Make the engine give memory back for the trainer; the next update wakes it, weights first, the cache last.
 
         Args:
             level: 0 only pauses; 1 keeps the weights on the host and drops keys and values; 2 drops both, and the

@@ -169,7 +169,7 @@ class PerLoop(Generic[_C]):
         loop = asyncio.get_running_loop()
         with self._lock:
             for ended in [known for known in self._found if known.is_closed()]:
-                del self._found[ended]  # what was made for it may hold it, as aiohttp's connections do
+                del self._found[ended]  # its object may refer to it, as aiohttp's connections do, and keep it alive
             if loop not in self._found:
                 self._found[loop] = self._make()
             return self._found[loop]
@@ -224,7 +224,7 @@ def let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> No
         await connector.close()
 
     here = None
-    with contextlib.suppress(RuntimeError):  # none runs
+    with contextlib.suppress(RuntimeError):  # no loop runs in this thread
         here = asyncio.get_running_loop()
     if loop.is_closed() or here is loop:
         with contextlib.suppress(StopIteration):

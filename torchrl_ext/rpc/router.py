@@ -192,7 +192,7 @@ def engine_key(url: str) -> tuple[str, str, int | None, str]:
     """
     parts = urlsplit(normalise_url(url))
     host = parts.hostname or ""
-    with contextlib.suppress(ValueError):  # a name
+    with contextlib.suppress(ValueError):  # the host is a name, no address
         address = ipaddress.ip_address(host)
         host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
     return parts.scheme, host, parts.port or {"http": 80, "https": 443}[parts.scheme], parts.path

@@ -84,7 +84,7 @@ class HTTPEngine(EngineClient):
                 before = self._answers() if served else None
                 self.pause()
                 try:
-                    told = self._rehearsal(Rehearse(how=how))  # as long as loading the weights a few times
+                    told = self._rehearsal(Rehearse(how=how))  # takes as long as loading the weights a few times
                 except EngineError:
                     if served and all(answer.get("restored", True) for answer in self._rehearsal(Rehearse(ask=True))):
                         self.resume()

@@ -115,7 +115,7 @@ class SGLangEngine(HTTPEngine):
             served = None
             if error.status not in _ABSENT:
                 log.warning("%s does not say what it serves now: %s", self.url, error)
-        transports: tuple[str, ...] = ()  # where its control routes want a key that this client does not have
+        transports: tuple[str, ...] = ()  # none where control routes want a key that this client lacks
         try:
             transports = self.followed() if self._has_plugin() else ("disk",)
         except EngineRefusedError as error:
@@ -285,7 +285,7 @@ class SGLangEngine(HTTPEngine):
             )
 
     def sleep_state(self) -> SleepState:
-        told: Info = {}  # without our plugin
+        told: Info = {}  # stays so without our plugin
         try:
             told = {} if self._native else merged(self._tell(messages.State()))
         except EngineRefusedError as error:
