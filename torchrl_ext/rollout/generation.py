@@ -30,7 +30,7 @@ __all__ = [
 UNKNOWN_VERSION = -1
 """The number that stands for a weight version that an engine does not tell, or whose label is no number."""
 
-_TOKENS_PER_CHARACTER = 4  # UTF-8 in single bytes
+_TOKENS_PER_CHARACTER = 4  # at most: a character of UTF-8, with one token for each byte
 
 
 @dataclass(frozen=True, kw_only=True)
