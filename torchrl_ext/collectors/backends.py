@@ -1,7 +1,7 @@
-"""Makes our transports known among the backends of `torchrl.weight_update.WeightSyncScheme.from_backend`.
+"""Adds our transports to the backends of `torchrl.weight_update.WeightSyncScheme.from_backend`.
 
-Importing this module adds them, and imports TorchRL for it. `torchrl_ext` does so by itself where TorchRL was imported
-before one of its names is used; it never imports TorchRL for that, since engines have none.
+Importing this module adds them, and imports TorchRL. `torchrl_ext` imports this module by itself where TorchRL was
+imported first; it never imports TorchRL for that, since engines have none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Add every transport that is registered now; TorchRL's own names stay. Needed again after registering more."""
+    """Add every transport that is registered now, except under taken names. Call it again after registering more."""
     known = weight_sync_schemes._WEIGHT_SYNC_SCHEMES
     for name in transports.names():
         if name not in known:

@@ -1,4 +1,4 @@
-"""TorchRL 0.14.1's names for LLM weight sync, over our transports and engine clients: change one import.
+"""Replaces TorchRL 0.14.1's classes for LLM weight sync under their own names: change one import.
 
 ::
 
@@ -91,7 +91,7 @@ class _GroupScheme(TransportSchemeBase):
 
 @final
 class VLLMWeightSyncScheme(_GroupScheme):
-    """`torchrl.weight_update.llm.VLLMWeightSyncScheme` over `VLLMCollectiveTransport`.
+    """Replaces `torchrl.weight_update.llm.VLLMWeightSyncScheme`, over `VLLMCollectiveTransport`.
 
     Args:
         master_address: where workers reach the trainer; None for this machine alone.
@@ -123,17 +123,17 @@ class VLLMWeightSyncScheme(_GroupScheme):
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
 
     def create_sender(self) -> VLLMWeightSender:
-        """Make the trainer's end."""
+        """Return a new sender, for the trainer."""
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """Make the engine's end, as `VLLMWeightReceiver` describes it."""
+        """Return a new receiver for ``vllm_engine``, as `VLLMWeightReceiver` describes it."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 
 @final
 class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
-    """`torchrl.weight_update.llm.VLLMDoubleBufferSyncScheme` over `DiskTransport`.
+    """Replaces `torchrl.weight_update.llm.VLLMDoubleBufferSyncScheme`, over `DiskTransport`.
 
     Each update is a directory of its own that appears whole; a reader never sees half of one.
 
@@ -168,17 +168,17 @@ class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
         return DiskTransport(self.remote_addr, seen_at=self.local_addr, **settings)
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
-        """Make the trainer's end."""
+        """Return a new sender, for the trainer."""
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """Make the engine's end, as `VLLMDoubleBufferWeightReceiver` describes it."""
+        """Return a new receiver for ``vllm_engine``, as `VLLMDoubleBufferWeightReceiver` describes it."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
 @final
 class SGLangWeightSyncScheme(_GroupScheme):
-    """`torchrl.weight_update.llm.SGLangWeightSyncScheme` over `VLLMCollectiveTransport` and our SGLang client.
+    """Replaces `torchrl.weight_update.llm.SGLangWeightSyncScheme`, over `VLLMCollectiveTransport` and our client.
 
     Args:
         server_url: of the SGLang server.
@@ -215,16 +215,16 @@ class SGLangWeightSyncScheme(_GroupScheme):
         self.flush_cache_on_update, self.pause_mode = flush_cache_on_update, pause_mode
 
     def create_sender(self) -> SGLangWeightSender:
-        """Make the trainer's end."""
+        """Return a new sender, for the trainer."""
         return SGLangWeightSender(self)
 
     def create_receiver(self, *_: Any, **__: Any) -> None:
-        """Return None, as in TorchRL: the server has its receivers."""
+        """Return None, as TorchRL does: the server's workers receive by themselves."""
 
 
 @final
 class VLLMDoubleBufferTransport:
-    """`torchrl.weight_update.llm.VLLMDoubleBufferTransport` over `DiskTransport`: a version appears whole, or not.
+    """Replaces `torchrl.weight_update.llm.VLLMDoubleBufferTransport`, over `DiskTransport`: a version appears whole.
 
     Args:
         remote_addr: directory that the trainer writes to.
@@ -270,7 +270,7 @@ class VLLMDoubleBufferTransport:
         return True
 
     def shutdown(self) -> None:
-        """Let other trainers have the directory. May be called twice."""
+        """Release the directory, so that another trainer may write to it. May be called twice."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.shutdown()
@@ -278,12 +278,12 @@ class VLLMDoubleBufferTransport:
 
 @final
 class SGLangCollectiveTransport:
-    """`torchrl.weight_update.llm.SGLangCollectiveTransport` over `VLLMCollectiveTransport` and our SGLang client.
+    """Replaces `torchrl.weight_update.llm.SGLangCollectiveTransport`, over `VLLMCollectiveTransport` and our client.
 
     Args:
         server_url: of the SGLang server, which has our plugin.
         master_address, master_port: where its workers reach the trainer's store.
-        rank: 0; the server has its own ends.
+        rank: 0, the trainer's; the server's workers join by themselves.
         world_size: the trainer and the server's workers.
         device: where tensors travel from; without CUDA the CPU.
         timeout: deadline of every wait, in seconds.
@@ -315,7 +315,7 @@ class SGLangCollectiveTransport:
         self._sender: WeightSender | None = None
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
-        """Form the group with the server's workers.
+        """Form the process group with the server's workers.
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``.
@@ -354,17 +354,17 @@ class SGLangCollectiveTransport:
         return self._sender is not None and self._sender.check_connection()
 
     def shutdown(self) -> None:
-        """Leave the server, which goes on with what it has. May be called twice."""
+        """Leave the server, which keeps serving the weights it has. May be called twice."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.shutdown()
 
 
 def _check_flush(flush_cache_on_update: bool | None, pause_mode: PauseMode | None) -> None:
-    """Refuse what TorchRL refuses.
+    """Refuse a flush of the cache with a pause mode that leaves requests in it, as TorchRL does.
 
     Raises:
-        ConfigError: a flush is asked for beside a pause mode that leaves requests in the cache.
+        ConfigError: ``flush_cache_on_update`` with such a mode.
     """
     if flush_cache_on_update and pause_mode not in (None, "abort"):
         raise ConfigError(
@@ -376,6 +376,6 @@ def _check_flush(flush_cache_on_update: bool | None, pause_mode: PauseMode | Non
 def _collective(
     address: str, port: int, rank: int, size: int | None, device: Device | None, **settings: Any
 ) -> VLLMCollectiveTransport:
-    """The collective, whose device is the CPU where there is no CUDA."""
+    """Make the transport on ``device``, or on the CPU where there is no CUDA."""
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     return VLLMCollectiveTransport(address, port, rank, size, place if torch.cuda.is_available() else None, **settings)

@@ -1,4 +1,4 @@
-"""Senders and receivers of `torchrl_ext.collectors.from_torchrl`, in the shape of TorchRL's."""
+"""Senders and receivers of `torchrl_ext.collectors.from_torchrl`, with the signatures of TorchRL's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Metadata = Mapping[str, tuple[torch.dtype, Any]]
 
 
 class _Sender:
-    """A sender as TorchRL has it: models and collectors may come before there is anybody to send to."""
+    """A sender with TorchRL's methods, which takes models and collectors before it is connected to an engine."""
 
     needs: ClassVar[str] = "init_all_workers_group"
 
@@ -56,7 +56,7 @@ class _Sender:
         self._collectors: list[Any] = []
 
     def register_model(self, model: Any) -> None:
-        """Register what `update_weights` sends when no weights are passed; it is held weakly, where it can be."""
+        """Register what `update_weights` sends when no weights are passed; it is held weakly where its type allows."""
         try:
             self._model = weakref.ref(model)
         except TypeError:  # a plain dict takes no weak reference
@@ -65,7 +65,7 @@ class _Sender:
             self._sender.register_model(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Bump this collector's policy version after each accepted update."""
+        """Register a collector whose policy version is bumped after each accepted update."""
         self._collectors.append(collector)
         if self._sender is not None:
             self._sender.register_collector(collector)
@@ -74,7 +74,7 @@ class _Sender:
         """Send the registered model's weights, or ``weights``, and return when every engine serves them.
 
         Raises:
-            NotConnectedError: there is nothing to send, or nobody to send it to.
+            NotConnectedError: there is nothing to send, or no engine to send it to.
             UpdateError: some engine does not serve them.
         """
         if weights is None and self._model() is None:
@@ -86,14 +86,14 @@ class _Sender:
         return self._sender.update_weights(weights)
 
     def shutdown(self) -> None:
-        """Leave the engines, which go on with what they have."""
+        """Leave the engines, which keep serving the weights they have."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.shutdown()
         self._collectors.clear()
 
     def _connect(self, engine: EngineClient | None) -> WeightSender:
-        """A sender over a new transport of the scheme, in place of an earlier one."""
+        """Make a sender over a new transport of the scheme, in place of an earlier one."""
         if self._sender is not None:
             self._sender.shutdown()
         self._sender = sender = WeightSender(self._scheme.create_transport(), engine)
@@ -106,19 +106,19 @@ class _Sender:
 
 
 class VLLMWeightSender(_Sender):
-    """Sends to vLLM engines, or to the receivers of `VLLMWeightReceiver`.
+    """Sends weights to vLLM engines, or to each `VLLMWeightReceiver`.
 
     Args:
         scheme: a `VLLMWeightSyncScheme`.
     """
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any | None = None) -> None:
-        """Form the group.
+        """Form the process group of the trainer and the engines' workers.
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``, from `get_model_metadata`.
-            vllm_engine: who is driven: anything that `as_engine` takes (addresses,
-                clients, `AsyncVLLM`); None where receivers form the group themselves, at the same time.
+            vllm_engine: the engines to drive, anything that `as_engine` takes (addresses, clients, `AsyncVLLM`); None
+                where receivers join the group themselves, at the same time.
 
         Raises:
             DeadlineError: names the ranks that did not come.
@@ -128,19 +128,19 @@ class VLLMWeightSender(_Sender):
 
 
 class SGLangWeightSender(_Sender):
-    """Sends to one SGLang server.
+    """Sends weights to one SGLang server.
 
     Args:
         scheme: a `SGLangWeightSyncScheme`.
     """
 
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
-        """Form the group with the server's workers; as for `VLLMWeightSender`."""
+        """Form the process group with the server's workers; raises as `VLLMWeightSender` does."""
         engine = sglang_client(self._scheme.server_url, self._scheme.pause_mode)
         self._connect(engine).init_all_workers_group(model_metadata)
 
     def flush_cache(self) -> bool:
-        """Drop the server's prefix cache, which every update has done already; return False where it cannot now."""
+        """Drop the server's prefix cache, as every update does; return False where the server did not do it."""
         server = HTTPSession(self._scheme.server_url, timeout_s=30.0)
         try:
             server.post("/flush_cache", {})
@@ -150,7 +150,7 @@ class SGLangWeightSender(_Sender):
 
 
 class VLLMDoubleBufferWeightSender(_Sender):
-    """Publishes weights in a directory, from which receivers take them when they like.
+    """Publishes weights in a directory, from which receivers take them when they poll.
 
     Args:
         scheme: a `VLLMDoubleBufferSyncScheme`.
@@ -165,7 +165,7 @@ class VLLMDoubleBufferWeightSender(_Sender):
 
 
 class _Receiver(ABC):
-    """What the receivers share: an engine of this process lands weights itself, another one is driven.
+    """A receiver with TorchRL's methods: it lands weights in an engine of this process, or stands for one elsewhere.
 
     Args:
         engine: a module, mapping or loader of this process, or an engine elsewhere.
@@ -178,7 +178,7 @@ class _Receiver(ABC):
 
     @abstractmethod
     def poll_and_apply(self, timeout: float) -> bool:
-        """Wait ``timeout`` seconds at most, and tell whether weights came and are in service."""
+        """Wait ``timeout`` seconds at most, and return whether weights came and are in service."""
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Land ``weights`` in an engine of this process; one elsewhere has them when its sender's update returns.
@@ -197,7 +197,7 @@ class _Receiver(ABC):
 
 
 class VLLMWeightReceiver(_Receiver):
-    """Lands weights that come over the collective, at the engine's end.
+    """Lands weights that come over the collective in an engine of this process.
 
     Args:
         scheme: a `VLLMWeightSyncScheme`.
@@ -215,7 +215,7 @@ class VLLMWeightReceiver(_Receiver):
 
         Raises:
             DeadlineError: names the ranks that did not come.
-            ManifestError: the sender's parameters are others.
+            ManifestError: the sender has other parameters.
         """
         if self._local is None:
             return
@@ -224,7 +224,7 @@ class VLLMWeightReceiver(_Receiver):
         self._transport.init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Tell whether weights came within ``timeout`` seconds and are in place; False for an engine that is driven."""
+        """Return whether weights came within ``timeout`` seconds and are in place; False for an engine elsewhere."""
         if self._local is None:
             return False
         if self._transport is None:
@@ -238,12 +238,12 @@ class VLLMWeightReceiver(_Receiver):
 
 
 class VLLMDoubleBufferWeightReceiver(_Receiver):
-    """Takes what the sender published.
+    """Takes versions that the sender published, and puts them in service.
 
     Args:
         scheme: a `VLLMDoubleBufferSyncScheme`.
-        vllm_engine: anything that `as_engine` takes. An engine elsewhere reads what was
-            published itself, so that it must see ``local_addr`` under the same path.
+        vllm_engine: anything that `as_engine` takes. An engine elsewhere reads the files by itself, so that it must
+            see ``local_addr`` under the same path.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
@@ -253,7 +253,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
         self._handed = None if driven is None else HandedOn(self._transport, driven)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Tell whether a newer version was published within ``timeout`` seconds and is in service.
+        """Return whether a newer version was published within ``timeout`` seconds and is in service.
 
         Raises:
             ManifestError: it has other parameters than the engine; nothing was changed.
@@ -269,7 +269,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
         return True
 
     def shutdown(self) -> None:
-        """Leave the engine, which goes on with what it has."""
+        """Leave the engine, which keeps serving the weights it has."""
         try:
             if self._handed is not None:
                 self._handed.close()
@@ -278,20 +278,20 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
 
 
 def sglang_client(server_url: str, pause_mode: str | None) -> EngineClient:
-    """Make the client of an SGLang server, which pauses as TorchRL's argument says."""
+    """Make the client of an SGLang server, with TorchRL's ``pause_mode``; None leaves the client's own default."""
     return engines.make("sglang", url=server_url, **({} if pause_mode is None else {"pause_mode": pause_mode}))
 
 
 def as_engine(engine: Any) -> EngineClient | None:
-    """Make an engine client of whatever names an engine.
+    """Return an engine client for anything that names engines.
 
     Args:
         engine: None (data layer only); an `EngineClient`, or several; ``"host:port"``, or several; a module, mapping,
             loader or receiver of this process; TorchRL's `AsyncVLLM` (any `RLvLLMEngine`).
 
     Raises:
-        ConfigError: nothing knows how to drive it.
-        EngineError: nobody answers at an address.
+        ConfigError: it is nothing that can be driven.
+        EngineError: no engine answers at an address.
     """
     if engine is None or isinstance(engine, EngineClient):
         return engine

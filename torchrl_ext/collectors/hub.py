@@ -1,7 +1,7 @@
-"""Where the workers of a collector dial in to their trainer, over TCP (`torchrl_ext.transports.links`).
+"""Connects the workers of a collector to their trainer, over TCP (`torchrl_ext.transports.links`).
 
-A worker says who it is, and is answered with ``{"welcome": ...}`` or ``{"refused": why}``. After that the trainer asks
-and the worker answers.
+A worker dials and says who it is, and is answered with ``{"welcome": ...}`` or ``{"refused": why}``. After that the
+trainer asks and the worker answers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["Hub", "dial"]
 
 _HELLO_S = 10.0
 _LOOK_S = 0.2
-"""How often a wait for workers looks whether one of them has ended."""
+"""Seconds between two looks at whether a worker has ended, while others are waited for."""
 
 
 class Hub:
-    """Lets the workers of one model dial in, and accepts them in a thread of its own.
+    """Listens for the workers of one model, and accepts their connections in a thread of its own.
 
     Args:
         host: address to listen on, and the one that workers dial.
         model_id: the model whose workers these are.
         workers: how many there are.
-        welcome: what worker ``idx`` is told when it is let in (JSON-safe).
+        welcome: returns what worker ``idx`` is told when it is accepted (JSON-safe).
     """
 
     def __init__(self, host: str, model_id: str, workers: int, welcome: Callable[[int], Info]) -> None:
@@ -58,14 +58,14 @@ class Hub:
         serve(listener, met, f"torchrl-ext-hub-{model_id}")
 
     def wait(self, timeout_s: float, ended: Callable[[], list[int]] = list) -> list[int]:
-        """Wait until every worker is here, or has ended.
+        """Wait until every worker has connected or has ended.
 
         Args:
             timeout_s: how long at most.
             ended: indices of workers whose processes are known to have ended.
 
         Returns:
-            Workers that ended before they dialled in.
+            Indices of workers that ended before they connected; empty where all of them connected.
 
         Raises:
             DeadlineError: names the workers that are missing.
@@ -93,18 +93,18 @@ class Hub:
         self._stop()
 
     def welcome(self, link: Link) -> None:
-        """Let one in that dialled, or tell it why not."""
+        """Accept a worker that dialled, or answer why it is refused."""
         try:
             hello = link.read(deadline(_HELLO_S)) or {}
             refusal = self._refusal(hello, link)
             if refusal is not None:
                 link.send({"refused": refusal}, deadline(_HELLO_S))
                 link.close()
-        except WeightSyncError:  # it is gone, does not read, or does not speak our language
+        except WeightSyncError:  # it is gone, does not read, or sends no message of ours
             link.close()
 
     def _refusal(self, hello: Info, link: Link) -> str | None:
-        """Why not; or None, and the worker is in."""
+        """Accept the worker and return None, or return why it is refused."""
         if not hmac.compare_digest(str(hello.get("token", "")), self.token):
             return "this is another trainer's address"
         idx, pid, model_id = hello.get("worker"), hello.get("pid"), hello.get("model_id")
@@ -141,7 +141,7 @@ def dial(address: tuple[str, int], model_id: str, worker: int, token: str, timeo
     """Connect a worker to the trainer's hub.
 
     Returns:
-        The link, and what the trainer says in welcome.
+        The link, and the trainer's welcome.
 
     Raises:
         NotConnectedError: nobody listens there, or the trainer refuses this worker (a second one of the same index or

@@ -1,4 +1,4 @@
-"""Where weights land in a collector's worker: a policy that may still be on the meta device, or carry extra state."""
+"""Lands weights in a collector's worker, whose policy may still be on the meta device or carry extra state."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ EXTRA = "__extra_state__"
 
 
 def other_names(weights: Any) -> dict[str, str]:
-    """Map the names of tied tensors that do not travel to the name under which they do."""
+    """Return the names of tied tensors that do not travel, each with the name under which its tensor does."""
     return dict(as_source(weights).tied())
 
 
 class ModelLoader(WeightLoader):
-    """Lands in whatever model a scheme has at the moment of each update.
+    """Lands weights in the model that a scheme has at the moment of each update.
 
     A collector sends its workers policies without storage (meta tensors), and may put a copy in the policy's place
     after the first weights came. A meta tensor is replaced by what arrives, on ``device``; another is written in place.
 
     Args:
-        model: gives the module, TensorDict or mapping of now.
+        model: returns the module, TensorDict or mapping that the scheme has now.
         device: where parameters that are on the meta device go; None: where they arrive.
         tied: names that do not travel -> names that do, for models whose ties were lost with their storage.
     """
@@ -125,17 +125,17 @@ class ModelLoader(WeightLoader):
         model = self._current_model()
         if self._loader is None or model is not self._model:
             self._loader, self._model = TensorsLoader(model), model
-            if self._sent is not None:  # it takes the names that its predecessor took
+            if self._sent is not None:  # a new loader has to check what the one before did
                 self._loader.check(self._sent)
         return self._loader
 
     def _bare(self) -> bool:
-        """Whether the model has tensors without storage."""
+        """Return whether the model has tensors without storage."""
         model = self._current_model()
         return isinstance(model, nn.Module) and any(tensor.is_meta for _, tensor in named_tensors(model, scratch=True))
 
     def _fill(self, received: Mapping[str, Tensor]) -> None:
-        """Give the model storage: what arrived, tied tensors as one."""
+        """Put the tensors that arrived in the place of the model's own; tied names get one tensor."""
         model, made = self._current_model(), {}
         tied = {name: via for name, via in self._tied.items() if name not in received and via in received}
         received = stacked(model, {**received, **{name: received[via] for name, via in tied.items()}})
@@ -161,7 +161,7 @@ class ModelLoader(WeightLoader):
 def _like(old: Tensor, new: Tensor, device: str | None) -> Tensor:
     new = new.to(device) if device else new
     if new.untyped_storage().nbytes() != new.nbytes:
-        new = new.clone()  # a piece of a bucket would keep all of it
+        new = new.clone()  # a slice would keep its whole bucket in memory
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 

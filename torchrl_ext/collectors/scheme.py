@@ -1,6 +1,6 @@
-"""`TransportWeightSyncScheme`: any transport, by name, as a scheme for TorchRL's collectors.
+"""Defines `TransportWeightSyncScheme`: a weight sync scheme of TorchRL's collectors over a transport given by name.
 
-`TransportSchemeBase` does what a `torchrl.weight_update.WeightSyncScheme` has to, whichever transport it brings.
+`TransportSchemeBase` implements `torchrl.weight_update.WeightSyncScheme` for whichever transport a subclass makes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["TransportSchemeBase", "TransportWeightSyncScheme", "check_settings"]
 
 
 class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
-    """A scheme for one model, on the trainer's side or, pickled into a worker, on the worker's.
+    """A weight sync scheme for one model: the trainer end in the trainer and, pickled into a worker, the worker end.
 
     Its settings are those that `TransportWeightSyncScheme` describes.
     """
@@ -56,10 +56,10 @@ class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl ha
 
     @abstractmethod
     def create_transport(self, **settings: Any) -> Transport:
-        """Make a new trainer end; ``settings`` come on top of the scheme's own."""
+        """Make a new transport of the trainer; ``settings`` come on top of the scheme's own."""
 
     def worker_transport(self) -> Transport:
-        """Make the trainer end for a collector's workers, whose number is known when they are connected."""
+        """Make the transport to a collector's workers, whose number is known only when they are connected."""
         return self.create_transport()
 
     # trainer end
@@ -203,7 +203,7 @@ class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl ha
         return self._strategy.extract_weights(self.model)
 
     def _landed(self, version: int) -> None:
-        """Weights are in place: bump the worker's policy version, and pass them on to collectors below this one."""
+        """Bump the worker's policy version after weights landed, or pass them on to the collectors below it."""
         context, end = self.context, self._worker_end
         if context is None or not self.synchronized_on_receiver or end is None or not end.running:
             return
@@ -248,7 +248,7 @@ class TransportWeightSyncScheme(TransportSchemeBase):
         strategy: how weights are taken from a module, ``"tensordict"`` or ``"state_dict"``.
         timeout_s: deadline of every wait during an update, in seconds.
         start_timeout_s: deadline for all workers to start and to connect, in seconds.
-        host: address at which workers reach this process; of another machine's workers, one that they can reach.
+        host: address at which workers reach this process; for workers on other machines, one that they can reach.
         verify: workers compare a digest of each tensor with the trainer's before an update counts.
         settings: of the transport. A transport that needs a directory gets a temporary one where ``root`` is not given,
             for workers on this machine.
@@ -320,6 +320,6 @@ def check_settings(transport: str, settings: Mapping[str, Any]) -> None:
 
 
 def _remove(path: str, owner: int) -> None:
-    """Remove a scheme's own directory, but in a fork of the process that made it."""
+    """Remove a scheme's own directory, except in a fork of the process that made it."""
     if owner == os.getpid():
         shutil.rmtree(path, ignore_errors=True)

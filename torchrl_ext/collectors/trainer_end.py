@@ -1,4 +1,4 @@
-"""The trainer end of a scheme: who its workers are, what each is sent, and the sender that reaches them."""
+"""The trainer end of a scheme: it knows the workers, picks what each is sent, and owns the sender to them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger("torchrl_ext")
 
 
 class SchemeTrainerEnd:
-    """Knows the workers of one model, and the sender that reaches them.
+    """Connects the workers of one model, and sends them its weights.
 
     Args:
         scheme: whose trainer end this is.
@@ -42,7 +42,7 @@ class SchemeTrainerEnd:
         devices: where each worker's policy lives.
         params_map: weights of its own for each worker.
         device_map_fn: ``(worker, weights) -> weights``: what each worker starts with.
-        kept: the model, which the scheme holds weakly, until the workers have its weights.
+        kept: the model, kept alive until the workers have its weights, since the scheme holds it weakly.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class SchemeTrainerEnd:
         return None if self._hub is None else (*self._hub.address, self._hub.token)
 
     def start(self, weights: Any = None) -> None:
-        """Wait for the workers, and give them their first weights.
+        """Wait for the workers, and send them their first weights.
 
         Raises:
-            DeadlineError: some did not come.
+            DeadlineError: some workers did not connect.
             UpdateError: some do not take the weights.
         """
         first = self._first(weights)
@@ -140,7 +140,7 @@ class SchemeTrainerEnd:
     # what is sent
 
     def _first(self, weights: Any) -> Any | None:
-        """Weights to start with, maybe per worker; None: workers keep their own."""
+        """Return the weights to start with, maybe one set per worker; None where workers keep their own."""
         if self._params_map is not None:
             weights = self._params_map
         elif _per_worker(weights):
@@ -161,7 +161,7 @@ class SchemeTrainerEnd:
             self._home = next((str(tensor.device) for _, tensor in as_source(one)), None)
 
     def _taken(self, weights: Any) -> Any | None:
-        """Weights as they go out: those given, or the registered model's."""
+        """Return the weights to send: those given, or the registered model's; None where there are none."""
         scheme = self._scheme
         if weights is not None:
             return scheme.prepare_weights(weights, self._model_id, scheme.strategy, scheme.context)
@@ -183,7 +183,7 @@ class SchemeTrainerEnd:
         return None if found is None else scheme.strategy.extract_weights(found)
 
     def _made(self) -> Any | None:
-        """The collector has no policy: what one factory for all workers makes; with several, each keeps its own."""
+        """Return weights from the policy factory that all workers share; None where they share none."""
         factories = getattr(self._scheme.context, "policy_factory", None) or [None]
         if self._model_id != "policy" or factories[0] is None or any(one is not factories[0] for one in factories):
             return None
@@ -206,7 +206,7 @@ class SchemeTrainerEnd:
         try:
             self.report = sender.update_weights(weights)
         except UpdateError as error:
-            self._leave()  # what is left of a group or of half an update is not built upon
+            self._leave()  # the next update starts from a new connection, not from half an update
             raise UpdateError(
                 f"model {self._model_id!r}: {error.what}",
                 report=error.report,
@@ -216,7 +216,7 @@ class SchemeTrainerEnd:
             ) from error
 
     def _sender(self, ids: tuple[int, ...]) -> WeightSender:
-        """The sender for these workers; a change of who takes part forms a new connection."""
+        """Return the sender to these workers; it is made anew when they are not those of the last update."""
         if self._connection is not None and self._connection[0] == ids:
             return self._connection[1]
         self._leave()
@@ -235,7 +235,7 @@ class SchemeTrainerEnd:
                 log.debug("while leaving workers of model %r: %s", self._model_id, error)
 
     def _meet(self) -> None:
-        """Know the workers that are connected now: one that was replaced has another link."""
+        """Take in the workers that are connected now; one that was replaced has another link."""
         if self._hub is None:
             return
         for idx, link in sorted(self._hub.links.items()):

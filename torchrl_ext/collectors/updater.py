@@ -1,4 +1,4 @@
-"""`TransportWeightUpdater`: any transport, by name, as a weight updater for TorchRL's collectors."""
+"""Defines `TransportWeightUpdater`: a weight updater of TorchRL's collectors over a transport given by name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         self._model = model
 
     def init(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None) -> None:
-        """Connect the engines ahead of the first update; the updates do it by themselves otherwise.
+        """Connect the engines before the first update, which does it otherwise.
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``; that of the registered model if omitted.
@@ -107,7 +107,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         self.sender.init_all_workers_group(model_metadata)
 
     def maybe_init_group(self) -> None:
-        """Do as `init`, for code written for TorchRL's own updaters: without a model the first update does it."""
+        """Call `init` where a model is registered and nothing is connected, for code written for TorchRL's updaters."""
         if self._model is not None and not self.sender.check_connection():
             self.init()
 
@@ -142,10 +142,10 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
             self._sender.shutdown()
 
     def _require_everybody(self, worker_ids: Any) -> None:
-        """Engines serve one version, so that all of them are asked for, or none is named.
+        """Refuse to update some engines and not others, since all of them serve one version.
 
         Raises:
-            ConfigError: ``worker_ids`` says something else.
+            ConfigError: ``worker_ids`` names something else than every engine.
         """
         if worker_ids is None:
             return
@@ -161,11 +161,11 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
             )
 
     def _calls(self, collector: Any) -> bool:
-        """Whether ``collector`` is the one that calls this updater."""
+        """Return whether ``collector`` is the one that calls this updater."""
         return isinstance(collector, Collector) and collector._weight_updater is self
 
     def _call_post_hooks(self) -> None:
-        """Each once; the engines have the weights, so that one that raises is logged, and the others are called."""
+        """Call each hook once; one that raises is logged and no more, since the engines have the weights already."""
         for hook in self.post_hooks:
             try:
                 hook()

@@ -21,9 +21,9 @@ __all__ = ["SchemeWorkerEnd", "WorkerEngine"]
 
 log = logging.getLogger("torchrl_ext")
 _GRACE_S = 5.0
-"""How much longer the trainer waits than a transport does, so that the transport's own error arrives."""
+"""Seconds that the trainer waits longer than a transport does, so that the transport's own error arrives."""
 _ANSWER_S = 60.0
-"""How long an answer may wait for a trainer that does not read."""
+"""Seconds that an answer may wait for a trainer that does not read."""
 
 
 class WorkerEngine(EngineClient):
@@ -59,7 +59,7 @@ class WorkerEngine(EngineClient):
         return self._proof
 
     def rehearse(self, how: str = "once") -> None:
-        """What a worker computes with is what weights land in, so this only asks what it proves."""
+        """Ask what an update proves; weights land in the very tensors that a worker computes with."""
         self._proof = str(self.ask(Rehearse(how=how))["proof"])
 
     def prefetch(self, version: int) -> None:
@@ -79,11 +79,11 @@ class WorkerEngine(EngineClient):
         self._state, self._version = "serving", version
 
     def pause(self) -> bool:
-        """A worker collects on: what it reads is written in place, as with TorchRL's own schemes."""
+        """Return True and pause nothing: a worker collects on while weights land, as with TorchRL's own schemes."""
         return True
 
     def resume(self) -> None:
-        """As `pause`."""
+        """Do nothing, as `pause` does."""
 
     def rows(self) -> tuple[EngineRow, ...]:
         state = self._state if self.link.alive else "unreachable"
@@ -103,19 +103,19 @@ class WorkerEngine(EngineClient):
             self.ask(Leave())
 
     def ask(self, message: Message) -> Any:
-        """Let the worker do one thing, wait until it has, and return what it tells.
+        """Send the worker a message, wait until it has done what it says, and return the answer.
 
         Raises:
             EngineUnreachableError: the worker is gone.
-            EngineRefusedError: it says no, and why.
-            DeadlineError: it says nothing in time.
+            EngineRefusedError: the worker failed or refused; says why.
+            DeadlineError: no answer came in time.
         """
         number = next(self._numbers)
         try:
             self.link.send({"number": number, "message": message.to_json()}, deadline(self._timeout_s))
             until = deadline(self._timeout_s)
             answer = self.link.read(until)
-            while answer is not None and answer.get("number") != number:  # late, of an ask that was given up
+            while answer is not None and answer.get("number") != number:  # an answer that came too late
                 answer = self.link.read(until)
         except TransportError as error:
             raise EngineUnreachableError(
@@ -170,7 +170,7 @@ class SchemeWorkerEnd:
                 return
 
     def start(self) -> None:
-        """Answer in a thread from here on."""
+        """Start the thread that answers from here on."""
         self._thread = threading.Thread(target=self._run, name="torchrl-ext-worker", daemon=True)
         self._thread.start()
 
@@ -180,7 +180,7 @@ class SchemeWorkerEnd:
         return self._thread is not None
 
     def wait_for(self, version: int, timeout_s: float) -> bool:
-        """Tell whether a version newer than ``version`` is in place, at the latest in ``timeout_s`` seconds."""
+        """Wait ``timeout_s`` seconds at most, and return whether a version newer than ``version`` is in place."""
         with self._news:
             return self._news.wait_for(lambda: self.version > version, timeout_s)
 
@@ -221,7 +221,7 @@ class SchemeWorkerEnd:
 
 
 def _described(error: Exception) -> Info:
-    """An error in four JSON-safe parts."""
+    """Return the four parts of an error, JSON-safe."""
     if isinstance(error, errors.WeightSyncError):
         return {"what": error.what, "expected": error.expected, "state": error.state, "hint": error.hint}
     return {"what": f"{type(error).__name__}: {error}", "expected": None, "state": None, "hint": None}
