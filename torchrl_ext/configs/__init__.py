@@ -1,6 +1,6 @@
 """Hydra groups by transport name; importing this package adds those of `torchrl_ext.configs.hydra`.
 
-Where hydra is not installed there are none. The options of `torchrl_ext.planning.options` need neither.
+Where hydra is not installed there are none; `torchrl_ext.planning.options` does not need it.
 """
 
 import importlib

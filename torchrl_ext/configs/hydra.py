@@ -59,12 +59,12 @@ class Parameter:
 
     @property
     def type_name(self) -> str:
-        """The type as one writes it."""
+        """The type as it is written in code."""
         return self.type.__name__ if isinstance(self.type, type) else str(self.type).replace("typing.", "")
 
 
 def parameters(call: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """Read off the named parameters of a class or a function, in order."""
+    """Return the named parameters of a class or a function, in order."""
     hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call)
     return tuple(
         Parameter(
@@ -78,7 +78,7 @@ def parameters(call: Callable[..., Any]) -> tuple[Parameter, ...]:
 
 
 def _checkable(hint: Any) -> Any:
-    """The part of a type that OmegaConf can check; it cannot merge a mapping into an optional typed one."""
+    """Return the part of a type that OmegaConf can check; it cannot merge a mapping into an optional typed one."""
     if typing.get_origin(hint) in (Mapping, dict):
         return dict[str, Any]
     members = (hint,) if typing.get_origin(hint) is typing.Literal else typing.get_args(hint) or (hint,)
@@ -103,7 +103,7 @@ def scheme_parameters(transport: str) -> tuple[Parameter, ...]:
 
 
 def updater_parameters() -> tuple[Parameter, ...]:
-    """Return the settings of ``weight_updater=transport``: every transport's; None stands for its own default."""
+    """Return the settings of ``weight_updater=transport``: those of every transport; None leaves its own default."""
     kinds: dict[str, set[Any]] = defaultdict(set)
     for fields in _known().values():
         for field in fields:
@@ -116,7 +116,7 @@ def updater_parameters() -> tuple[Parameter, ...]:
 
 
 def register() -> None:
-    """Add the groups. Call it again after another transport was registered.
+    """Add the groups to hydra's ConfigStore. Call it again after another transport was registered.
 
     A transport whose imports fail on this machine gets no group.
     """
@@ -129,7 +129,7 @@ def register() -> None:
 
 
 def _known() -> dict[str, tuple[Parameter, ...]]:
-    """The transports that can be imported here, with their parameters."""
+    """Return the transports that can be imported here, with their parameters."""
     known = {}
     for name in transports.names():
         try:
@@ -140,14 +140,14 @@ def _known() -> dict[str, tuple[Parameter, ...]]:
 
 
 def _optional(field: Parameter) -> Parameter:
-    """A required parameter as one that may be left to the scheme."""
+    """Return a required parameter as one that may be left out, with None for a default; others as they are."""
     if not field.required:
         return field
     return replace(field, type=field.type if field.type is Any else field.type | None, default=None)
 
 
 def _node(title: str, target: Any, fields: tuple[Parameter, ...], *, partial: bool) -> type[Any]:
-    """A config dataclass that `hydra.utils.instantiate` turns into a call of ``target`` with plain containers."""
+    """Make a config dataclass that `hydra.utils.instantiate` turns into a call of ``target`` with plain containers."""
     calls = (
         Parameter("_target_", str, f"{target.__module__}.{target.__qualname__}"),
         Parameter("_partial_", bool, partial),
