@@ -1,4 +1,4 @@
-"""What an update costs by each route: every phase is an amount divided by a speed.
+"""Predicts what an update costs by each route: every phase is an amount divided by a speed.
 
 Speeds of links, stores and devices are facts about the deployment. What facts cannot tell stands in `MEASURED` and
 `ENCODINGS`, as ``torchrl-ext bench`` printed it on two shared x86-64 cores with torch's CPU build.
@@ -53,10 +53,10 @@ processes. ``publish``: checksummed and written. ``copy``: into a staging buffer
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """Size and effort of one encoding of deltas.
+    """The size and the effort of one encoding of deltas, as measured.
 
     Attributes:
-        place: bits per changed element, as a multiple of the least that its place can take (`place_bits`).
+        place: bits for the place of a changed element, as a multiple of the least possible (`place_bits`).
         step: further bits per changed element.
         effort: time to find and code changes, as a multiple of the quickest encoding's.
     """
@@ -80,7 +80,7 @@ ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One phase of an update.
+    """One phase of an update, with its predicted length.
 
     Attributes:
         name: ``encode``, ``publish``, ``keyframe``, ``cross`` (between regions), ``fetch``, ``send``, ``stage``, or
@@ -96,7 +96,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One route that an update can take.
+    """One route that an update can take, with its predicted phases.
 
     Attributes:
         transport: name of the transport.
@@ -162,7 +162,7 @@ def place_bits(density: float) -> float:
 
 
 def ipc(facts: Facts) -> Route:
-    """Weights are copied into a staging buffer, and from there into the parameters, on the device that is shared."""
+    """Predict the ``ipc`` route: weights are copied into a staging buffer and then into parameters, on one device."""
     size = facts.model_bytes
     copied_s = size / (_speed("copy") if facts.on_host else facts.device_bytes_s)
     return Route(
@@ -174,7 +174,7 @@ def ipc(facts: Facts) -> Route:
 
 
 def collective(facts: Facts) -> Route:
-    """Weights are broadcast while engines are paused."""
+    """Predict the ``collective`` route: weights are broadcast while engines are paused."""
     size = facts.model_bytes
     beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
     pause = _measured("pause", _broadcast(facts, size) + beside_s)
@@ -182,7 +182,7 @@ def collective(facts: Facts) -> Route:
 
 
 def disk(facts: Facts) -> Route:
-    """Weights are written, read by every engine while it generates, and loaded from its page cache."""
+    """Predict the ``disk`` route: engines read files while they generate, and load them from the page cache."""
     size = facts.model_bytes
     reload_s = size / facts.workers_per_engine / _speed("reload")
     spans = [Span(name="publish", seconds=_to_host(facts) + _published(facts, size)), *_fetched(facts, size)]
@@ -191,8 +191,8 @@ def disk(facts: Facts) -> Route:
 
 
 def delta(facts: Facts, encoding: str, carrier: str) -> Route:
-    """Changes are coded, published or broadcast and staged while engines generate, then written in place."""
-    if encoding == "auto":  # what it does, per tensor: take the one that lands soonest
+    """Predict a ``delta`` route: changes are coded, sent and staged while engines generate, then written in place."""
+    if encoding == "auto":  # for each tensor it takes the one that lands soonest
         best = min((delta(facts, one, carrier) for one in ("ulp", "context")), key=lambda route: route.seconds)
         return replace(best, encoding="auto")
     coded, full = ENCODINGS[encoding], facts.model_bytes
@@ -223,12 +223,12 @@ def delta(facts: Facts, encoding: str, carrier: str) -> Route:
 
 
 def _published(facts: Facts, size: float) -> float:
-    """Written by one host, and on a CPU's host as fast as that was measured at most."""
+    """Return the seconds in which one host publishes; a CPU's host is no faster than was measured."""
     return size / min(facts.disk_bytes_s, _speed("publish") if facts.on_host else math.inf)
 
 
 def _fetched(facts: Facts, size: float) -> list[Span]:
-    """Once into every other region, then to every engine of a region from its store."""
+    """Return the phases of reading: once into every other region, then by every engine of a region from its store."""
     cross = [Span(name="cross", seconds=size / facts.wan_bytes_s)] if facts.regions > 1 else []
     readers = math.ceil(facts.engines / facts.regions)
     fetch_s = max(size * readers / facts.disk_bytes_s, size / facts.network_bytes_s)
@@ -236,7 +236,7 @@ def _fetched(facts: Facts, size: float) -> list[Span]:
 
 
 def _broadcast(facts: Facts, size: float) -> float:
-    """NCCL forwards piece by piece, so that the number of receivers hardly counts; gloo sends down a tree."""
+    """Return the seconds of a broadcast: to NCCL the number of receivers hardly counts; gloo sends down a tree."""
     if not facts.on_host:
         return size / facts.network_bytes_s
     levels = max(1, math.ceil(math.log2(1 + facts.engines * facts.workers_per_engine)))
@@ -244,12 +244,12 @@ def _broadcast(facts: Facts, size: float) -> float:
 
 
 def _to_host(facts: Facts) -> float:
-    """The trainer's weights copied to where they can be compared or written."""
+    """Return the seconds to copy the trainer's weights to where they can be compared or written."""
     return 0.0 if facts.on_host else facts.model_bytes / facts.host_link_bytes_s
 
 
 def _loaded(facts: Facts) -> float:
-    """Copied into the parameters, of which each worker of a CPU engine holds its share."""
+    """Return the seconds to copy weights into the parameters, of which each worker of a CPU engine holds its share."""
     size = facts.model_bytes
     return size / facts.workers_per_engine / _speed("load") if facts.on_host else size / facts.device_bytes_s
 

@@ -1,4 +1,4 @@
-"""What the planner has to know about a deployment."""
+"""The facts about a deployment that the planner predicts from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Facts:
     with device ``"cuda"`` alone.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a value, or a combination of values, that is impossible.
     """
 
     parameters: int = _fact(8_000_000_000, "elements of the model")
@@ -85,7 +85,7 @@ class Facts:
 
     @property
     def tensor_count(self) -> int:
-        """`tensors`, or the estimate."""
+        """The number of tensors: `tensors`, or an estimate from the parameters."""
         return self.tensors or max(1, min(self.parameters, max(100, self.parameters // _PER_TENSOR)))
 
     @property

@@ -1,4 +1,4 @@
-"""`WeightUpdateConfig`: the options of the frameworks that this library learnt from, under the names they have there.
+"""Defines `WeightUpdateConfig`: the options of slime and vime for weight updates, under the names they have there.
 
 Source of names and defaults: the external-engine guides of slime and vime (`--update-weight-mode full|delta`,
 `--update-weight-transport nccl|disk`, `--rollout-external-engine-addrs`, ...). Combinations that cannot work are
@@ -25,7 +25,7 @@ __all__ = ["TransportConfig", "WeightUpdateConfig", "make_serving"]
 
 @dataclass(frozen=True, kw_only=True)
 class TransportConfig:
-    """A transport by name, with the settings that options say; the rest is left to its defaults."""
+    """The name of a transport, with the settings that options give it; it has its own defaults for the rest."""
 
     name: str
     settings: Mapping[str, Any]
@@ -159,7 +159,7 @@ class WeightUpdateConfig:
         """Make the transport that these options name.
 
         Args:
-            settings: further settings of the transport, or others than the options say, under its own names.
+            settings: of the transport under its own names, in addition to the options or in place of them.
 
         Raises:
             ConfigError: settings that cannot work.
@@ -179,7 +179,7 @@ class WeightUpdateConfig:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> WeightUpdateConfig:
-        """Take the options that were given on the command line."""
+        """Make a config from the options that were given on the command line."""
         given = {option.name: getattr(args, option.name) for option in dataclasses.fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
         if "rollout_external_engine_addrs" in given:
@@ -188,7 +188,7 @@ class WeightUpdateConfig:
 
 
 def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None = None, **settings: Any) -> Serving:
-    """Reach or start what `rollout_external_engine_addrs`, `vllm_config` or `sglang_config` describe, behind a router.
+    """Reach or start the engines of `rollout_external_engine_addrs`, `vllm_config` or `sglang_config`, behind a router.
 
     Args:
         config: the options. ``vllm_router_ip`` and ``vllm_router_port`` name a router for external engines.

@@ -1,6 +1,6 @@
-"""`recommend`: which entry point, which transport, and what an update will cost, from facts about a deployment.
+"""Recommends an entry point and a transport from facts about a deployment, with the predicted cost of an update.
 
-The table of goals is the one of the external-engine guides of slime and vime; `torchrl_ext.planning.costs` predicts.
+The goals are those of the external-engine guides of slime and vime; `torchrl_ext.planning.costs` predicts the costs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEAVY = 0.1
 
 @dataclass(frozen=True)
 class Answer:
-    """One row of the table.
+    """One row of the table of goals.
 
     Attributes:
         goal: what somebody wants or has.
@@ -59,7 +59,7 @@ DECISIONS: Mapping[str, Answer] = MappingProxyType(
         ),
     }
 )
-"""Goal by a short name, in the order of the guides."""
+"""The rows of the table by short names, in the order of the guides."""
 
 _ROWS = {
     ("collective", None): "group",
@@ -71,7 +71,7 @@ _ROWS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BreakEven:
-    """Where two routes take equally long.
+    """The value of a fact at which two routes take equally long.
 
     Attributes:
         below: label of the route that is faster below ``value``.
@@ -90,7 +90,7 @@ class BreakEven:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What to start from, and why.
+    """The route and the options to start from, with reasons and predictions.
 
     Attributes:
         facts: what it was made from.
@@ -145,13 +145,13 @@ class Recommendation:
 
 
 def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
-    """Say which route weights should take.
+    """Recommend the route that weights should take.
 
     Args:
         facts, given: about the deployment, as a `Facts` or by the names of its fields.
 
     Raises:
-        ConfigError: facts that cannot be, or under which nothing works.
+        ConfigError: the facts are impossible, or rule out every route.
     """
     if facts is not None and given:
         raise ConfigError("recommend takes facts, or their fields by name", expected="one of the two")
@@ -281,7 +281,7 @@ def _break_evens(facts: Facts) -> list[BreakEven]:
 
 
 def _even(facts: Facts, quantity: str, low: Callable[[Facts], Route], high: Callable[[Facts], Route]) -> BreakEven:
-    """Bisection on a logarithmic scale; one route is faster at the lower end, or everywhere."""
+    """Find where ``low`` stops being faster than ``high``, by bisection on a logarithmic scale."""
 
     def behind(value: float) -> float:
         changed: dict[str, Any] = {quantity: value}
