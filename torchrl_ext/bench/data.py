@@ -1,4 +1,4 @@
-"""What is measured on: models made of nothing but shapes, weights that change, and the least bits a change can take."""
+"""Provides what benchmarks measure on: shapes of models, weights that change, and the fewest bits a change can take."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ Pair = list[tuple[str, Tensor, Tensor]]
 
 
 def _text_tokens(vocabulary: int, limit: int) -> Tensor:
-    """Python's own library as tokens: text of natural statistics that every machine has."""
+    """Return Python's standard library as tokens: text of natural statistics that every machine has."""
     root, words = Path(sysconfig.get_paths()["stdlib"]), []
     for path in sorted(root.glob("*.py")):
         words += re.findall(r"\w+|\s+|[^\w\s]", path.read_text(errors="ignore"))
@@ -153,7 +153,7 @@ def real_chain(
 def synthetic_pair(
     density: float, *, clustered: bool = False, hidden: int = 1024, layers: int = 28, vocabulary: int = 32_000
 ) -> Pair:
-    """Draw bfloat16 weights of std 0.02, and take the uniform step whose size changes ``density`` of them.
+    """Return bfloat16 weights of std 0.02, before and after a uniform step whose size changes ``density`` of them.
 
     Args:
         density: share of elements that change, 0 to 1; above 0.995 as for 0.995, since some steps are always too small.
@@ -174,7 +174,7 @@ def synthetic_pair(
 
 
 def _step_for(density: float) -> float:
-    """The largest step that changes ``density`` of normal weights of std 0.02, by bisection."""
+    """Find the size of a uniform step that changes ``density`` of normal weights of std 0.02, by bisection."""
     generator = torch.Generator().manual_seed(1)
     master = torch.empty(1 << 20).normal_(0, 0.02, generator=generator)
     unit = torch.empty(1 << 20).uniform_(-1, 1, generator=generator)
@@ -190,7 +190,7 @@ def bounds(old: Tensor, new: Tensor) -> tuple[int, float, float]:
     """Count the changed elements of a bfloat16 tensor, and the fewest bits that they can take under two models.
 
     Plain: positions as a Bernoulli process, and ulp steps by their order-0 entropy. Conditional: the same for each
-    exponent of the base apart. Tables that tell the distributions are not counted.
+    exponent of the base apart. Tables that describe the distributions are not counted.
     """
     before, after = units(old).reshape(-1), units(new).reshape(-1)
     moved = np.flatnonzero(before != after)
@@ -206,7 +206,7 @@ def bounds(old: Tensor, new: Tensor) -> tuple[int, float, float]:
 
 
 def _ordered(bits: np.ndarray) -> np.ndarray:
-    """Patterns of bfloat16 as integers in the order of the numbers, so that a difference counts units."""
+    """Map bit patterns of bfloat16 to integers in the order of the numbers, so that differences count ulps."""
     wide = bits.astype(np.int64)
     return np.where(wide & 0x8000, 0xFFFF - wide, wide | 0x8000)
 

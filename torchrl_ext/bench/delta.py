@@ -49,7 +49,7 @@ SIZES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings."""
+    """Declare the options."""
     parser.add_argument("--size", choices=SIZES, default="small", help="full: pairs of 418 M parameters")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.03, 0.1, 0.5, 1.0])
     parser.add_argument("--threads", type=int, default=worker_threads())
@@ -125,7 +125,7 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
 
 
 def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
-    """Files and manifest of a version in our own container."""
+    """Return the bytes of files and manifest of a version in our own container."""
     delta = NewDelta(
         version=2,
         base=("0" * 32, 1),
@@ -141,7 +141,7 @@ def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
 
 
 def _shard_bytes(pair: Pair, name: str, threads: int) -> int:
-    """Shard and index in slime's layout."""
+    """Return the bytes of shard and index in slime's layout."""
     news = {name: new for name, _, new in pair}
     encoded = [one for one in encode_tensors(pair, make_codec(name), threads=threads) if one.changed]
     payloads = {one.meta.name: one.payload for one in encoded}
@@ -209,9 +209,9 @@ def _copy(target: Tensor, source: Tensor) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Summed(Codec):
-    """Another codec and, in the same thread, the checksum of the new tensor that slime's files carry.
+    """Runs another codec and, in the same thread, takes the checksum of the new tensor that slime's files carry.
 
-    Ours adds the tensor's digest in the pass that finds the changes.
+    Our own format needs none: the tensor's digest comes from the pass that finds the changes.
     """
 
     name: ClassVar[str] = "summed"

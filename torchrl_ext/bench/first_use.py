@@ -1,6 +1,6 @@
-"""What a fresh trainer and a fresh engine take for their first versions by delta, and what compiling has to do with it.
+"""Measures how long fresh processes take for their first versions by delta, and how much of that is compiling.
 
-Both are processes of their own, each with its cache for compiled loops: an empty one at first, then what that became.
+Trainer and engine are processes of their own, each with its own cache for compiled loops: empty at first, then warm.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ STEPS = {
     "delta": "first delta: prepare / prefetch",
     "later": "second delta: prepare / prefetch",
 }
-"""Seconds of each process, by key, and what they are."""
+"""The steps that each process times, by key, as the table names them."""
 MOST_S = 1.0
-"""What a step of an update may take, however fresh the process."""
+"""Seconds that a step of an update may take at most, however fresh the process."""
 _VERSIONS = {1: "keyframe", 2: "delta", 3: "later"}
 _DEADLINE_S = 600.0
 
@@ -95,7 +95,7 @@ def _model() -> dict[str, Any]:
 
 
 class _Clock:
-    """Seconds of steps that follow each other, without imports of numba's own in the first."""
+    """Times steps that follow each other; it imports numba beforehand, so that the first step is without that."""
 
     def __init__(self) -> None:
         from numba.core import event
@@ -148,7 +148,7 @@ def _engine(info: Mapping[str, Any]) -> None:
     receiver.connect(Join.of(info))
     clock.lap("connect")
     codec = codec_from_json(info["codec"])
-    Warming(codec, MappingSource(served).params(), beside=True).wait(_DEADLINE_S)  # the one on its way
+    Warming(codec, MappingSource(served).params(), beside=True).wait(_DEADLINE_S)  # for what `connect` started
     clock.lap("ready")
     clock.compiled()
     for version, step in _VERSIONS.items():

@@ -1,8 +1,8 @@
-"""``torchrl-ext bench gpu``: what stays on a GPU, beside plain copies of the same bytes.
+"""``torchrl-ext bench gpu``: updates that stay on a GPU, beside plain copies of the same bytes.
 
 Shared memory between two processes (`torchrl_ext.bench.ipc`) beside ``copy_`` of every tensor on the device; deltas
-that are listed on the device, from a baseline there and from one in pinned host memory, beside the whole model's way to
-the host and the host's own pass over it; and a staged delta that lands, beside a copy.
+that are listed on the device, from a baseline there and from one in pinned host memory, beside a copy of the whole
+model to the host and the host's own pass over it; and a staged delta that lands, beside a copy.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str
         rows = ((name, base[name], tensor) for name, tensor in source.items())
         changed = sum(one.changed for one in encode_tensors(rows, codec, threads=args.threads))
 
-    def before() -> None:  # as without any kernels: the whole model goes to the host
+    def before() -> None:  # as without kernels on the device: the whole model goes to the host
         copy(arrived)
         settle(args.device)
         encode(held, arrived)
@@ -121,7 +121,7 @@ def _timed(way: Callable[[], None], device: str) -> float:
 
 
 def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
-    """Seconds to stage a delta on parameters that hold ``old``, and to commit it with the engines' reading back."""
+    """Return the seconds to stage a delta on parameters that hold ``old``, and to commit it and read a part back."""
     live = {name: tensor.clone() for name, tensor in old.items()}
     rows = ((name, old[name], tensor) for name, tensor in new.items())
     patches = [
@@ -140,7 +140,7 @@ def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
 
 
 def _pair(shapes: Shapes, density: float, device: str) -> tuple[Weights, Weights]:
-    """Two versions: steps of one unit in the last place, scattered."""
+    """Return two versions that differ by steps of one unit in the last place, at ``density`` of all elements."""
     generator = torch.Generator(device).manual_seed(1)
     old, new = {}, {}
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""What ``torchrl-ext bench transport`` and ``bench gpu`` measure on one machine: shared memory against a plain copy.
+"""Measures shared memory against a plain copy, for ``torchrl-ext bench transport`` and ``torchrl-ext bench gpu``.
 
 End to end: a trainer process sends, a worker process copies into its parameters. The reference is ``copy_`` of every
 tensor into another one within one process: with all of torch's threads, and beside it with one, as either end of the
@@ -61,7 +61,7 @@ def measure_ipc(size: str, part: str, repeats: int, device: str = "cpu") -> dict
 
 
 def _ways(device: str) -> tuple[str, ...]:
-    """Ways to send: what lies in shared memory lies on the host."""
+    """Return the ways to send: in place only on the host, where weights can lie in shared memory already."""
     return ("ipc", "in_place") if torch.device(device).type == "cpu" else ("ipc",)
 
 
@@ -117,13 +117,13 @@ def in_one_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def settle(device: str) -> None:
-    """Wait for what a device still does."""
+    """Wait until a CUDA device has done its work; for the host there is nothing to wait for."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _work(channel: str, size: str, part: str, count: int, tell: Any, device: str) -> None:
-    """The worker process: ``count`` updates, the last one under observation."""
+    """Run the worker process: receive ``count`` updates, and track the memory of the last one."""
     weights = weights_of(SIZES[size][part], 0, device)
     worker = IPCTransport(channel, timeout_s=TIMEOUT_S)
     extra: list[int] = []

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def add_subjects(parser: argparse.ArgumentParser, subjects: Mapping[str, tuple[str, str]]) -> None:
-    """Declare what can be measured: a module and a line about it, by name."""
+    """Declare a command for each subject, given as name -> (module, line of help)."""
     commands = parser.add_subparsers(required=True, metavar="what")
     for name, (module, summary) in subjects.items():
         own = commands.add_parser(name, help=summary, description=summary)
@@ -95,13 +95,13 @@ def ratio(fast_s: Sequence[float], slow_s: Sequence[float], target: float | None
 
 
 def at_most(found: float, bound: float | None) -> dict[str, Any]:
-    """Hold a figure against the most that it should be; JSON-safe."""
+    """Compare a figure with the most that it should be; JSON-safe."""
     return {"found": found, "target": bound, "met": bound is None or found <= bound}
 
 
 @contextlib.contextmanager
 def track_peak() -> Iterator[list[int]]:
-    """Note the most resident memory that the block adds, in bytes; the list stays empty where nobody can tell.
+    """Note the most resident memory that the block adds, in bytes; the list stays empty where it cannot be known.
 
     Linux: writing 5 to ``/proc/self/clear_refs`` resets the high-water mark in ``/proc/self/status`` (proc(5)).
     """

@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run both schemes, turn by turn.
+    """Measure both schemes in turns.
 
     Raises:
-        ConfigError: a transport that ends at the process's border.
+        ConfigError: the transport does not reach other processes.
         IntegrityError: a worker does not hold what was sent.
         DeadlineError: a worker does not answer.
     """
@@ -100,7 +100,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 class _Workers:
-    """Workers that follow both schemes, and the trainer end of each."""
+    """The worker processes that follow both schemes, with the trainer end of each scheme."""
 
     def __init__(self, transport: str, settings: dict[str, Any], parameters: int, workers: int) -> None:
         from tensordict import TensorDict
@@ -156,7 +156,7 @@ class _Workers:
         return time.perf_counter() - began
 
     def compare(self) -> None:
-        """Hold what every worker has of each scheme against the trainer's policy."""
+        """Compare what every worker has from each scheme with the trainer's policy."""
         for way in ("ours", "torchrl", "torchrl_shared"):
             self._step()
             scheme, weights = self._way(way)
@@ -177,7 +177,7 @@ class _Workers:
             parameter.add_(1e-3)
 
     def _way(self, way: str) -> tuple[Any, Any]:
-        """The scheme, and what it is to send."""
+        """Return the scheme, and the weights that it is to send."""
         if way == "ours":
             return self._schemes["ours"], self._weights
         if way == "torchrl":
@@ -203,12 +203,12 @@ def _policy(parameters: int) -> nn.Module:
 
 
 def _sums(policy: nn.Module) -> list[int]:
-    """The bits of each parameter, summed as integers."""
+    """Return the bits of each parameter, summed as integers."""
     return [int(one.detach().contiguous().view(torch.int32).sum(dtype=torch.int64)) for one in policy.parameters()]
 
 
 def _follow(schemes: dict[str, Any], idx: int, parameters: int, pipe: Any) -> None:
-    """The main of a worker process."""
+    """Run a worker process: follow both schemes, and answer questions until the pipe closes."""
     torch.set_num_threads(1)  # as TorchRL sets it in its collectors' workers
     policies = {name: _policy(parameters) for name in schemes}
     for name, scheme in schemes.items():

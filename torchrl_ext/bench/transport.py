@@ -40,7 +40,7 @@ __all__ = ["add_arguments", "measure", "tables"]
 
 TIMEOUT_S = 120.0
 SHARD_BYTES = 64 << 20
-"""Shards of the publication whose memory is measured; its speed is measured with the default, one file."""
+"""Bytes of a shard in the publication whose memory is measured; its speed is measured with the default, one file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
 
 
 class _End:
-    """One of the two processes; both walk through the same steps, the trainer (rank 0) sending.
+    """One of the two processes, which both go through the same steps; the trainer (rank 0) sends.
 
     Args:
         rank: 0 or 1.
@@ -139,7 +139,7 @@ class _End:
             pass
 
     def meet(self) -> None:
-        """Wait for the other end."""
+        """Wait until the other end has come to this step too."""
         self._plain.barrier().wait()
 
     def steps(
@@ -179,7 +179,7 @@ def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Cal
 
 
 def _work(info: Info, size: str, bucket_bytes: int, repeats: int) -> None:
-    """The worker process."""
+    """Run the worker process: join as rank 1, and go through the same steps as the trainer."""
     transport = VLLMCollectiveTransport.from_info(info)
     transport.join({**info, "rank": 1})
     for _ in _End(1, transport, info).steps(SIZES[size], bucket_bytes, repeats):
