@@ -236,7 +236,10 @@ def _fetched(facts: Facts, size: float) -> list[Span]:
 
 
 def _broadcast(facts: Facts, size: float) -> float:
-    """Return the seconds of a broadcast: to NCCL the number of receivers hardly counts; gloo sends down a tree."""
+    """Return the seconds of a broadcast.
+
+    NCCL forwards while it still receives, so that the number of receivers hardly counts; gloo sends down a tree.
+    """
     if not facts.on_host:
         return size / facts.network_bytes_s
     levels = max(1, math.ceil(math.log2(1 + facts.engines * facts.workers_per_engine)))
