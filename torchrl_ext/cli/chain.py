@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one action; with ``--json`` one document. Status 1 where `verify` finds damage, or cannot check a version."""
+    """Run one action and print its result; return 1 where `verify` finds damage or cannot check a version."""
     options = dict(_option(text) for text in args.storage_option)
     chain = Reader(open_store(args.root, options), args.base)
     if not chain.store.available():
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Reader:
-    """The chain under a root, and ways to read it."""
+    """Reads the chain of versions under a root."""
 
     def __init__(self, store: Store, base: str | None) -> None:
         self.store, self.base = store, base and os.path.abspath(base)
@@ -83,11 +83,11 @@ class Reader:
         return found
 
     def numbers(self) -> list[int]:
-        """Every version there is; not what somebody began to write."""
+        """Return the number of every version, without those that are not wholly written."""
         found = []
         for number in self.chain.numbers():
             with suppress(FileNotFoundError):
-                with suppress(WeightSyncError):  # told by whoever reads it
+                with suppress(WeightSyncError):  # reported when the version is read
                     self.chain.version(number)
                 found.append(number)
         return found
@@ -113,7 +113,7 @@ class Reader:
         version = self.chain.version(number)
         full, delta = version.full, version.delta
         total = sum(meta.numel for meta in version.params)
-        telling = None if delta is None or delta.container.startswith("foreign") else delta  # how much changed
+        telling = None if delta is None or delta.container.startswith("foreign") else delta  # foreign: no counts
         return {
             "version": number,
             "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
@@ -185,7 +185,7 @@ def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
             if full is not None:
                 with closing(PublishedVersion(reader.store, number, full)) as published:
                     published.verify()
-        except ConfigError as raised:  # something that the call did not name
+        except ConfigError as raised:  # the command names too little to check it
             ok, error = None, str(raised)
         except WeightSyncError as raised:
             ok, error = False, str(raised)
@@ -213,7 +213,7 @@ _FOUND = {True: "ok", False: "damaged", None: "not checked"}
 def _gc(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     if args.keep < 1:
         raise ConfigError(f"--keep is {args.keep}", expected="1 or more keyframes")
-    reader.store.own()  # where locks exist: a trainer at work collects by itself
+    reader.store.own()  # fails where a trainer has the lock: it collects by itself
     try:
         removed = reader.chain.collect(keep_keyframes=args.keep)
     finally:
@@ -272,7 +272,7 @@ def _diff(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
 
 
 class _Unpacked(WeightSource):
-    """The end of a route, with the files that make it a model."""
+    """A source of the tensors at the end of a route, with the files that make them a checkpoint."""
 
     def __init__(self, reader: Reader, route: OpenRoute, follower: ChainReader) -> None:
         self._reader, self._route, self._follower = reader, route, follower

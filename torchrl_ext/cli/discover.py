@@ -1,4 +1,4 @@
-"""``torchrl-ext discover ADDRESS...``: what runs there."""
+"""``torchrl-ext discover ADDRESS...``: say which engines run at the given addresses."""
 
 from __future__ import annotations
 

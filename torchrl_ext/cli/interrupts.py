@@ -1,4 +1,4 @@
-"""Ctrl-C at moments that suit."""
+"""Holds Ctrl-C back while an update runs, so that no engine stays paused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def ignore(self) -> None:
-        """Take no more notice of signals: what is left to be done must not be cut short."""
+        """Ignore signals from now on, since what is left to be done must not be cut short."""
         self._ignoring = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

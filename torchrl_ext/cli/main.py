@@ -72,7 +72,7 @@ def add_api_key(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, str]:
-    """The parser, with the arguments of the one command that ``argv`` names."""
+    """Return the parser, with the arguments of the one command that ``argv`` names, and that command."""
     parser = argparse.ArgumentParser(
         prog="torchrl-ext", description="Keep running inference engines at a TorchRL policy's newest weights."
     )

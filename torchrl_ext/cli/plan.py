@@ -129,7 +129,7 @@ def _routes_table(found: Recommendation) -> Table:
 
 
 def _rejections(found: Recommendation) -> dict[str, str]:
-    """One line per transport and carrier, about the best of its encodings."""
+    """Return one line per transport and carrier, about the best of its encodings."""
     lines: dict[str, str] = {}
     for route in sorted(found.routes, key=lambda route: route.seconds):
         group = f"{route.transport} over {route.carrier}" if route.carrier else route.transport

@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Push; a row per engine.
+    """Push the checkpoint, and print a row per engine.
 
     Returns:
         0; 1 when not every engine serves the checkpoint.
@@ -115,7 +115,7 @@ def _settings(args: argparse.Namespace, found: list[EngineInfo], stack: contextl
 
 
 def _root(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.ExitStack) -> str:
-    """A place of this push alone: what others published under the same root has versions of its own."""
+    """Return a directory for this push alone, since others may have published versions under the same root."""
     if args.root is None:
         away = [info.url for info in found if not _is_here(info.url)]
         if away:
@@ -141,7 +141,7 @@ def _own_address(found: list[EngineInfo]) -> str:
 
 
 def _served(found: list[EngineInfo]) -> str:
-    """The checkpoint that engines say they serve; whether their weights are its own is checked before they pause."""
+    """Return the checkpoint that engines say they serve; that they hold its weights is checked before they pause."""
     models = sorted({info.model for info in found})
     if len(models) != 1 or not Path(models[0]).is_dir():
         raise ConfigError(
@@ -154,7 +154,7 @@ def _served(found: list[EngineInfo]) -> str:
 
 @final
 class _Counted(WeightSource):
-    """Tells how many bytes went by."""
+    """Reads another source, and reports the bytes of each tensor that was read."""
 
     def __init__(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         self._source, self._advance = source, advance
@@ -172,7 +172,7 @@ class _Counted(WeightSource):
 
 
 class _Bar:
-    """Progress on standard error: a bar in a terminal, a line elsewhere."""
+    """Shows progress on standard error: a bar in a terminal, lines elsewhere."""
 
     def __init__(self, total: int) -> None:
         self._console = Console(stderr=True)
@@ -190,13 +190,13 @@ class _Bar:
         self._bar.stop()
 
     def say(self, what: str) -> None:
-        """What goes on now."""
+        """Show what goes on now."""
         self._bar.update(self._task, description=what)
         if not self._console.is_terminal:
             print(what, file=sys.stderr, flush=True)
 
     def advance(self, count: int) -> None:
-        """Bytes that were read."""
+        """Count ``count`` more bytes that were read."""
         self._seen += count
         self._bar.update(self._task, completed=self._seen)
         if self._seen == self._total:

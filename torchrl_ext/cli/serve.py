@@ -1,4 +1,4 @@
-"""`torchrl-ext serve`: an engine that can follow a trainer, in the foreground until Ctrl-C."""
+"""`torchrl-ext serve`: run an engine that can follow a trainer, in the foreground until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SETTINGS = {
     "log": "log_path",
     "start_timeout_s": "start_timeout_s",
 }
-"""Option -> what launchers call it."""
+"""Option -> the setting of a launcher."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the command and its options."""
+    """Declare the command."""
     parser = subparsers.add_parser(
         "serve",
         help="install and start an engine that can follow a trainer",
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace) -> Any:
-    """Start it with the options that were given; one that this engine has no setting for is an error."""
+    """Start the engine with the options that were given; one that it has no setting for is an error."""
     make = launchers.load(args.engine)
     known = make.settings()
     given = {option: getattr(args, option) for option in _SETTINGS}

@@ -1,4 +1,4 @@
-"""``torchrl-ext watch TARGET...``: what engines serve and what is published, as it changes."""
+"""``torchrl-ext watch TARGET...``: show what engines serve and what is published, as it changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COLOURS = {"serving": "green", "paused": "yellow", "asleep": "yellow", "unreach
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLook:
-    """What one engine is at one moment.
+    """The state of one engine at one moment.
 
     Attributes:
         engine: its address.
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     """Watch until Ctrl-C, or for ``--looks``; with ``--json`` print one document with the last look.
 
     Raises:
-        ConfigError: numbers that make no sense.
+        ConfigError: an interval or a count is out of range.
     """
     if not 0.05 <= args.interval_s <= 3600 or args.versions < 1 or (args.looks is not None and args.looks < 1):
         raise ConfigError("nothing can be watched so", expected="--interval-s of 0.05 to 3600, and counts from 1")
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Watch:
-    """What is known of the targets, look after look.
+    """Looks at engines and roots again and again, and keeps what it saw last.
 
     Args:
         targets: engines and roots, as on the command line.
@@ -123,7 +123,7 @@ class Watch:
         self._paused_since: dict[str, float] = {}
 
     def looks(self, interval_s: float, count: int | None) -> Iterator[tuple[list[EngineLook], list[Info]]]:
-        """Look every ``interval_s`` seconds, ``count`` times or for ever."""
+        """Look every ``interval_s`` seconds, ``count`` times or for ever, and yield `engines` and `roots` each time."""
         pause, seen = threading.Event(), 0
         with ThreadPoolExecutor(min(64, len(self.engines) + len(self._places))) as pool:
             while True:
@@ -139,7 +139,7 @@ class Watch:
                 pause.wait(max(0.0, interval_s - (time.monotonic() - began)))
 
     def close(self) -> None:
-        """Drop connections."""
+        """Close the connections to engines."""
         for client in self._clients.values():
             client.close()
 

@@ -1,1 +1,1 @@
-"""`torchrl-ext demo`."""
+"""The command ``torchrl-ext demo``."""

@@ -1,4 +1,4 @@
-"""``torchrl-ext demo``: the main job, small enough to watch.
+"""``torchrl-ext demo``: train a tiny policy and keep an engine at its newest weights, with proof.
 
 A tiny causal LM is trained with GRPO on a task with a checkable reward. An engine in a process of its own makes the
 rollouts; after each step the new weights go back to it. At the end the proof: the engine's weights are bit-equal to
@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 @dataclass(kw_only=True)
 class _Result:
-    """What a run found out."""
+    """The rewards, losses and updates of a run, and what was proven."""
 
     rewards: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Result:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, sync and prove; return 0 where everything was verified, else 1."""
+    """Train with an update after each step, then compare both ends; return 0 where everything was verified, else 1."""
     _check(args)
     started = time.perf_counter()
     with Interrupts() as interrupts, contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
 def _engines(
     args: argparse.Namespace, root: Path, stack: contextlib.ExitStack, progress: Progress
 ) -> tuple[list[str], str]:
-    """Addresses of running engines, and the directory of the checkpoint that they and the trainer start from."""
+    """Find or start the engines; return their addresses, and the checkpoint that they and the trainer start from."""
     if args.engines:
         return [info.url for info in _discovered(args)], args.model or _served_model(args)
     from torchrl_ext.launch.tiny import make_tiny_lm
@@ -206,13 +206,13 @@ def _train(
 
 
 def _taken(cls: Any, **settings: Any) -> dict[str, Any]:
-    """Those of ``settings`` that ``cls`` has."""
+    """Return those of ``settings`` that the constructor of ``cls`` takes."""
     known = inspect.signature(cls).parameters
     return {name: value for name, value in settings.items() if name in known}
 
 
 def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
-    """Whether every engine holds the bytes of ``model``.
+    """Return whether every engine holds the bytes of ``model``.
 
     An engine that can is asked for digests of its live weights now. Others took and compared them, parameter by
     parameter, when the last version landed: that is what ``verified`` of a report says.
@@ -231,7 +231,7 @@ def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
 
 
 def _same_greedy(trainer: Any, engine: EngineInfo) -> bool:
-    """Whether ``engine`` continues every prompt as the trainer does."""
+    """Return whether ``engine`` continues every prompt as the trainer does."""
     from torchrl_ext.rollout.client import InferenceClient
 
     client = InferenceClient(engine.url, kind=engine.kind)

@@ -1,4 +1,4 @@
-"""The demonstration's terminal: what a person sees on standard error."""
+"""Shows the progress of the demonstration on standard error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Progress:
         self._live.stop()
 
     def say(self, what: str) -> None:
-        """Say what goes on now."""
+        """Show what goes on now."""
         self._bar.update(self._task, description=what)
         if not self._console.is_terminal:
             self._console.print(what, soft_wrap=True)
@@ -59,7 +59,7 @@ class Progress:
             self._console.print("  ".join(f"{n} {c}" for n, c in zip(names, cells, strict=True)), soft_wrap=True)
 
     def conclude(self, verified: bool, weights_equal: bool, greedy_equal: bool, rewards: Sequence[float]) -> None:
-        """Show the proof."""
+        """Show rewards, and whether engine and trainer agree."""
         self._live.stop()
         self._console.print(f"reward: {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last")
         self._console.print(f"engine's weights bit-equal to the trainer's: {_answer(weights_equal)}")

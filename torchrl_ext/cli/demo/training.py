@@ -58,7 +58,7 @@ class DigitsReward(Transform):  # type: ignore[misc]  # torchrl has no types
 
 
 class DigitsTask:
-    """The task is to continue a prompt with digits only.
+    """The task of continuing a prompt with digits only.
 
     Args:
         tokenizer: of `transformers`.
@@ -87,7 +87,7 @@ class DigitsTask:
 
 
 class Trainer:
-    """Trains a causal LM on rollouts.
+    """Trains a causal LM on rollouts, by GRPO.
 
     Args:
         model_dir: Hugging Face checkpoint directory, where training starts.
@@ -110,7 +110,7 @@ class Trainer:
         """Take policy-gradient steps on fresh rollouts.
 
         Args:
-            batch: of an `LLMCollector`; those of each prompt together.
+            batch: rollouts of an `LLMCollector`, those of each prompt together.
 
         Returns:
             Mean reward of the rollouts, mean loss.

@@ -1,1 +1,1 @@
-"""`torchrl-ext doctor`."""
+"""The command ``torchrl-ext doctor``."""

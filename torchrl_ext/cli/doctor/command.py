@@ -1,4 +1,4 @@
-"""``torchrl-ext doctor URL...``: what would go wrong in an update, found before one is tried."""
+"""``torchrl-ext doctor URL...``: find what would go wrong in an update before one is tried."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, notes: Notes) -> tuple[list[str], str | None, str | None]:
-    """Addresses, transport and root, whichever way they were given; notes what the job's options come to."""
+    """Return addresses, transport and root, however they were given, and note which transport the options give."""
     from torchrl_ext import WeightUpdateConfig
 
     names = list(WeightUpdateConfig.__dataclass_fields__)
@@ -115,10 +115,10 @@ def _look(
 
 
 def _rehearsed(one: Examined, api_key: str | None) -> Iterator[Finding]:
-    """Rehearse one engine; a finding per verdict of its layers.
+    """Rehearse one engine, and yield a finding for each of its workers.
 
     Args:
-        one: the engine, looked at before; nothing where it could not be reached.
+        one: the engine as it was examined; nothing is yielded where it could not be reached.
         api_key: sent as a bearer token.
     """
     bare = one.info is not None and (one.info.kind, one.info.transports) == ("sglang", ("disk",))
@@ -154,7 +154,7 @@ def _verdicts(told: Info) -> str:
 
 
 def _tidy(shared: SharedChecks, one: Examined, api_key: str | None) -> None:
-    """Have every probe removed by whoever wrote it."""
+    """Make an engine remove the probes that it wrote."""
     for asked in filter(None, map(shared.forget, one.answers)):
         if one.info is not None:
             with contextlib.suppress(WeightSyncError):  # a hidden file of a few bytes stays; the next trainer sweeps it

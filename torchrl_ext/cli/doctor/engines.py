@@ -1,4 +1,4 @@
-"""What `torchrl-ext doctor` looks at in one engine, in the fleet, and in what both sides share."""
+"""Examines engines for `torchrl-ext doctor`: each by itself, and all of them together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_ext.types import EngineInfo, Info, is_loopback
 __all__ = ["compare", "examine"]
 
 SKEW_S, WRONG_S = 5.0, 600.0
-"""Clocks further apart than the first are worth a word; than the second, object stores refuse signed requests."""
+"""Seconds between two clocks: past the first a warning; past the second, object stores refuse signed requests."""
 
 _VLLM = ("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update")
 _ROUTES = {
@@ -100,7 +100,7 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
 
 
 def _behind_router(session: HTTPSession) -> list[str] | None:
-    """Addresses of the workers where this is a router, of vLLM or of SGLang; None where it is none."""
+    """Return the addresses of the workers where this is a router, of vLLM or of SGLang; None where it is none."""
     for route, name in (("/list_workers", "urls"), ("/workers", "workers")):
         try:
             told = session.get(route)
@@ -136,12 +136,12 @@ def _routes(notes: Notes, session: HTTPSession, info: EngineInfo) -> None:
 
 
 def _has_route(session: HTTPSession, route: str) -> bool:
-    """Asked with a method that it does not serve, so that nothing happens there."""
+    """Return whether the route exists; it is called by a method that it does not serve, so that nothing happens."""
     return session.call("OPTIONS", route).status not in (404, 501)
 
 
 def _keys(notes: Notes, session: HTTPSession, info: EngineInfo, asked: Examination) -> None:
-    """Which routes that change an engine answer who has no key; asked in ways that change nothing."""
+    """Note which routes that change an engine answer without the key; they are called so that nothing changes."""
     if asked.api_key is None:
         if not is_loopback(urlsplit(session.url).hostname or ""):
             whoever = f"whoever reaches {session.url} can pause it and change its weights"
@@ -157,7 +157,7 @@ def _keys(notes: Notes, session: HTTPSession, info: EngineInfo, asked: Examinati
 
 
 def _harmless_calls(kind: str) -> list[tuple[str, str, Any]]:
-    """Method, route and body of calls that change nothing: by another method than the route's, or without content."""
+    """Return method, route and body of calls that change nothing: by a wrong method, or without content."""
     if kind == "sglang":  # which looks at methods first; one rule holds for all of its routes that change something
         return [("POST", "/weights_checker", {}), ("GET", "/server_info", None)]
     found = [("GET", route, None) for route in (*_ROUTES.get(kind, ()), "/sleep", "/wake_up", *_DEV.get(kind, ()))]
@@ -212,7 +212,7 @@ def _world(notes: Notes, info: EngineInfo) -> None:
 
 
 def _kept(notes: Notes, answer: Answer) -> None:
-    """Stores of keys and values that live on when the engine drops its own, and cannot be told to."""
+    """Note stores of keys and values that outlive the engine's own cache, and cannot be told to drop theirs."""
     try:
         connectors = kv_connectors(answer.json())
     except ValueError:
@@ -259,7 +259,7 @@ def _inside(told: Info, key: str) -> Info:
 
 
 def compare(every: list[Examined]) -> list[Finding]:
-    """Note what can only be seen in all engines together."""
+    """Return findings about all engines together: one given twice, differing models or dtypes, and the world size."""
     notes = Notes("fleet")
     known = [one for one in every if one.info is not None]
     processes: dict[tuple[Any, Any], list[str]] = {}

@@ -1,4 +1,4 @@
-"""What `torchrl-ext doctor` asks of every engine, and what it writes down."""
+"""Defines what `torchrl-ext doctor` asks every engine, and the findings that it notes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Examination", "Examined", "Finding", "Notes"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         where: an engine's address, ``"trainer"`` or ``"fleet"``.
@@ -33,7 +33,7 @@ class Finding:
 
 
 class Notes:
-    """Findings about one place, as they are made."""
+    """Collects the findings about one place, in the order in which they are made."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -51,13 +51,13 @@ class Notes:
         self.rows.append(Finding(where=self._where, check=check, level="failure", **words))
 
     def error(self, check: str, error: WeightSyncError) -> None:
-        """A failure in the error's own words."""
+        """Note a failure in the error's own words."""
         self.failure(check, error.what, error.expected or "", error.hint or "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What is asked of every engine.
+    """The settings of an examination, which are the same for every engine.
 
     Attributes:
         api_key: sent as a bearer token.
@@ -74,7 +74,7 @@ class Examination:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """What is known of one engine.
+    """The results of examining one engine.
 
     Attributes:
         address: as it was given.

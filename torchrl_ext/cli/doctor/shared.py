@@ -1,4 +1,4 @@
-"""What `torchrl-ext doctor` looks at on the trainer's side and between both: checkpoint, shared root, group."""
+"""Checks for `torchrl-ext doctor` what the trainer has and shares with engines: checkpoint, shared root, group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "nu
 
 
 class SharedChecks:
-    """The trainer's ends of the probes, open while engines are asked.
+    """Probes the shared root and the network from the trainer's side, while engines probe them from theirs.
 
     Args:
         root: directory or URL that both sides are to see; None where the transport writes no files.
@@ -98,14 +98,14 @@ class SharedChecks:
             )
 
     def forget(self, answer: Info) -> Inspect | None:
-        """Say what to ask so that the probe which ``answer`` names is removed."""
+        """Return the request to remove the probe that ``answer`` names; None where it names none."""
         probe = answer["root"].get("probe") if isinstance(answer.get("root"), dict) else None
         return None if probe is None else Inspect(clear={"root": str(self._root), "probe": probe})
 
     # trainer's side
 
     def _open_root(self, question: Info) -> tuple[SharedRoot | None, Path | None]:
-        """The trainer's end of the probe, and a directory that was made for it."""
+        """Return the trainer's end of the probe, and a directory that was made for it; either may be None."""
         root, made = str(self._root), None
         try:
             self._store = open_store(root)
@@ -139,7 +139,7 @@ class SharedChecks:
             self._notes.ok("disk space", f"{_gb(free)} free under {folder}")
 
     def _tell_who_dials(self, listener: socket.socket) -> None:
-        """Engines say that they reached this process, and no other, once they have read the token."""
+        """Send the token to whoever connects: with it an engine knows that it reached this process, and no other."""
         while True:
             try:
                 connection, _ = listener.accept()
@@ -147,7 +147,7 @@ class SharedChecks:
                     connection.settimeout(2.0)
                     connection.sendall(self._token.encode())
             except TimeoutError:
-                continue  # one that does not read
+                continue  # whoever connected does not read
             except OSError:
                 return  # it was closed: every engine has answered
 
@@ -219,7 +219,7 @@ def compare_checkpoint(directory: str, dtype: str, one: Examined) -> None:
 
 
 def _config(directory: str) -> dict[str, Any]:
-    """``config.json`` where this machine can see it."""
+    """Return ``config.json`` of a checkpoint; empty where this machine cannot see it."""
     try:
         told = json.loads((Path(directory) / "config.json").read_text())
     except (OSError, ValueError):
@@ -228,7 +228,7 @@ def _config(directory: str) -> dict[str, Any]:
 
 
 def own_address(addresses: list[str]) -> str:
-    """Find the address of this machine on the way to the first engine whose address can be looked up."""
+    """Return this machine's address towards the first engine whose address can be looked up; else 127.0.0.1."""
     for address in addresses:
         with suppress(ConfigError, OSError):
             parts = urlsplit(normalise_url(address))
