@@ -133,7 +133,7 @@ def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
         codec=codec,
         params=tuple(ParamMeta.of(name, new) for name, _, new in pair),
         tensors={name: new for name, _, new in pair},
-        digests={name: position_digest(old) for name, old, _ in pair},  # a manifest is compressed
+        digests={name: position_digest(old) for name, old, _ in pair},  # real ones, since a manifest is compressed
     )
     with MemoryStore().draft(version_name(2)) as draft:
         manifest = delta.write(encode_tensors(pair, codec, threads=threads), draft)

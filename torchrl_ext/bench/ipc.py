@@ -38,7 +38,7 @@ def measure_ipc(size: str, part: str, repeats: int, device: str = "cpu") -> dict
     channel = f"bench-{uuid.uuid4().hex}"
     context = multiprocessing.get_context("spawn")
     told, tell = context.Pipe(duplex=False)
-    count = len(_ways(device)) * (repeats + 2) + 1  # once beforehand, a round that is not counted; one at the end
+    count = len(_ways(device)) * (repeats + 2) + 1  # one to start, a round that is not counted, one at the end
     worker = context.Process(target=_work, args=(channel, size, part, count, tell, device), daemon=True)
     worker.start()
     trainer = IPCTransport(channel, timeout_s=TIMEOUT_S)

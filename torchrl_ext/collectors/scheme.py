@@ -208,7 +208,7 @@ class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl ha
         if context is None or not self.synchronized_on_receiver or end is None or not end.running:
             return
         if isinstance(context, Collector) and not context._weight_sync_schemes and context._weight_updater is None:
-            if self._model_id == "policy":  # the policy was written in place; only its version is left to do
+            if self._model_id == "policy":  # the policy was written in place; only its version is left to bump
                 context.increment_version()
             return
         update = getattr(context, "update_policy_weights_", None)

@@ -192,13 +192,13 @@ def disk(facts: Facts) -> Route:
 
 def delta(facts: Facts, encoding: str, carrier: str) -> Route:
     """Predict a ``delta`` route: changes are coded, sent and staged while engines generate, then written in place."""
-    if encoding == "auto":  # for each tensor it takes the one that lands soonest
+    if encoding == "auto":  # it takes the one that lands soonest, tensor by tensor
         best = min((delta(facts, one, carrier) for one in ("ulp", "context")), key=lambda route: route.seconds)
         return replace(best, encoding="auto")
     coded, full = ENCODINGS[encoding], facts.model_bytes
     changed = max(1.0, facts.density * facts.parameters)
     bits = coded.place * place_bits(facts.density) + coded.step
-    size = min(full, bits * changed / 8)  # beyond it the weights are sent as they are
+    size = min(full, bits * changed / 8)  # a delta that would be larger is sent as full weights
     coding_s = coded.effort * (full + CHANGE_BYTES * changed) / (facts.code_bytes_s * facts.cores)
     spans = [_measured("encode", _to_host(facts) + coding_s)]
     if carrier == "disk":
@@ -210,8 +210,8 @@ def delta(facts: Facts, encoding: str, carrier: str) -> Route:
         obstacle = _no_group(facts)
     if facts.colocated:
         obstacle = "colocated engines take weights by memory handles, and a delta would not make those smaller"
-    line = LINE_BYTES / facts.bytes_per_parameter  # elements in one; changes are scattered
-    share = full * (1 - (1 - facts.density) ** line) / facts.workers_per_engine  # of the lines in which one changes
+    line = LINE_BYTES / facts.bytes_per_parameter  # elements per line of memory
+    share = full * (1 - (1 - facts.density) ** line) / facts.workers_per_engine  # bytes of lines with a change in them
     commit_s = share / (_speed("commit") if facts.on_host else facts.device_bytes_s)
     spans += [_measured("stage", share / _speed("stage")), _measured("pause", commit_s + _speed("control"))]
     return Route(

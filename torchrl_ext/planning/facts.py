@@ -11,7 +11,7 @@ from torchrl_ext.errors import ConfigError
 
 __all__ = ["Facts"]
 
-_PER_TENSOR = 25_000_000  # parameters; large decoders have about one tensor for as many
+_PER_TENSOR = 25_000_000  # large decoders have about one tensor per this many parameters
 
 
 def _fact(default: Any, text: str) -> Any:
