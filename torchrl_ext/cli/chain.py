@@ -57,7 +57,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one action and print its result; return 1 where `verify` finds damage or cannot check a version."""
+    """Run one action, and print lines, or with ``--json`` one document.
+
+    Returns:
+        0; 1 where `verify` finds damage, or cannot check a version.
+    """
     options = dict(_option(text) for text in args.storage_option)
     chain = Reader(open_store(args.root, options), args.base)
     if not chain.store.available():

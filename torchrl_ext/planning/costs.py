@@ -182,7 +182,7 @@ def collective(facts: Facts) -> Route:
 
 
 def disk(facts: Facts) -> Route:
-    """Predict the ``disk`` route: engines read files while they generate, and load them from the page cache."""
+    """Predict the ``disk`` route: files are written, read while engines generate, and loaded from the page cache."""
     size = facts.model_bytes
     reload_s = size / facts.workers_per_engine / _speed("reload")
     spans = [Span(name="publish", seconds=_to_host(facts) + _published(facts, size)), *_fetched(facts, size)]
