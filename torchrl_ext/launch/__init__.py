@@ -1,1 +1,1 @@
-"""Engines and servers as child processes."""
+"""Start engines and routers as child processes, on this machine or on the nodes of a Ray cluster."""

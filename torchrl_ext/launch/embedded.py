@@ -1,4 +1,4 @@
-"""`EmbeddedServer`: the embedded engine as a child process that ends with its parent."""
+"""`EmbeddedServer` starts the embedded engine as a child process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["EmbeddedServer", "EmbeddedSpec"]
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedSpec(EngineSpec):
-    """``python -m torchrl_ext.embedded``; see `ServerSpec` and `EngineSpec` for what every engine takes.
+    """The settings and the command line of the embedded engine; see `ServerSpec` and `EngineSpec` for the common ones.
 
     Attributes:
         device: torch device of the model.
@@ -53,6 +53,6 @@ class EmbeddedSpec(EngineSpec):
 
 
 class EmbeddedServer(Server):
-    """Starts an embedded engine and waits until it is healthy; takes what `EmbeddedSpec` has."""
+    """Starts an embedded engine and waits until it is healthy; takes the fields of `EmbeddedSpec` as arguments."""
 
     spec = EmbeddedSpec

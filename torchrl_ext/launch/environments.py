@@ -1,4 +1,4 @@
-"""Environments for engines: made once, in a cache folder, apart from the trainer's."""
+"""Make Python environments for engines, each once, in a cache folder apart from the trainer's."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def __getattr__(name):
 
 _SGLANG_STUBS = {
     "sgl_kernel.py": _KERNELS,
-    # it has fakes for operators of the compiled part, which this build lacks, and fails where they are not defined
+    # it registers fakes of compiled operators, which this build lacks, and fails where they are not defined
     "torchvision/_meta_registrations.py": "# emptied by torchrl_ext: this build has none of the operators\n",
 }
-"""What stands in for compiled parts that SGLang imports and that have no build for CPUs: files for site-packages."""
+"""Files for site-packages that stand in for compiled parts which SGLang imports and which have no build for CPUs."""
 
 
 def to_stderr(line: str) -> None:
-    """The default way to report progress."""
+    """Print a line of progress to standard error, at once."""
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What an environment is made of.
+    """The recipe of a Python environment for an engine or a router: what is installed into it.
 
     Attributes:
         name: of its folder.
-        module: what it is for; where this environment has it, none is made.
+        module: import name of what it is for; where this environment has it, none is made.
         packages: requirements, installed together.
         bare: requirements installed after them, without what they ask for themselves.
         remove: distributions that the packages pull in and that do not work here.
@@ -84,7 +84,7 @@ class Recipe:
     size: str = ""
 
     def python(self, report: Report = to_stderr) -> Path:
-        """The interpreter of an environment with it: this one where it has it, else one made for the purpose.
+        """Return the interpreter of an environment that has `module`: this one where it does, else one that is made.
 
         Raises:
             ConfigError: it could not be made; the message has the end of the installer's log.
@@ -164,7 +164,7 @@ SGLANG_ROUTER = Recipe(
 
 
 def cache_folder() -> Path:
-    """``$TORCHRL_EXT_CACHE``, else ``torchrl_ext`` in the user's cache folder."""
+    """Return ``$TORCHRL_EXT_CACHE`` where it is set, else ``torchrl_ext`` in the user's cache folder."""
     chosen = os.environ.get("TORCHRL_EXT_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -172,10 +172,10 @@ def cache_folder() -> Path:
 
 
 def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
-    """Make the environment unless it is there, made by this recipe; returns its interpreter.
+    """Make the environment of a recipe unless it is there already, and return its interpreter.
 
-    A marker beside the folder is written last, so a half-made environment is never taken for one; processes that ask
-    at the same time wait for the first.
+    A marker beside the folder is written last, so a half-made environment is never taken for a whole one. Processes
+    that call this at the same time wait for the first.
 
     Raises:
         ConfigError, DeadlineError: as for `Recipe.python`.
@@ -210,12 +210,12 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
 
 
 def _wanted(recipe: Recipe) -> dict[str, list[str]]:
-    """What an environment has to be made of."""
+    """Return what the marker of a recipe's environment has to say."""
     return {"packages": [*recipe.packages, *recipe.bare], "removed": list(recipe.remove)}
 
 
 def _packages(marker: Path) -> dict[str, Any] | None:
-    """What an environment was made of; None where that is not known."""
+    """Return what an environment was made of, by its marker; None where that does not tell."""
     try:
         told = json.loads(marker.read_text())
         return {name: told[name] for name in ("packages", "removed")}
@@ -224,7 +224,7 @@ def _packages(marker: Path) -> dict[str, Any] | None:
 
 
 def _stale(recipe: Recipe, folder: Path) -> dict[Path, str]:
-    """The recipe's files that are not in the environment's site-packages, or not as they should be."""
+    """Return the recipe's files that site-packages lacks, or has with another text, by path."""
     if not recipe.files:
         return {}
     pattern = "Lib/site-packages" if os.name == "nt" else "lib/python3*/site-packages"
@@ -254,7 +254,7 @@ def _make(recipe: Recipe, folder: Path, python: Path, log: Path, report: Report)
 
 
 def _run(command: list[str], out: TextIO, log: Path, report: Report) -> None:
-    """One step; downloads of note are passed on."""
+    """Run one step of an installation, and report its large downloads."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

@@ -1,11 +1,12 @@
-"""``python -I guard.py SECONDS PARENT COMMAND...``: run a command that ends when our standard input says so.
+"""``python -I guard.py SECONDS PARENT COMMAND...``: run a command until its parent wants it ended, or is dead.
 
-The parent (its process id) holds the other end of that pipe: a byte, or its end, ends the command. So does the parent's
-death in any way, by which we get another parent; the pipe alone would not tell, since children that the parent forked
-hold it too. Everything that the command started ends with it, in whatever session: orphans come back to us where the
-system can do that, so that all of it is below us. Should we be killed, the command is too. The first line on standard
-output is the command's process id; the command itself writes to our standard error. Standard library only: it has to be
-up at once, and must not put our path into the command's environment.
+The parent (its process id) holds the other end of our standard input: a byte there, or its end, ends the command, which
+has SECONDS to end by itself. So does the parent's death, after which we have another parent; the pipe alone would not
+show it, since children that the parent forked hold it too. Everything that the command started ends with it, in
+whatever session: orphans become our children where the system can do that, so that all of it is below us. If we are
+killed, so is the command. The first line on standard output is the command's process id; the command itself writes to
+our standard error. Standard library only: this has to start at once, and must not put our path into the command's
+environment.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
 def main(argv: list[str]) -> int:
-    """Run, watch, end. Returns the command's status."""
+    """Run the command until the parent wants it ended, or is dead, and return its exit status."""
     grace_s, parent, command = float(argv[0]), int(argv[1]), argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -35,9 +36,9 @@ def main(argv: list[str]) -> int:
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),
-        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # we have no other thread
+        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # safe, as we have no other thread
     )
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to the whole group below
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `_end_rest` sends it to our whole group
     print(child.pid, flush=True)
     while child.poll() is None:
         if select.select([0], [], [], _POLL_S)[0] or os.getppid() != parent:
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that run below one, by /proc (proc(5)); none where the system has no such folder."""
+    """Return the ids of the processes that run below one, by /proc (proc(5)); none where there is no such folder."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -67,12 +68,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def _end_rest() -> None:
-    """Whatever the command left behind: a request first, and what ignores it is killed."""
+    """End whatever the command left behind: by SIGTERM first, then by SIGKILL."""
     os.killpg(0, signal.SIGTERM)
     asked, until = set(), time.monotonic() + _REAP_TIMEOUT_S
     while _children():
         late_s = time.monotonic() - until
-        if late_s > _REAP_TIMEOUT_S:  # there is no /proc: the group, ourselves included
+        if late_s > _REAP_TIMEOUT_S:  # there is no /proc: kill the group, ourselves included
             os.killpg(0, signal.SIGKILL)
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -85,7 +86,7 @@ def _end_rest() -> None:
 
 
 def _children() -> bool:
-    """Whether we have any, once those that have ended are let go."""
+    """Reap children that have ended, and return whether there are others."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
@@ -94,7 +95,7 @@ def _children() -> bool:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Ask for what only Linux has."""
+    """Call prctl(2), which only Linux has; elsewhere do nothing."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""Engines that a job owns are watched and started again."""
+"""`Keeper` watches the engines that a job owns, and starts again those that are lost."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _STOP_S = 60.0  # by then a restart that is given up has ended its processes
 
 @dataclass(eq=False)
 class Kept:
-    """One engine of a job.
+    """One engine of a job, as a `Keeper` watches it.
 
     Attributes:
         plan: what it is.
         engine: what runs now.
+        encoders: addresses of the encoders of its model.
         restarts: how often it was started again.
     """
 
@@ -43,12 +44,12 @@ class Kept:
 
     @property
     def url(self) -> str:
-        """Base address; a restart keeps it."""
+        """The base address, which a restart keeps."""
         return self.engine.url
 
 
 class Keeper:
-    """Starts the engines of plans, looks at their health, and starts them again; a context manager.
+    """Starts engines, checks their health, and starts again those that are lost; a context manager.
 
     An engine that was started again has the weights of its checkpoint: it needs an update before it is used.
 
@@ -94,10 +95,10 @@ class Keeper:
             threading.Thread(target=self._run, args=arguments, name="keeper", daemon=True).start()
 
     def recover(self) -> tuple[Kept, ...]:
-        """Look now, and start again whatever has ended or does not answer; returns those that were.
+        """Check every engine now, start again those that have ended or do not answer, and return what was started.
 
-        Those that are lost are started at the same time. One that cannot be is tried again with the next look,
-        whatever the reason was.
+        They are started at the same time. One that cannot be started is tried again with the next look, whatever the
+        reason was.
         """
         with self._looking, ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="keeper") as pool:
             if self._over.is_set():
@@ -123,7 +124,7 @@ class Keeper:
         self.stop()
 
     def _start(self, plans: Sequence[EnginePlan]) -> None:
-        """All at the same time; the first to fail gives the others up. What has started is kept, to be ended."""
+        """Start engines at the same time; the first that fails gives the others up; `stop` ends those that run."""
         urls: dict[str, list[str]] = {}
         for kept in self.engines:
             urls.setdefault(kept.plan.model, []).append(kept.url)
@@ -155,7 +156,7 @@ class Keeper:
             wait_s = interval_s
 
     def _look(self, kept: Kept) -> bool:
-        """Whether it was started again."""
+        """Start an engine again if it is lost, and return whether that was done."""
         before = kept.restarts
         try:
             if not self._well(kept):

@@ -1,4 +1,4 @@
-"""How an engine of a plan is started: on this machine by default; other ways implement `EngineLauncher`."""
+"""Start an engine of a plan: `LocalLauncher` does so on this machine, other kinds of `EngineLauncher` elsewhere."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ __all__ = ["EngineLauncher", "LocalLauncher", "RunningEngine"]
 
 
 class RunningEngine(Protocol):
-    """A started engine."""
+    """An engine that a launcher has started."""
 
     url: str
 
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Return whether its process runs."""
 
     def log(self) -> str:
-        """The end of what it has printed."""
+        """Return the end of what it has printed."""
 
     def stop(self) -> None:
         """End it and wait for it. May be called twice."""
 
 
 class EngineLauncher(ABC):
-    """Starts engines somewhere.
+    """Starts engines; the interface that a `Keeper` uses, wherever the engines run.
 
     Attributes:
-        api_key: what its engines ask for; None where they ask for none.
+        api_key: the key that its engines ask for; None where they ask for none.
     """
 
     api_key: str | None = None
@@ -72,8 +72,8 @@ class LocalLauncher(EngineLauncher):
         log_folder: gets a file per engine; None takes temporary ones.
         devices: what plans count, in the words of ``CUDA_VISIBLE_DEVICES``; None takes those that this process sees.
             Where there are none, as on a machine without GPUs, plans count workers and nothing is pinned.
-        api_key: what engines ask for; None lets everybody in who reaches 127.0.0.1, or the ``host`` of the settings. It
-            goes by the environment, and to SGLang, which has no variable for it, among the arguments.
+        api_key: the key that engines ask for; None serves whoever reaches 127.0.0.1, or the ``host`` of the settings.
+            It goes by the environment, and to SGLang, which has no variable for it, among the arguments.
         settings: for every engine's launcher, such as ``dtype``; overrides of a plan go first.
     """
 
@@ -131,19 +131,19 @@ class LocalLauncher(EngineLauncher):
         return make(plan.model_path, **settings)
 
     def _port(self, name: str) -> int:
-        """A free port, and the same one for every later start."""
+        """Return a free port for a name, the same one for every later start."""
         return self._ports.setdefault(name, free_port())
 
 
 def named_devices(count: int, told: str | None) -> tuple[str, ...]:
-    """What ``CUDA_VISIBLE_DEVICES`` calls the ``count`` devices that a process sees where its own is ``told``."""
+    """Return the names in ``CUDA_VISIBLE_DEVICES`` of the ``count`` devices of a process where that is ``told``."""
     if told is None:
         return tuple(map(str, range(count)))
     return tuple(name.strip() for name in told.split(","))[:count]
 
 
 def _pinned(plan: EnginePlan, devices: Sequence[str]) -> dict[str, str]:
-    """The variable that gives an engine its devices and no others."""
+    """Return the variable that gives an engine its devices and no others."""
     if not devices:
         return {}
     beyond = [number for number in plan.gpus if number >= len(devices)]
@@ -158,7 +158,7 @@ def _pinned(plan: EnginePlan, devices: Sequence[str]) -> dict[str, str]:
 
 
 def _arguments(settings: dict[str, Any]) -> list[str]:
-    """``{"swap_space": 4, "enable_x": True}`` -> ``["--swap-space", "4", "--enable-x"]``."""
+    """Return command-line arguments: ``{"swap_space": 4, "x": True}`` -> ``["--swap-space", "4", "--x"]``."""
     found: list[str] = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"

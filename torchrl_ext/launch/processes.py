@@ -1,4 +1,4 @@
-"""Servers as child processes: a log, a health check with a deadline, an end that leaves nothing behind."""
+"""Run servers as child processes, with a log, a health check with a deadline, and an end that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -105,23 +105,23 @@ class ServerProcess:
             raise
 
     def alive(self) -> bool:
-        """Whether the server runs."""
+        """Return whether the server runs."""
         return self._guard.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the server ends, at most ``timeout_s`` seconds; returns whether it did."""
+        """Wait until the server ends, at most ``timeout_s`` seconds, and return whether it did."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(timeout_s)
         return not self.alive()
 
     def log(self) -> str:
-        """What the server has printed so far, at most the last 4000 characters."""
+        """Return what the server has printed so far, at most the last 4000 characters."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_CHARS))
             return log.read().decode(errors="replace").strip()
 
     def errors(self) -> str:
-        """The last few lines of the log that look like exceptions: what it ends with often only points at a cause."""
+        """Return the last few lines of the log that look like exceptions, as its end often only points at a cause."""
         with self.log_path.open("rb") as log:
             found = [
                 match[0].decode(errors="replace")[:_LOG_CHARS].strip()
@@ -135,10 +135,10 @@ class ServerProcess:
         guard = self._guard
         left = _mapped(guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
         if guard.stdin is not None and not guard.stdin.closed:
-            with contextlib.suppress(OSError):  # a word, since forked children of ours may keep the pipe open
+            with contextlib.suppress(OSError):  # a byte, since forked children of ours may keep the pipe open
                 os.write(guard.stdin.fileno(), b"\n")
             guard.stdin.close()
-            if not self.alive() and guard.returncode < 0:  # it was killed, and could end nobody
+            if not self.alive() and guard.returncode < 0:  # the guard was killed, and could not end the server
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(guard.pid, signal.SIGKILL)
         if not self.wait(2 * _GRACE_S):
@@ -161,7 +161,7 @@ class ServerProcess:
         self.stop()
 
     def _first_word(self, timeout_s: float) -> int:
-        """The server's process id, from its guard."""
+        """Return the server's process id, which its guard prints first."""
         said = self._guard.stdout
         if said is not None and not select.select([said], [], [], timeout_s)[0]:
             raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
@@ -196,7 +196,7 @@ class ServerProcess:
 
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
-    """Files in /dev/shm that a process or a descendant of it has mapped; none where /proc does not tell."""
+    """Return files of these prefixes in /dev/shm that a process or a descendant has mapped; none without /proc."""
     found = set()
     for process in (pid, *descendants(pid)):
         with contextlib.suppress(OSError):  # it has ended
@@ -206,10 +206,13 @@ def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now.
+    """Return a port of 127.0.0.1 that nobody listens on now.
 
-    A server may take a minute to come to its port. The system meanwhile hands ports of its own range to whoever asks
-    for any, so that this one is from below that range where there is room.
+    A server may need a minute until it listens. Meanwhile the system gives ports of its own range to any process that
+    wants one, so this port is from below that range where there is room.
+
+    Raises:
+        EngineError: there is none.
     """
     lowest = _LOWEST_PORT
     with contextlib.suppress(OSError, ValueError, IndexError):  # ip(7)
@@ -223,6 +226,6 @@ def free_port() -> int:
 
 
 def reachable(host: str) -> str:
-    """Where a client on this machine finds a server that listens on ``host``."""
+    """Return the host by which a client on this machine reaches a server that listens on ``host``."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""`RayLauncher`: engines of a plan on the nodes of a Ray cluster, each under an actor that ends it."""
+"""`RayLauncher` starts engines of a plan on the nodes of a Ray cluster, each under an actor that ends it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _POLL_S = 0.2
 
 
 class RayLauncher(EngineLauncher):
-    """Starts each engine in an actor; Ray picks the node, which is the same for every later start, and the GPUs.
+    """Starts each engine in a Ray actor; Ray picks the GPUs, and the node, which stays the same for every later start.
 
     Args:
         remote: options of an engine's actor (``num_cpus``, ``resources``, ...), or a callable that takes the plan and
             returns them; None asks for the plan's number of GPUs where the cluster has any.
         start_timeout_s: deadline of a start, in seconds; waiting for a node with room included.
-        api_key: what engines ask for; None makes one. Engines of kind vllm and sglang listen on the node's address,
-            where others are too: clients need the key (`OwnedEngines` hands it on). SGLang's guards all its routes;
+        api_key: the key that engines ask for; None makes one. Engines of kind vllm and sglang listen on the node's
+            address, which others reach too: clients need it (`OwnedEngines` hands it on). SGLang's guards all routes;
             vLLM's guards requests and routes of ours, and leaves its own ``/pause``, ``/update_weights`` and
             ``/collective_rpc`` to whoever reaches the node, so that the network has to keep strangers out.
         settings: of `LocalLauncher` on the node.
@@ -91,7 +91,7 @@ class RayLauncher(EngineLauncher):
         return engine
 
     def _on_node(self, before: _Engine) -> dict[str, Any]:
-        """Options for an actor on the node that an engine was on, or on one that has come back at its address."""
+        """Return the options of an actor on the node where an engine was, or on one that came back at its address."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         node, address = before.node
@@ -107,19 +107,19 @@ class RayLauncher(EngineLauncher):
 
 
 class _Node:
-    """The actor: an engine of its node. Its guard ends the engine when the actor's process dies."""
+    """The actor that starts an engine on its node. The engine's guard ends it when the actor's process dies."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._engine: RunningEngine | None = None
 
     def launch(self, plan: EnginePlan, encoders: tuple[str, ...]) -> tuple[str, tuple[str, str]]:
-        """Start it; returns its address, and the id and the address of the node."""
+        """Start the engine, and return its address, and the id and the address of the node."""
         ray, settings = _ray(), dict(self._settings)
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
         if "host" in launchers.load(plan.kind).settings():
             settings.setdefault("host", address)
-        # numbers of the job mean nothing on a node, and those of Ray are the engine's whatever Ray put into variables
+        # device numbers of the job mean nothing on a node; the engine gets those of Ray, whatever variables Ray has set
         plan = replace(plan, gpus=tuple(range(len(plan.gpus))))
         settings.setdefault("devices", tuple(map(str, context.get_accelerator_ids().get("GPU", ()))))
         self._engine = LocalLauncher(**settings).launch(plan, encoders)
@@ -137,7 +137,7 @@ class _Node:
 
 
 class _Engine:
-    """The other end of the actor, as a `RunningEngine`."""
+    """A `RunningEngine` that calls the actor of an engine."""
 
     def __init__(self, ray: Any, actor: Any, name: str) -> None:
         self._ray, self._actor, self.name = ray, actor, name
@@ -156,12 +156,12 @@ class _Engine:
             return str(error)
 
     def stop(self) -> None:
-        with suppress(WeightSyncError):  # whoever cannot be asked ends with its actor
+        with suppress(WeightSyncError):  # an engine that cannot be asked ends with its actor
             self.ask("stop")
         self.kill()
 
     def kill(self) -> None:
-        """End the actor, and with it what it guards."""
+        """Kill the actor, which ends its engine too."""
         self._ray.kill(self._actor)
 
     def ask(
@@ -170,7 +170,8 @@ class _Engine:
         """Call a method of the actor.
 
         Raises:
-            EngineError: the actor is dead, or ``cancel`` was set.
+            EngineError: the actor is dead, ``cancel`` was set, or the method failed.
+            WeightSyncError: what the method itself raised.
             DeadlineError: it did not answer in time.
         """
 

@@ -1,4 +1,4 @@
-"""A router as a child process: vLLM's, and SGLang's for SGLang's pools, which vLLM's cannot serve."""
+"""Run a router as a child process: vLLM's, or SGLang's for pools of SGLang engines, which vLLM's cannot serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RouterProcess", "RouterSpec"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Make:
-    """What routers of one make call the same things (vllm-router 0.1.17, sglang-router 0.3.2)."""
+    """The names that one make of router has for what both have (vllm-router 0.1.17, sglang-router 0.3.2)."""
 
     module: str
     recipe: Recipe
@@ -30,7 +30,7 @@ _VLLM = _Make(
     module="vllm_router.launch_router",
     recipe=VLLM_ROUTER,
     policy="consistent_hash",
-    pools="--vllm-pd-disaggregation",  # one request after the other, by what vLLM's connectors hand on
+    pools="--vllm-pd-disaggregation",  # prefill first, then decode with what vLLM's connector handed on
     warnings="warning",
 )
 _POOLS = {
@@ -42,12 +42,12 @@ _POOLS = {
         warnings="warn",
     )
 }
-"""Who routes to the pools of a kind of engine, where that is not `_VLLM`."""
+"""The router of pools of a kind of engine, where that is not `_VLLM`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec(ServerSpec):
-    """A router's command line; see `ServerSpec` for what every server takes.
+    """The settings and the command line of a router; see `ServerSpec` for the common ones.
 
     Attributes:
         workers: base addresses of regular engines, registered at the start. More can be added later.
@@ -57,7 +57,7 @@ class RouterSpec(ServerSpec):
         health_route: where it asks engines for their health; None for ``/health``.
         host: address to listen on.
         policy: ``consistent_hash``, ``sticky_least_loaded``, ``cache_aware``, ``round_robin``, ...; None takes the
-            first, and of SGLang's the third.
+            first, or the third for SGLang's router.
         request_timeout_s: deadline of a request through the router, pauses of its engine included, in seconds.
         extra_args: more arguments for the router.
         report: takes a line of progress at a time while an environment is made.
@@ -90,7 +90,7 @@ class RouterSpec(ServerSpec):
             "host": self.host,
             "port": port,
             "policy": self.policy or self._make.policy,
-            "prometheus-port": free_port(),  # two routers would meet at its default
+            "prometheus-port": free_port(),  # two routers would share its default
             "request-timeout-secs": self.request_timeout_s,
             "health-check-interval-secs": 10,
             "health-check-endpoint": self.health_route,
@@ -116,15 +116,15 @@ class RouterSpec(ServerSpec):
 
 
 class RouterProcess(Server):
-    """Starts a router; takes what `RouterSpec` has. Requests of one ``X-Session-ID`` stay on one engine.
+    """Starts a router and waits until it is healthy; takes the fields of `RouterSpec` as arguments.
 
-    It is vLLM's, for regular workers of any kind and for pools of vLLM's. Pools of SGLang's get SGLang's, which asks
-    both at once; vLLM's would ask one after the other, as its own are to be asked. It comes from this environment where
-    it is installed, else from one that is made for it on first use.
+    Requests of one ``X-Session-ID`` stay on one engine. The router is vLLM's for regular workers of any kind and for
+    pools of vLLM engines; pools of SGLang engines get SGLang's, which calls prefill and decode at once, where vLLM's
+    calls one after the other. It comes from this environment where it is installed, else from one made on first use.
 
     Its circuit breaker is off: an engine that is paused for new weights is slow, not broken. It leaves out an engine
-    whose health route failed three times, ten seconds apart; who is in service otherwise is decided by who knows the
-    engines' weights (`torchrl_ext.rollout.routing`).
+    whose health route failed three times, ten seconds apart; which others are in service is decided where the engines'
+    weights are known (`torchrl_ext.rollout.routing`).
     """
 
     spec = RouterSpec

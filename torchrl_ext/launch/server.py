@@ -1,4 +1,4 @@
-"""What a server is started with, and how our plugin reaches the environment of an engine.
+"""Start servers from their settings, with our plugin on the path of an engine.
 
 The plugin comes by a folder on the server's ``PYTHONPATH``; nothing is written into its environment.
 """
@@ -46,7 +46,7 @@ _PACKAGE = Path(torchrl_ext.__file__).resolve().parent
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec(ABC):
-    """What a server of one kind is started with: its settings, and the command line and the environment they make.
+    """The settings of one kind of server, and the command line and the environment variables that follow from them.
 
     Attributes:
         name: what it is called in messages.
@@ -54,7 +54,7 @@ class ServerSpec(ABC):
         probes: routes that tell later whether it is up; one that answers 200 is enough.
         shared_memory: see `ServerProcess`.
         host: the address to listen on, of this machine or all of them; a setting only where a kind makes it one.
-        plugin: whether our package is put on its path; as ``host``.
+        plugin: whether our package is put on its path; a setting only where a kind makes it one.
         port: 0 picks a free one.
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
         log_path: file for what the server prints; None takes a temporary one.
@@ -82,28 +82,28 @@ class ServerSpec(ABC):
         """Refuse, before anything is made, settings that cannot work.
 
         Raises:
-            ConfigError: as it says.
+            ConfigError: they cannot work.
         """
 
     @abstractmethod
     def interpreter(self) -> Path:
-        """The one that runs the server where ``python`` names none; may make an environment for it."""
+        """Return the interpreter for the server where ``python`` names none; this may make an environment for it."""
 
     @abstractmethod
     def command(self, python: Path, port: int) -> list[str]:
-        """Program and arguments."""
+        """Return the program and its arguments."""
 
     @abstractmethod
     def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
-        """What it needs in its environment, beside the path to our plugin."""
+        """Return the environment variables that it needs, beside the path to our plugin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(ServerSpec):
-    """What every engine takes, for one model.
+    """The settings that every engine has, for one model.
 
     Attributes:
-        key_variable: where it finds the key that it asks for; None where the key is an argument.
+        key_variable: environment variable with the key that it asks for; None where the key is an argument.
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
@@ -118,7 +118,7 @@ class EngineSpec(ServerSpec):
     @classmethod
     @abstractmethod
     def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
-        """Settings that make it a worker of this type (pools on GPUs, by NIXL, were not tested).
+        """Return the settings that make it a worker of this type (pools on GPUs, by NIXL, were not tested).
 
         Args:
             worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
@@ -135,15 +135,15 @@ class EngineSpec(ServerSpec):
 
     @property
     def model(self) -> Path:
-        """Absolute path of the checkpoint."""
+        """The absolute path of the checkpoint."""
         return Path(self.model_dir).absolute()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StockSpec(EngineSpec):
-    """What servers of vLLM and SGLang take.
+    """The settings that servers of vLLM and SGLang share.
 
-    They come from this environment where they are installed, else from one that is made for them on first use (CPU).
+    A server comes from this environment where it is installed, else from one that is made for it on first use (CPU).
 
     Attributes:
         host: the address to listen on.
@@ -151,7 +151,7 @@ class StockSpec(EngineSpec):
         lora_rank: greatest rank of the LoRA adapters that it is to serve; None for a server without LoRA.
         lora_adapters: adapters that requests may use at the same time.
         plugin: whether the server gets our plugin.
-        sleep_mode: let the server give device memory back; nothing on a CPU, which has none.
+        sleep_mode: let the server give device memory back; without effect on a CPU, which has none.
         extra_args: more arguments for the server.
         report: takes a line of progress at a time while an environment is made.
     """
@@ -170,10 +170,10 @@ class Server(ServerProcess):
     """A server as a child process, started from its spec; a context manager. Subclasses only name the spec.
 
     Args:
-        given, settings: of `spec`.
+        given, settings: fields of `spec`.
 
     Raises:
-        ConfigError: a setting that the spec has not, or lacks; settings that cannot work, a port that is taken, or an
+        ConfigError: a setting that is unknown or missing; settings that cannot work, a port that is taken, or an
             environment that cannot be made.
         EngineError: it ended while starting, or was given up; the message has the end of its log.
         DeadlineError: it was not healthy in time, and was ended.
@@ -190,7 +190,7 @@ class Server(ServerProcess):
             )
         try:
             spec = self.spec(*given, **settings)
-        except TypeError as error:  # what has no default is missing
+        except TypeError as error:  # a setting without a default is missing
             raise ConfigError(f"a server of kind {self.spec.name!r} cannot be started so: {error}") from None
         spec.check()
         port = usable_port(spec.port, spec.host)
@@ -221,15 +221,15 @@ class Server(ServerProcess):
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
-        """Names of what it takes."""
+        """Return the names of the settings that it takes."""
         return tuple(one.name for one in fields(cls.spec) if one.init)
 
 
 def usable_port(port: int, host: str = "127.0.0.1") -> int:
-    """``port``, or a free one where it is 0.
+    """Return ``port``, or a free one where it is 0.
 
     Raises:
-        ConfigError: somebody listens on it, who would answer the health check in the engine's place.
+        ConfigError: it is taken: the process there would answer the health check in the engine's place.
     """
     if not port:
         return free_port()
@@ -243,17 +243,17 @@ def usable_port(port: int, host: str = "127.0.0.1") -> int:
 
 
 def on_cpu(python: Path) -> bool:
-    """Whether an engine of that interpreter computes on the CPU: environments that we make are for CPUs."""
+    """Return whether an engine of that interpreter computes on the CPU: environments that we make are for CPUs."""
     return python != Path(sys.executable) or not torch.cuda.is_available()
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """``--name=value`` of each argument that has a value."""
+    """Return ``--name=value`` of each argument that has a value."""
     return [f"--{name}={value}" for name, value in arguments.items() if value is not None]
 
 
 def make_overlay(folder: Path) -> None:
-    """Fill ``folder`` so that it makes our package and its entry points known to whoever has it on ``PYTHONPATH``.
+    """Fill ``folder`` so that an interpreter with it on ``PYTHONPATH`` finds our package and its entry points.
 
     The layout is that of an installed distribution (https://packaging.python.org, "Recording installed projects").
     """
@@ -267,5 +267,5 @@ def make_overlay(folder: Path) -> None:
 
 
 def on_path(overlay: Path) -> str:
-    """The ``PYTHONPATH`` of this process with ``overlay`` in front."""
+    """Return the ``PYTHONPATH`` of this process with ``overlay`` in front."""
     return os.pathsep.join([str(overlay), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])

@@ -1,4 +1,4 @@
-"""A stock SGLang server with our plugin in it, as a child process."""
+"""Run a stock SGLang server with our plugin in it as a child process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_ext.launch.server import Server, StockSpec, as_flags, on_cpu
 
 __all__ = ["SGLangServer", "SGLangSpec"]
 
-# an idle scheduler would keep one of the few cores busy
+# --sleep-on-idle: an idle scheduler would keep one of the few cores busy
 _CPU_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle")
 _SLEEP_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 _CPU_ARGUMENTS = {
@@ -36,9 +36,10 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangSpec(StockSpec):
-    """SGLang's server, ready to follow a trainer; takes what `ServerSpec`, `EngineSpec` and `StockSpec` have.
+    """The settings of an SGLang server that follows a trainer, with those of `ServerSpec`, `EngineSpec`, `StockSpec`.
 
-    Sleep mode needs `torch_memory_saver` there; without the plugin it follows by full files only.
+    Sleep mode needs `torch_memory_saver` in the server's environment; without the plugin the server follows by full
+    files only.
     """
 
     name: ClassVar[str] = "sglang"
@@ -57,7 +58,7 @@ class SGLangSpec(StockSpec):
         mode: dict[str, Any] = {"language_only": True, "encoder_urls": list(encoders)} if encoders else {}
         if worker_type in ("prefill", "decode"):
             mode["disaggregation_mode"] = worker_type
-        if worker_type == "prefill":  # two on one machine would meet at SGLang's default
+        if worker_type == "prefill":  # two on one machine would share SGLang's default
             mode["disaggregation_bootstrap_port"] = bootstrap_port()
         return mode
 
@@ -97,13 +98,13 @@ class SGLangSpec(StockSpec):
 
 
 class SGLangServer(Server):
-    """Starts a stock SGLang server and waits until it is healthy; takes what `SGLangSpec` has."""
+    """Starts a stock SGLang server and waits until it is healthy; takes the fields of `SGLangSpec` as arguments."""
 
     spec = SGLangSpec
 
 
 def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
-    """Room for the base, the adapters, and the older version of each that running requests still have."""
+    """Return arguments with room for the base, the adapters, and the older version of each that requests still use."""
     if rank is None:
         return []
     if rank < 1 or adapters < 1:
@@ -118,7 +119,7 @@ def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
 
 
 def _workers(command: Sequence[str]) -> int:
-    """Processes that compute: SGLang wants to be told the cores of each, replicas included."""
+    """Return how many processes compute, replicas included: SGLang has to be told the cores of each."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in _SIZES:
         parser.add_argument(*names, type=int, default=1, dest=names[0])
@@ -126,13 +127,13 @@ def _workers(command: Sequence[str]) -> int:
     try:
         told = vars(parser.parse_known_args(list(command))[0])
     except argparse.ArgumentError:
-        return 1  # SGLang says itself what is wrong
+        return 1  # SGLang itself reports what is wrong
     tensor, pipeline, data = (max(1, told[names[0]]) for names in _SIZES)
-    return tensor * pipeline * (1 if told["shared"] else data)  # replicas of attention alone are workers of the tensors
+    return tensor * pipeline * (1 if told["shared"] else data)  # replicas of attention alone share the tensor workers
 
 
 def _cores(workers: int) -> str:
-    """The cores of each worker, as SGLang wants them: ``"0-1|2-3"``; workers share cores where these are too few."""
+    """Return the cores of each worker in SGLang's form, ``"0,1|2,3"``; workers share cores where these are too few."""
     mine = sorted(os.sched_getaffinity(0))
     each = max(1, len(mine) // workers)
     shares = ([mine[(worker * each + i) % len(mine)] for i in range(each)] for worker in range(workers))

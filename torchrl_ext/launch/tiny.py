@@ -1,4 +1,4 @@
-"""A causal LM small enough for demonstrations and tests, made from nothing: no download, no network."""
+"""Make a causal LM small enough for demonstrations and tests, without a download."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_tiny_lm(directory: str | Path, *, seed: int = 0, dtype: torch.dtype = t
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of at most 512 tokens, as a `transformers.PreTrainedTokenizerFast`."""
+    """Return a byte-level BPE tokenizer of at most 512 tokens, as a `transformers.PreTrainedTokenizerFast`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

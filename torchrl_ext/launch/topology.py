@@ -1,4 +1,4 @@
-"""The YAML of engines that a training job owns: models, groups of servers, devices, overrides.
+"""Read the YAML file of the engines that a training job owns: models, groups of servers, devices, overrides.
 
 Source of the keys and of how they are resolved: ``--vllm-config`` of vime and ``--sglang-config`` of slime::
 
@@ -35,7 +35,7 @@ _GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """One engine to start.
+    """The plan of one engine: what to start, and on which devices.
 
     Attributes:
         name: ``model/worker type/number``.
@@ -58,7 +58,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """One model with its engines; it gets a router of its own.
+    """The plan of one model with its engines, which get a router of their own.
 
     Attributes:
         name: how the job calls it.
@@ -75,7 +75,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Everything that a job starts.
+    """The plans of all models that a job starts.
 
     Attributes:
         kind: of all engines.
@@ -89,7 +89,7 @@ class Topology:
 
     @classmethod
     def load(cls, path: str | Path, **settings: Any) -> Topology:
-        """Read a file; see `parse`.
+        """Read a file and resolve what it says; see `parse`.
 
         Raises:
             ConfigError: it cannot be read, is no YAML, or says something that cannot work.
@@ -116,7 +116,7 @@ class Topology:
         num_gpus_per_engine: int = 1,
         rollout_num_gpus: int | None = None,
     ) -> Topology:
-        """Resolve what a file says.
+        """Resolve the content of a file into plans.
 
         Args:
             told: ``{"vllm": [model, ...]}`` (or ``sglang``, ``embedded``).

@@ -1,4 +1,4 @@
-"""A stock vLLM server with our plugin in it, as a child process."""
+"""Run a stock vLLM server with our plugin in it as a child process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMSpec(StockSpec):
-    """vLLM's OpenAI server, ready to follow a trainer; takes what `ServerSpec`, `EngineSpec` and `StockSpec` have.
+    """The settings of a vLLM server that follows a trainer, with those of `ServerSpec`, `EngineSpec`, `StockSpec`.
 
     The rank of LoRA adapters is rounded up to one that vLLM knows.
 
@@ -84,13 +84,13 @@ class VLLMSpec(StockSpec):
 
 
 class VLLMServer(Server):
-    """Starts a stock vLLM server and waits until it is healthy; takes what `VLLMSpec` has."""
+    """Starts a stock vLLM server and waits until it is healthy; takes the fields of `VLLMSpec` as arguments."""
 
     spec = VLLMSpec
 
 
 def _lora(rank: int | None, adapters: int) -> list[str]:
-    """Room for the adapters, and for the older version of each that running requests still have."""
+    """Return arguments with room for the adapters, and for the older version of each that requests still use."""
     if rank is None:
         return []
     room = next((known for known in _RANKS if known >= rank), None)
@@ -107,7 +107,7 @@ def _lora(rank: int | None, adapters: int) -> list[str]:
 
 
 def _installed_plugins(python: Path) -> list[str]:
-    """Names of the plugins that vLLM finds in an environment by itself."""
+    """Return the names of the plugins that vLLM finds in an environment by itself."""
     here = python == Path(sys.executable)
     folders = [] if here else [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
     found = importlib.metadata.distributions() if here else importlib.metadata.distributions(path=folders)
