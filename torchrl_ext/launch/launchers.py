@@ -72,7 +72,7 @@ class LocalLauncher(EngineLauncher):
         log_folder: gets a file per engine; None takes temporary ones.
         devices: what plans count, in the words of ``CUDA_VISIBLE_DEVICES``; None takes those that this process sees.
             Where there are none, as on a machine without GPUs, plans count workers and nothing is pinned.
-        api_key: the key that engines ask for; None serves whoever reaches 127.0.0.1, or the ``host`` of the settings.
+        api_key: the key that engines ask for; with None they serve whoever reaches 127.0.0.1, or their ``host``.
             It goes by the environment, and to SGLang, which has no variable for it, among the arguments.
         settings: for every engine's launcher, such as ``dtype``; overrides of a plan go first.
     """

@@ -1,1 +1,1 @@
-"""What runs inside engines of others."""
+"""Plugins that run inside stock vLLM and SGLang, and land a trainer's weights there."""

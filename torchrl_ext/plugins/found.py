@@ -1,4 +1,4 @@
-"""What a plugin finds in the release that it meets: what is missing is said once, and never stops an engine."""
+"""Try what a plugin needs of the release that it meets: what is missing is logged once, and never stops an engine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ log = logging.getLogger("torchrl_ext")
 def enable(engine: str, module: str, tested: str, needed: Mapping[str, Callable[[], None]]) -> None:
     """Make use of an engine's internals; log the release that was found, and what is not as it was in the tested one.
 
-    Whatever goes wrong: names that another release does not have, or gives other arguments. That is said once.
+    Another release may lack a name, or give it other arguments: whatever goes wrong is caught, and logged once.
 
     Args:
         engine: its name for people.
         module: of the engine, which has ``__version__``.
-        tested: release.
-        needed: what follows where it cannot be -> what makes use of it, and raises where it cannot.
+        tested: the release that the plugin was tested with.
+        needed: what follows where a step fails, in words -> the step, which makes use of internals or raises.
     """
     missing = {}
     for follows, use in needed.items():

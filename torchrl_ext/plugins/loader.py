@@ -1,4 +1,4 @@
-"""How weights land in one worker's model of vLLM or SGLang: what both do, and what they say to what cannot land.
+"""How weights land in one worker's model: what vLLM and SGLang share, and how they refuse what cannot land.
 
 Whole versions go through the model's own loader. Changes are written element by element where the live bytes are those
 of the checkpoint. Parameters that an engine keeps in another form (packed, shuffled, quantised) cannot be written to:
@@ -31,11 +31,11 @@ UNCHANGED = "nothing was changed; the engine serves what it served"
 
 
 class PluginLoader(EngineLoader):
-    """Loads into one worker's model, and knows which tensors lie there as they came.
+    """Loads weights into one worker's model, and knows which tensors lie there with the bytes that came.
 
-    `digests` reads those tensors back from the live model that this worker alone holds whole, as they came. It vouches
-    for the others as they were handed to the model's loader: a packed or quantised form cannot be read in checkpoint
-    coordinates, so what becomes of them is the rehearsal's to show (`EngineLoader`).
+    `digests` reads a tensor back from the live model where this worker alone holds it whole and as it came. For others
+    it gives the digest of what was handed to the model's loader: a packed or quantised form cannot be read in
+    checkpoint coordinates, so the rehearsal has to show what becomes of them (`EngineLoader`).
 
     Args:
         model: the worker's model.
@@ -77,11 +77,11 @@ class PluginLoader(EngineLoader):
         self._opened: Collection[nn.Module] = ()
         self._loading = self._whole_model = False
 
-    # what each engine does in its own way
+    # what differs between engines
 
     @abstractmethod
     def _placed(self, params: tuple[ParamMeta, ...]) -> Placement | None:
-        """Run the model's loader over tensors without data; None where it cannot be known what lands where.
+        """Run the model's loader over tensors without data, and return what lands where; None where that is not known.
 
         Raises:
             ManifestError, ConfigError: the parameters cannot land, see `check`.
@@ -101,20 +101,20 @@ class PluginLoader(EngineLoader):
 
     @abstractmethod
     def _loaded_with(self, touched: set[str]) -> Collection[str]:
-        """The tensors that have to be loaded when ``touched`` change, which cannot be patched."""
+        """Return the tensors to load when those of ``touched``, which cannot be patched, change."""
 
     @abstractmethod
     def _made_up(self) -> Iterable[tuple[str, Tensor]] | None:
-        """What a checkpoint would hold of an engine that was filled with random numbers; None where nobody knows."""
+        """Return the checkpoint of a model that was filled with random numbers; None where it cannot be known."""
 
     def _is_plain(self, tensor: Tensor | None, landing: Landing) -> bool:
-        """Whether a runtime tensor can be as it was loaded, for all that its engine says of it."""
+        """Return whether a runtime tensor can have the form in which it was loaded, as far as the engine tells."""
         return True
 
     # what can land, and where
 
     def check(self, params: Iterable[ParamMeta]) -> None:
-        """See `WeightLoader.check`. The model's loader runs over tensors without data; the live ones are not touched.
+        """Refuse what cannot land, by running the model's loader over tensors without data; live ones are not touched.
 
         Raises:
             ManifestError: names the first parameter that is unknown, missing, or of another shape or dtype.
@@ -164,17 +164,17 @@ class PluginLoader(EngineLoader):
         return ", ".join(type(part).__name__ for part in (module, method, experts) if part is not None)
 
     def _is_tied_head(self, name: str) -> bool:
-        """Whether ``name`` is the output embedding of a model in which that is the input embedding."""
+        """Return whether ``name`` is the output embedding of a model in which that is the input embedding."""
         return self._tied and name.endswith("lm_head.weight")
 
     def _live(self) -> dict[str, Tensor]:
-        """What the model computes with, by runtime name."""
+        """Return the parameters and buffers that the model computes with, by runtime name."""
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
     def _in_place(self, placement: Placement) -> dict[str, list[Piece]]:
-        """The copies of each tensor that the live model holds as it was loaded, shown by its bytes.
+        """Return the copies of each tensor whose bytes show that the live model holds it as it was loaded.
 
-        A parameter of the same shape may be shuffled, so shape says nothing. The bytes are compared with those of the
+        A parameter of the same shape may be shuffled, so shapes prove nothing. The bytes are compared with those of the
         start checkpoint, while the model still holds it; what was found then holds for later lists of parameters.
         """
         live, found = self._live(), {}
@@ -193,10 +193,10 @@ class PluginLoader(EngineLoader):
         embedding = next((pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")), [])
         return kept | {name: embedding if self._is_tied_head(name) else [] for name in placement.nowhere()}
 
-    # what is said to what cannot land
+    # how what cannot land is refused
 
     def _refuse(self, placement: Placement, needed: Mapping[str, int], *, shared: bool) -> None:
-        """Take no name that lands nowhere, leave no parameter as it is, and let no value be rounded.
+        """Refuse names that land nowhere, parameters that would stay incomplete, and values that would be rounded.
 
         Args:
             placement: where the parameters of the update land.
@@ -215,7 +215,7 @@ class PluginLoader(EngineLoader):
         names = {meta.name for meta in placement.params}
         for param, numel in needed.items():
             written = placement.written[param]
-            if written < numel and (written or not self._is_tied_head(param)):  # only its stand-in is one of its own
+            if written < numel and (written or not self._is_tied_head(param)):  # a tied head has no memory of its own
                 prefix = param.rpartition(".")[0].rpartition(".")[0]
                 self._refuse_absent(name for name in self._shapes if name not in names and name.startswith(prefix))
                 sources = ", ".join(placement.sources(param)) or "no parameter of the update"
@@ -256,7 +256,7 @@ class PluginLoader(EngineLoader):
         self._model.load_weights(passing())
 
     def finish(self) -> None:
-        """End the load.
+        """End the load: bring the layers into the form that is computed with.
 
         Raises:
             IntegrityError: parameters that were announced did not come.
@@ -274,7 +274,7 @@ class PluginLoader(EngineLoader):
         self._loading = False
 
     def missing(self) -> list[str]:
-        """Parameters of an unfinished load that did not come yet."""
+        """Return the parameters of an unfinished load that did not come yet."""
         if not self._loading or self._rehearsing:
             return []
         return [meta.name for meta in self._params if meta.name not in self._handed]
@@ -287,7 +287,7 @@ class PluginLoader(EngineLoader):
         return found
 
     def _readable(self, name: str) -> bool:
-        """Whether this worker holds the tensor whole, as it came."""
+        """Return whether this worker holds the tensor whole, as it came."""
         return self._alone and bool(self._pieces.get(name))
 
     def forget(self) -> None:
@@ -302,11 +302,12 @@ class PluginLoader(EngineLoader):
     # changes
 
     def position_digests(self) -> dict[str, str]:
-        """What this worker reads back of its model; else the checkpoint that the engine was started with, while nothing
-        else was loaded.
+        """Return position digests of what this worker reads back of its model, else of the start checkpoint.
+
+        The checkpoint that the engine was started with counts while nothing else was loaded.
 
         Raises:
-            ConfigError: it can tell neither.
+            ConfigError: neither can be had.
         """
         if self._alone and self._params and all(self.patchable(meta.name) for meta in self._params):
             return {name: digest.hex() for name, digest in self._together(self._patcher.held()).items()}
@@ -319,7 +320,7 @@ class PluginLoader(EngineLoader):
         return {name: position_digest(tensor).hex() for name, tensor in start}
 
     def stage(self, changes: Changes) -> None:
-        """Translate what can be patched; bring what cannot to its new value on the host."""
+        """Translate changes of tensors that can be patched; bring the others to their new value on the host."""
         self._whole = []
         self._coverage, self._expected = self._patcher.stage(changes), changes.digests
         names = self._loaded_with(self._patcher.others)
@@ -328,11 +329,11 @@ class PluginLoader(EngineLoader):
 
     @property
     def staged_bytes(self) -> int:
-        """Memory that staged changes hold until the commit, in bytes."""
+        """The memory that staged changes hold until the commit, in bytes."""
         return self._patcher.staged_bytes + sum(tensor.nbytes for _, tensor in self._whole)
 
     def confirm(self) -> None:
-        """Hold what all workers of the engine staged against the trainer's digests."""
+        """Compare what all workers of the engine staged with the trainer's digests."""
         compare(self._together(self._coverage), self._expected)
 
     @torch.no_grad()
@@ -346,7 +347,7 @@ class PluginLoader(EngineLoader):
             self._close(layers)
 
     def _together(self, own: Mapping[str, Coverage]) -> dict[str, PositionDigest]:
-        """Digests of the tensors that the workers hold together; those that overlap in part are left out."""
+        """Return digests of the tensors that the workers hold together; those that overlap in part are left out."""
         return combine(own, self._patcher.pieces, self._params, self._group)
 
 
@@ -354,7 +355,7 @@ _EVERY = "every parameter of the checkpoint that the engine was started with"
 
 
 def _shapes_of(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a local checkpoint by name; of any other nothing is known."""
+    """Return the shapes of a local checkpoint by name; nothing for any other."""
     try:
         return {meta.name: meta.shape for meta in CheckpointSource(checkpoint).params()}
     except (ConfigError, IntegrityError):
@@ -362,7 +363,7 @@ def _shapes_of(checkpoint: str) -> dict[str, tuple[int, ...]]:
 
 
 def rebalanced() -> ConfigError:
-    """Experts move between workers (EPLB)."""
+    """Return the refusal of an engine that moves experts between its workers (EPLB)."""
     return ConfigError(
         "this engine moves experts between its workers while it serves (EPLB)",
         expected="an engine started without --enable-eplb",

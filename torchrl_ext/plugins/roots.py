@@ -1,4 +1,4 @@
-"""What an engine reads under the roots of trainers: versions that a call names, and adapters.
+"""Find what an engine reads under the roots of trainers: versions that a call names, and adapters.
 
 A trainer may hand a path to an engine's ``/update_weights_from_disk`` with ``load_format="delta"``: a version directory
 ``weight_v000007``, or the root that holds it; then the newest version is meant.
@@ -28,7 +28,7 @@ __all__ = ["check_adapter", "invited", "locate", "parameters"]
 
 
 def locate(path: str) -> tuple[str, int]:
-    """Root and version that a path names.
+    """Return the root and the version that a path names.
 
     Raises:
         ConfigError: the engine may not open it.
@@ -49,7 +49,12 @@ def locate(path: str) -> tuple[str, int]:
 
 
 def parameters(root: str, version: int, base: str, files: Collection[str] | None = None) -> list[Any]:
-    """What a version holds, as JSON. ``files``, where given, has to be all of the version's."""
+    """Return the parameters of a version, as JSON; ``files``, where given, has to name all of its files.
+
+    Raises:
+        StoreError: there is no such version.
+        ConfigError: ``files`` names only a part of them.
+    """
     store = open_store(root)
     chain = Chain(store, foreign=ForeignVersions(store, base if os.path.isdir(base) else None))
     try:
@@ -73,7 +78,7 @@ def parameters(root: str, version: int, base: str, files: Collection[str] | None
 
 @contextmanager
 def invited(root: str, reader: str, base: str | None, params: list[Any]) -> Iterator[Join]:
-    """The message by which workers join the chain under ``root``, to which no trainer invites them.
+    """Yield the message by which workers join the chain under ``root`` where no trainer invites them.
 
     Args:
         root: where the versions lie.

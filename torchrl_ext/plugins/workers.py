@@ -1,4 +1,4 @@
-"""What the workers of one engine tell each other about an update, over a process group that the engine has anyway."""
+"""Exchange messages about an update between the workers of one engine, over a process group that the engine has."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torchrl_ext.weights.digests import PositionDigest
 
 __all__ = ["agree", "combine"]
 
-_WORDS_BYTES = 4096  # of each worker's failure that the others get to see
+_WORDS_BYTES = 4096  # most bytes of one worker's message that the others get
 _SIGN = 1 << 63
 _UNKNOWN = (0, 0, -1, 0)
 
 
 def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
-    """What each worker has to say, in order of rank; at most 4096 bytes of each.
+    """Return the messages of all workers, in order of rank; at most 4096 bytes of each.
 
     Every worker has to call it, at the same point of its work.
 
     Args:
-        words: this worker's.
-        groups: those that the worker is in, the innermost first: ranks are laid out with it varying fastest.
+        words: this worker's message.
+        groups: those that the worker is in, the innermost first: ranks are laid out so that its own varies fastest.
     """
     row, spoken = torch.zeros(1, _WORDS_BYTES, dtype=torch.uint8), words.encode()[:_WORDS_BYTES]
     if spoken:
@@ -42,9 +42,9 @@ def combine(
     params: Iterable[ParamMeta],
     group: distributed.ProcessGroup,
 ) -> dict[str, PositionDigest]:
-    """Digests of the tensors that the workers hold together; tensors whose parts overlap are left out.
+    """Return digests of the tensors that the workers hold together; tensors whose parts overlap are left out.
 
-    Workers need not know the same tensors: by expert parallelism one may hold packed what another does not hold at all.
+    Workers need not know the same tensors: with expert parallelism one may hold packed what another lacks.
 
     Args:
         own: what this worker holds of each tensor; tensors that it cannot tell of are left out for all.
@@ -75,7 +75,7 @@ def _gather(row: torch.Tensor, group: distributed.ProcessGroup) -> list[torch.Te
 
 
 def _row(coverage: Coverage, pieces: Iterable[Piece]) -> tuple[int, int, int, int]:
-    """A share as four int64: two digest words, its size, and where it lies."""
+    """Return a worker's share as four int64: two digest words, its size, and where it lies."""
     digest, count = coverage
     first, second = (word - 2 * _SIGN if word >= _SIGN else word for word in (digest.first, digest.second))
     return first, second, count, hash(tuple((one.offset, tuple(one.destination.shape), one.strides) for one in pieces))

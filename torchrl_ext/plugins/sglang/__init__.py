@@ -1,1 +1,1 @@
-"""What runs inside a stock SGLang."""
+"""The plugin that runs inside a stock SGLang."""

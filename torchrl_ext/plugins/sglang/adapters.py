@@ -1,10 +1,10 @@
-"""LoRA adapters by name and version in a stock SGLang, for a switch that no request can fall into.
+"""Serve LoRA adapters by name and version in a stock SGLang, so that each request keeps the version it began with.
 
 SGLang keeps adapters by name, and refuses to load a name twice: to replace one, a trainer has to unload it first, which
 waits for its last request while new ones are refused. So every version is loaded under a label of its own
 (``policy-lora@7``), and the name that requests use is pointed at a label where SGLang looks names up: each request
 keeps the version that it began with, and its response names it (``meta_info.adapter``). Cached keys and values belong
-to the `lora_id`, which is drawn anew at each load (`sglang.srt.managers.schedule_batch.Req`): no version meets those
+to the `lora_id`, which is drawn anew at each load (`sglang.srt.managers.schedule_batch.Req`): no version uses those
 of another.
 
 Messages travel as the ``action`` of ``/weights_checker``, like our others, but these stay in the process that looks
@@ -43,14 +43,14 @@ from torchrl_ext.types import Info, adapter_label, adapter_version
 __all__ = ["HOOKS", "Adapters", "check_worker"]
 
 _NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
-"""Settings of PEFT's that change what an adapter computes, and that SGLang does not look at."""
+"""Settings of PEFT that change what an adapter computes and that SGLang ignores, with the values that do not."""
 
 _managers: weakref.WeakKeyDictionary[Any, Adapters] = weakref.WeakKeyDictionary()
 
 
 @final
 class Adapters:
-    """What the names stand for, in one server.
+    """Keeps which version each adapter name stands for in one server, and replaces it.
 
     Args:
         manager: SGLang's `TokenizerManager`.
@@ -63,11 +63,11 @@ class Adapters:
         self._before: dict[str, str] = {}
 
     def label(self, name: str | None) -> str | None:
-        """What a request by ``name`` is served with."""
+        """Return the label of the version that serves requests by ``name``; other names are their own label."""
         return self._served.get(name, name) if name is not None else None
 
     async def answer(self, message: Message) -> Info:
-        """Do what a message says; returns what the names stand for.
+        """Do what a message says, and return the version that each name stands for.
 
         Raises:
             ConfigError, EngineError, NotConnectedError: it cannot be done; the names stand for what they stood for.
@@ -133,7 +133,7 @@ class Adapters:
         await self._drop(name, keep=set())
 
     async def _drop(self, name: str, keep: set[str | None]) -> None:
-        """Unload versions that no request is at work with; SGLang would wait for the others, and load nothing."""
+        """Unload versions that no request uses; for one in use SGLang would wait, and load nothing meanwhile."""
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
         registry = self._manager.lora_registry
@@ -148,10 +148,10 @@ _HERE = (CheckAdapter, ListAdapters, ServeAdapter, StageAdapter, UnloadAdapter)
 
 
 async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
-    """Around the server's part of ``/weights_checker``."""
+    """Wrap the server's part of ``/weights_checker``: answer messages about adapters, and pass on any other call."""
     message = None
     if request.action.startswith(CHANNEL):
-        with suppress(ValueError, RecursionError):  # workers say so of what is no message
+        with suppress(ValueError, RecursionError):  # what is no message is for the workers to refuse
             message = read(json.loads(request.action.removeprefix(CHANNEL)))
     if not isinstance(message, _HERE):
         return await original(manager, request, *args)
@@ -164,7 +164,7 @@ async def check_weights(original: Callable[..., Any], manager: Any, request: Any
 
 
 async def resolve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around SGLang's looking up of adapters by name, for one request or a batch."""
+    """Wrap SGLang's lookup of adapters by name, for one request or a batch."""
     adapters = _managers.get(manager)
     if adapters is not None:
         parts = request.__dict__.get("_sub_obj_cache", {})  # SGLang takes a batch apart before it comes here
@@ -175,7 +175,7 @@ async def resolve(original: Callable[..., Any], manager: Any, request: Any) -> A
 
 
 def respond(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> AsyncIterator[Any]:
-    """Around SGLang's waiting for a response: ``meta_info`` says in ``adapter`` which version made it."""
+    """Wrap SGLang's wait for a response: put the version that made it into ``meta_info`` as ``adapter``."""
     responses, label = original(manager, request, *args), request.lora_path
     ours = isinstance(label, str) and adapter_version(label) is not None
     return _labelled(responses, label) if ours else responses
@@ -188,7 +188,7 @@ async def _labelled(responses: AsyncIterator[Any], label: str) -> AsyncIterator[
 
 
 def check_worker(manager: Any, message: CheckAdapter | CheckLoaded) -> None:
-    """Worker: whether every tensor of an adapter has a layer here that it would be applied in.
+    """Refuse, on a worker, an adapter with a tensor that no layer here would apply.
 
     Args:
         manager: the worker's `LoRAManager`.

@@ -25,10 +25,10 @@ __all__ = ["SGLangLoader"]
 
 
 class SGLangLoader(PluginLoader):
-    """Loads into one worker's model; see `PluginLoader` for its arguments.
+    """Loads weights into one worker's SGLang model; see `PluginLoader` for its arguments.
 
     Attributes:
-        prepared: somebody else unpacks layers before a load, and packs them after it.
+        prepared: SGLang itself unpacks layers before a load, and packs them after it (``/begin_weight_update``).
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SGLangLoader(PluginLoader):
             placement = record(self._model.load_weights, params, targets)
         needed = {name: target.numel() for name, target in targets.items() if isinstance(target, nn.Parameter)}
         shared = any(getattr(module, "moe_ep_size", 1) > 1 for module in self._model.modules())  # expert parallelism
-        self._refuse(placement, needed, shared=shared)  # SGLang skips any name
+        self._refuse(placement, needed, shared=shared)  # SGLang skips a name that it does not know
         if self._dummy and not self.touched:
             self._dummies = self._read_dummies(placement)
         return placement
@@ -95,7 +95,7 @@ class SGLangLoader(PluginLoader):
         return None if self._dummies is None else self._dummies.items()
 
     def _open(self, names: Collection[str] | None) -> Collection[nn.Module]:
-        """As SGLang does before its own updates, of the whole model."""
+        """Unpack the layers of the whole model, as SGLang does before its own updates."""
         if self._packs and not self._loading and not self.prepared:
             DefaultModelLoader.restore_weights_before_loading(self._model, next(self._model.parameters()).device)
         return ()
@@ -108,7 +108,7 @@ class SGLangLoader(PluginLoader):
         return [meta.name for meta in self._params if not self.patchable(meta.name)]
 
     def _read_dummies(self, placement: Placement) -> dict[str, Tensor]:
-        """The numbers that an engine without a checkpoint was filled with; its parameters lie as they are loaded."""
+        """Return the random numbers that the model was filled with; its parameters have the form in which they load."""
         live, found = self._live(), {}
         for meta in placement.params:
             landings = placement.landings[meta.name]
@@ -118,7 +118,7 @@ class SGLangLoader(PluginLoader):
 
 
 def _packs(model: nn.Module) -> bool:
-    """Whether layers rebuild their parameters after loading, so that the model's loader cannot write to them."""
+    """Return whether layers rebuild their parameters after loading, so that the model's loader cannot write to them."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()} - {"NoneType"}
     packed = any(getattr(module, "use_intel_amx_backend", False) for module in model.modules())
     return packed or not all(method.startswith("Unquantized") for method in methods)
@@ -149,7 +149,7 @@ def _stand_ins(model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """A tensor of the meta device that a loader cannot tell from ``tensor``: its class and its loader's marks."""
+    """Return a tensor of the meta device with the class and the loader's marks of ``tensor``, which loaders look at."""
     found = tensor.detach().to("meta")
     if isinstance(tensor, nn.Parameter):
         found = nn.Parameter(found, requires_grad=False)

@@ -1,7 +1,7 @@
-"""Entry point of group ``sglang.srt.plugins``: a stock SGLang follows our transports, and slime's ``"delta"``.
+"""Entry point of group ``sglang.srt.plugins``, by which a stock SGLang follows our transports and slime's ``"delta"``.
 
-SGLang (0.5.13 and later) calls `register` in each of its processes and then applies the hooks; schedulers, which hold
-the model, run them, and the process that looks names of adapters up (`torchrl_ext.plugins.sglang.adapters`):
+SGLang (0.5.13 and later) calls `register` in each of its processes and then applies the hooks. They run in schedulers,
+which hold the model, and in the process that looks up adapters by name (`torchrl_ext.plugins.sglang.adapters`):
 
 * ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
   carries a free string: the ``action``. Ours begin with `torchrl_ext.messages.CHANNEL`; a server without the plugin
@@ -9,8 +9,8 @@ the model, run them, and the process that looks names of adapters up (`torchrl_e
 * ``/update_weights_from_disk`` with ``load_format="delta"`` lands a version directory, or the newest one of a root.
 
 An exception that leaves a scheduler ends the server (0.5.23), so none leaves these hooks: a checkpoint that SGLang
-itself cannot load, or a ``load_format`` that it does not know, becomes an answer as well. Hooks around its other ways
-to load only remember that the model was loaded past us.
+itself cannot load, or a ``load_format`` that it does not know, becomes an answer as well. Hooks around its other
+load methods only note that the model was loaded past us.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ log = logging.getLogger("torchrl_ext")
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _PAST_US = ("update_weights_from_", "load_weights_from_")
-"""How the names of SGLang's other ways to load begin, which differ between releases."""
+"""The first letters of the names of SGLang's other load methods, which differ between releases."""
 
 _TESTED = "0.5.23"
 
 _workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _unseen: list[str] = []
-"""Why SGLang's own ways to load cannot be seen here: what a worker knows of its weights may be wrong."""
+"""Why calls of SGLang's own load methods go unnoticed, if they do: what a worker knows of its weights may be wrong."""
 
 
 def register() -> None:
-    """Register the hooks. May be called any number of times; what a release does not have is said in the log."""
+    """Register the hooks. May be called any number of times; what a release does not have is logged."""
     needed = {
         "bfloat16 may end in SIGILL on this CPU": grant_tiles,
         "it follows no trainer by our transports": _register_hooks,
@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def _register_hooks() -> None:
-    """Around what there is; what cannot be done without is looked for first.
+    """Register each hook whose target this release has; the one that is indispensable is looked for first.
 
     Raises:
         AttributeError, ImportError: there is no `check_weights`, which our messages come by, or no registry of hooks.
@@ -110,7 +110,7 @@ def _pin_nothing() -> None:
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around the scheduler's part of ``/weights_checker``."""
+    """Wrap the scheduler's part of ``/weights_checker``: do what our messages say, and pass on any other call."""
     if not request.action.startswith(CHANNEL):
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
@@ -122,7 +122,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
             failure = _united(lambda: sglang_adapters.check_worker(runner.lora_manager, message))
             return CheckWeightsReqOutput(success=not failure, message=failure)
         worker = _worker(runner)
-        if _unseen and isinstance(message, Prefetch):  # the first word of an update
+        if _unseen and isinstance(message, Prefetch):  # the first message of an update
             worker.invalidate()
         success, answer = worker.answer(message, manager)
     except Exception as error:  # noqa: BLE001 - it would end the server
@@ -133,7 +133,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
 def update_weights_from_disk(
     original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
 ) -> tuple[bool, str]:
-    """Around one worker's part of ``/update_weights_from_disk``."""
+    """Wrap one worker's part of ``/update_weights_from_disk``: land deltas, and let SGLang load anything else."""
     try:
         if load_format == "delta":
             runner = updater.get_model_runner()
@@ -162,7 +162,7 @@ def update_weights_from_disk(
 
 
 def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's own ways to load."""
+    """Wrap a load method of SGLang: drop what our worker knows of the model afterwards."""
     try:
         return original(updater, *args, **kwargs)
     finally:
@@ -172,7 +172,7 @@ def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
 
 
 def _united(step: Callable[[], None]) -> str:
-    """Take a step on every worker; returns what they have to say of it, "" where it went well on all of them."""
+    """Take a step on every worker; return what went wrong, in words, or "" where it went well on all of them."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     from torchrl_ext.plugins.workers import agree
@@ -183,12 +183,12 @@ def _united(step: Callable[[], None]) -> str:
         step()
     except Exception as error:  # noqa: BLE001 - it would end the server
         words = words_of(error)
-    said = agree(words, get_tp_group().cpu_group)  # SGLang would give the answer of the first
+    said = agree(words, get_tp_group().cpu_group)  # SGLang would return the first worker's answer alone
     return joined(said) if any(said) else ""
 
 
 def _worker(runner: Any) -> Any:
-    """The part of ours that keeps this runner's model up to date; there is one per model and process."""
+    """Return the `SGLangWorker` that keeps this runner's model up to date; there is one per model and process."""
     from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
     from torchrl_ext.plugins.loader import UNCHANGED, rebalanced
@@ -212,7 +212,7 @@ def _worker(runner: Any) -> Any:
 
 
 def _exists(target: str) -> bool:
-    """Whether this SGLang has what a hook would wrap."""
+    """Return whether this SGLang has what a hook would wrap."""
     try:
         return pkgutil.resolve_name(target) is not None
     except Exception:
@@ -226,13 +226,13 @@ _HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 
 def load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `ModelRunner.load_model`: latent attention is computed in its absorbed form, for fresh prompts as well.
+    """Wrap `ModelRunner.load_model`, so that latent attention is computed in its absorbed form for new prompts as well.
 
-    The backend ``torch_native`` reads keys and values from the cache alone, which holds latents. It has no entry among
-    those that say how DeepSeek's attention is computed, and is taken for Triton's, which is handed full keys.
+    The backend ``torch_native`` reads keys and values from the cache alone, which holds latents. SGLang's table of how
+    backends compute DeepSeek's attention has no entry for it, so that it is taken for Triton's, which gets full keys.
     """
     found = original(runner, *args, **kwargs)
-    handlers = sys.modules.get(_HANDLERS)  # there where a model of that family was imported
+    handlers = sys.modules.get(_HANDLERS)  # present where a model of that family was imported
     try:
         if handlers is not None and "torch_native" not in handlers.AttentionBackendRegistry._handlers:
             absorbed = handlers.AttnForwardMethod.MLA
@@ -243,7 +243,7 @@ def load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: 
 
 
 def experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `moe_forward_native`: an expert of another worker (expert parallelism) is -1, which it takes for an index.
+    """Wrap `moe_forward_native`, which takes the -1 of another worker's expert (expert parallelism) for an index.
 
     Such a token goes to the first expert of this worker, with weight zero. As the function counts a token once per
     expert, each of a token's choices is computed in a call of its own.

@@ -1,8 +1,8 @@
-"""One worker of an SGLang server: a `WorkerEnd` behind SGLang's strings.
+"""One worker of an SGLang server: a `WorkerEnd` whose messages come and are answered as SGLang's strings.
 
 SGLang hands a message to every worker at the same point of its loop, in the thread that generates
-(`torchrl_ext.plugins.sglang.register`). It answers with a string, of which the first worker's goes back. Beside what a
-`WorkerEnd` does, a worker knows here
+(`torchrl_ext.plugins.sglang.register`). Each answers with a string, and the first worker's goes back. Beside what a
+`WorkerEnd` does, a worker does here
 
 =================  ==============================================================================================
 `Flush`            drop cached keys and values. Answer: ``{"flushed": bool}``, false while requests hold on to them
@@ -34,7 +34,7 @@ log = logging.getLogger("torchrl_ext")
 
 
 class Scheduler(Protocol):
-    """What a worker's messages use of SGLang (`SchedulerWeightUpdaterManager`)."""
+    """The part of SGLang that a worker's messages use (`SchedulerWeightUpdaterManager`)."""
 
     scheduler: Any
     offload_tags: set[str]
@@ -70,14 +70,14 @@ class SGLangWorker:
 
     @torch.inference_mode()
     def answer(self, message: Message, scheduler: Scheduler) -> tuple[bool, str]:
-        """Do what a message says; returns whether that went well, and the answer. Never raises."""
+        """Do what a message says, and return whether that went well, and the answer. Never raises."""
         try:
             return True, json.dumps(self._answer(message, scheduler))
         except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
             return False, words_of(error)
 
     def invalidate(self) -> None:
-        """SGLang loaded the model by itself: the next version does not build on what it holds."""
+        """Note that SGLang loaded the model by itself: the next version does not build on what it holds."""
         self._end.invalidate()
 
     def _answer(self, message: Message, scheduler: Scheduler) -> Info:

@@ -1,1 +1,1 @@
-"""What runs inside a stock vLLM."""
+"""The plugin that runs inside a stock vLLM."""

@@ -1,4 +1,4 @@
-"""LoRA adapters by name and version: routes beside vLLM's own, for a switch that no request can fall into.
+"""Serve LoRA adapters by name and version, by routes beside vLLM's: each request keeps the version it began with.
 
 =====================================  =========================================================================
 ``GET  /torchrl_ext/adapters``         ``{"adapters": {name: {"version", "path", "in_use"}}}``: what each name stands
@@ -49,16 +49,16 @@ __all__ = ["AdapterRoutes"]
 
 @final
 class AdapterRoutes:
-    """The routes, and what was staged last under each name."""
+    """Serves the routes, and keeps what was staged last under each name."""
 
     def __init__(self) -> None:
         self._engine: Any = None
         self._state: Any = None
         self._staged: dict[str, LoRARequest] = {}
-        self._times: Counter[str] = Counter()  # that a path was staged
+        self._times: Counter[str] = Counter()  # how often a path was staged
 
     def attach(self, router: APIRouter) -> None:
-        """Add the routes."""
+        """Add the routes to ``router``."""
         router.add_api_route(ADAPTERS_ROUTE, self.told, methods=["GET"])
         router.add_api_route(ADAPTERS_ROUTE, self.answer, methods=["POST"])
 
@@ -67,7 +67,7 @@ class AdapterRoutes:
         self._engine, self._state = engine_client, state
 
     async def told(self) -> JSONResponse:
-        """What each name stands for."""
+        """Answer with what each name stands for, and the versions that requests still use."""
         rows = {
             name: {
                 "version": adapter_version(request.lora_name),
@@ -79,7 +79,7 @@ class AdapterRoutes:
         return JSONResponse({"adapters": rows})
 
     async def answer(self, request: Request) -> JSONResponse:
-        """Do what a message says."""
+        """Do what the message in a request says."""
         try:
             return JSONResponse(await self._handle(read(await request.json())))
         except _NotLoaded as error:
@@ -110,12 +110,11 @@ class AdapterRoutes:
         if lora_config is None:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
         admit(path)
-        # refused here, since a worker that raises leaves later calls a reply behind where there are several
+        # refused here, since one worker of several that raises leaves later calls a reply behind
         PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
         number = self._models.lora_id_counter.inc(1)
-        again = (
-            "/." * self._times[path]
-        )  # a trainer began anew in an emptied root: what is cached is not of these files
+        # a trainer may begin anew in an emptied root: another spelling keeps vLLM off what it cached of older files
+        again = "/." * self._times[path]
         self._times[path] += 1
         request = LoRARequest(lora_name=adapter_label(name, version), lora_int_id=number, lora_path=path + again)
         if not await self._engine.add_lora(request):
@@ -145,7 +144,7 @@ class AdapterRoutes:
         return self._models.lora_requests
 
     def _in_use(self, name: str) -> list[int]:
-        """Versions that requests of this server are at work with."""
+        """Return the versions of an adapter that requests of this server still use."""
         running = (state.lora_request for state in list(self._engine.output_processor.request_states.values()))
         labels = {request.lora_name for request in running if request is not None}
         versions = (adapter_version(label) for label in labels if label.rpartition("@")[0] == name)
@@ -153,4 +152,4 @@ class AdapterRoutes:
 
 
 class _NotLoaded(Exception):
-    """There is no adapter of that name."""
+    """Raised where no adapter of that name is loaded."""

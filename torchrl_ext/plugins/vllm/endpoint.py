@@ -48,7 +48,7 @@ _STEP_S = 600.0
 
 
 class UpdateFromDisk:
-    """The plugin, as vLLM's `EndpointPlugin` wants it."""
+    """Adds the routes to a vLLM server, in the form of vLLM's `EndpointPlugin`."""
 
     name: ClassVar[str] = "torchrl_ext"
     required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
@@ -63,14 +63,14 @@ class UpdateFromDisk:
         self._keys: list[str] = []
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
+        """Add the routes to the application, all of them behind `require_key`."""
         guarded = APIRouter(dependencies=[Depends(self.require_key)])
         self._adapters.attach(guarded)
         guarded.add_api_route(ROUTE, self.update, methods=["POST"])
         app.include_router(guarded)
 
     async def require_key(self, request: Request) -> None:
-        """Refuse who has not the server's key, where it has one."""
+        """Refuse a request without the server's key, where it has one, with status 401."""
         if not bears_key(request.headers.get("authorization"), self._keys):
             raise HTTPException(401, "this route wants the server's API key")
 
@@ -82,7 +82,7 @@ class UpdateFromDisk:
         self._keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def update(self, request: Request) -> JSONResponse:
-        """Serve one call."""
+        """Answer one call of ``/update_weights_from_disk``."""
         try:
             body = await request.json()
             if not isinstance(body, Mapping) or not isinstance(body.get("model_path"), str):
@@ -110,7 +110,7 @@ class UpdateFromDisk:
             self._joined = None
             if not known:
                 raise
-            await asyncio.to_thread(self._join, root, params)  # a trainer had the workers join something else meanwhile
+            await asyncio.to_thread(self._join, root, params)  # the workers have joined another trainer meanwhile
             await self._tell(Prefetch(version=version))
         self._joined = (root, params)
         served = not await self._engine.is_paused()
@@ -134,10 +134,10 @@ class UpdateFromDisk:
             self._host.handle(message)
 
     async def _undone(self, served: bool) -> str:
-        """No weight was changed: an engine that served before serves again. Returns what holds then."""
+        """End an update that changed no weight, let an engine that served before serve again, and return its state."""
         try:
             await self._engine.finish_weight_update()  # on workers that had begun
-        except Exception:  # the others have nothing to end, and say so
+        except Exception:  # the others have nothing to end, and raise
             log.debug("an update that was not begun everywhere is ended", exc_info=True)
         if not served:
             return "the engine is paused, and holds what it held before"
@@ -163,7 +163,7 @@ class UpdateFromDisk:
 
     @contextmanager
     def _landing(self, what: str) -> Iterator[None]:
-        """The engine is paused, and stays so where something fails."""
+        """Turn a failure into an error that says that the engine stays paused."""
         try:
             yield
         except Exception as error:

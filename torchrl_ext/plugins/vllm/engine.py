@@ -39,20 +39,20 @@ log = logging.getLogger("torchrl_ext")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """A message."""
+    """A message, as the body of ``/init_weight_transfer_engine`` brings it."""
 
     info: Info = field(default_factory=dict)
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """As `InitInfo`."""
+    """A message, as the body of ``/update_weights`` brings it."""
 
     info: Info = field(default_factory=dict)
 
 
 class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's four stages, handed to a `WorkerEnd` that loads through layerwise reload."""
+    """Hands vLLM's four stages to a `WorkerEnd` that loads through layerwise reload."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
@@ -78,18 +78,18 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return UpdateInfo(dict(update_dict))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Whatever loads nothing: join, prefetch, rehearse, look at an adapter, answer."""
+        """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
         with set_current_vllm_config(self.vllm_config):
             self._told(lambda: self._prepare(init_info.info))
 
     def start_weight_update(self) -> None:
-        """Make ready to load; what an earlier update left behind is cleared first."""
+        """Begin an update; what an earlier one left behind is cleared first."""
         self._sound = self._open = False
         try:
             self._sound = self._open = self._told(lambda: self._end.handle(Start()))
         finally:
             if not self._sound:
-                self._loader.roll_back()  # where it went well, while it did not on another worker
+                self._loader.roll_back()  # also where it failed on another worker alone
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one handoff, compare digests, or seal."""
@@ -98,14 +98,14 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """See `update_weights`."""
+        """Do the work of `update_weights`, without waiting for the device."""
         sound, self._sound = self._sound, False
         opened, self._open = self._open, self._open and not self._is_last  # the worker around us ends it if we raise
         self._sound = self._told(lambda: self._end.handle(read(update_info.info))) and sound
         self._open = opened
 
     def finish_weight_update(self) -> None:
-        """End the update. It was sealed before, so nothing is left that could fail; or it is abandoned."""
+        """End the update. It was sealed before, so nothing is left that could fail; one that was not is dropped."""
         sound, self._sound, self._open = self._sound, False, False
         missing = self._loader.missing()
         if missing:
@@ -133,7 +133,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
 
     def _told(self, step: Callable[[], Info]) -> bool:
-        """Whether ``step``, in which workers agree, went well on all of them.
+        """Return whether ``step``, in which workers agree, went well on all of them.
 
         Raises:
             EngineError: on the last worker only, when it failed, or has an answer.
@@ -152,13 +152,13 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _agree(words: str) -> list[str]:
-    """What all workers of this engine have to say; ranks lie as `initialize_model_parallel` lays them out."""
+    """Return the messages of all workers of this engine; ranks lie as `initialize_model_parallel` lays them out."""
     groups = (get_tp_group(), get_pcp_group(), get_pp_group())
     return agree(words, *(group.cpu_group for group in groups if group.world_size > 1))
 
 
 def _check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
-    """Hold an adapter's parameters against what this worker has wrapped.
+    """Refuse an adapter with a layer that has no LoRA on this worker.
 
     vLLM itself refuses a layer by the last part of its name only, and passes over any other that it does not find:
     such an adapter would be served without a part of it.

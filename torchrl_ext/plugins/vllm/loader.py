@@ -42,7 +42,7 @@ __all__ = ["VLLMLoader"]
 
 
 class VLLMLoader(PluginLoader):
-    """Loads into one worker's model.
+    """Loads weights into one worker's vLLM model, through layerwise reload.
 
     Args:
         model: the worker's model.
@@ -64,10 +64,10 @@ class VLLMLoader(PluginLoader):
         self._config = vllm_config
         self._repaired: dict[str, str] = {}
         self._forms: Mapping[str, Tensor] = {}
-        self._aside: set[int] = set()  # where weights lie that a layer computes with a packed copy of
+        self._aside: set[int] = set()  # addresses of weights that a layer has a packed copy of
 
     def reloaded(self) -> None:
-        """See `WeightLoader.reloaded`. vLLM did so by `reload_weights`."""
+        """Do what vLLM leaves out when it loads the model by itself (`reload_weights`)."""
         self._repair(list(self._model.modules()))
 
     def roll_back(self) -> None:
@@ -87,7 +87,7 @@ class VLLMLoader(PluginLoader):
     # what a rehearsal asks
 
     def known_repairs(self) -> tuple[str, ...]:
-        """`REPAIRS`, but for those that ``TORCHRL_EXT_LEAVE_OUT`` in its environment names, comma-separated."""
+        """Return the names of `REPAIRS`, but for those that ``TORCHRL_EXT_LEAVE_OUT`` names, comma-separated."""
         left_out = os.environ.get("TORCHRL_EXT_LEAVE_OUT", "").split(",")
         return tuple(step for step in REPAIRS if step not in left_out)
 
@@ -111,7 +111,7 @@ class VLLMLoader(PluginLoader):
         return placement
 
     def _is_plain(self, tensor: Tensor | None, landing: Landing) -> bool:
-        """Not where its form is another one in the engine, or where a packed copy lies beside it."""
+        """Return whether the engine keeps a tensor in its loaded form, and no packed copy beside it."""
         if tensor is None or tensor.data_ptr() in self._aside:
             return False
         form = self._forms[landing.param]
@@ -124,7 +124,7 @@ class VLLMLoader(PluginLoader):
         return made_up(placement, self._forms)
 
     def _open(self, names: Collection[str] | None) -> Collection[nn.Module]:
-        """`initialize_layerwise_reload`, also of some layers only, and of those that derive something from them."""
+        """Begin a layerwise reload of all layers, or of some and of those that derive something from them."""
         self.roll_back()
         self._repaired = {}
         if names is None:
@@ -147,7 +147,7 @@ class VLLMLoader(PluginLoader):
         self._repair(layers)
 
     def _loaded_with(self, touched: set[str]) -> Collection[str]:
-        """These names, and those that share a layer with them: a layer is loaded as a whole."""
+        """Return these names, and those that share a layer with them: a layer is loaded as a whole."""
         if self._whole_model:
             return [meta.name for meta in self._params if touched]
         layers = self._layers(touched)
@@ -155,7 +155,7 @@ class VLLMLoader(PluginLoader):
         return [name for name in others if self._layers([name]) & layers]
 
     def _layers(self, names: Iterable[str]) -> set[str]:
-        """Modules whose parameters these checkpoint tensors land in."""
+        """Return the modules in whose parameters these checkpoint tensors land."""
         return {landing.param.rpartition(".")[0] for name in names for landing in self.landings(name)}
 
     def _repair(self, layers: Collection[nn.Module]) -> None:
@@ -202,7 +202,7 @@ def _put(layer: nn.Module, parameters: dict[str, Any], buffers: dict[str, Any]) 
 
 
 def _stand_ins(layer: nn.Module, recorded: dict[str, Tensor], live: dict[str, Any]) -> dict[str, Any]:
-    """Checkpoint forms on tensors of their own, as `restore_layer_on_meta` would leave the layer.
+    """Return a layer's tensors in checkpoint form, without data, as `restore_layer_on_meta` would leave them.
 
     Biases are never recorded, and keep their live form; what only processing made has no place in a checkpoint.
     """

@@ -17,10 +17,10 @@ _TESTED = "0.32.0"
 
 
 def register() -> None:
-    """Make the backend known. May be called any number of times.
+    """Register the backend with vLLM. May be called any number of times.
 
     vLLM calls it outside any ``try``, in every process of every server of the environment that has this package: what a
-    release does not have is said in the log, and nothing is raised.
+    release does not have is logged, and nothing is raised.
     """
     needed = {
         "bfloat16 may end in SIGILL on this CPU": grant_tiles,
@@ -43,11 +43,11 @@ def _register_backend() -> None:
 def _keep_linears_plain() -> None:
     """Make a CPU vLLM keep linear weights as they are on a GPU: plain tensors that can be written in place.
 
-    Both ways in which it would pack them are switched off before a model is loaded. For trying what a GPU engine does.
+    Both kinds of packing are switched off before a model is loaded. This serves to try what a GPU engine does.
     """
     import vllm._custom_ops as ops
     import vllm.model_executor.layers.utils as layers
 
-    _ = ops._supports_onednn, layers.check_cpu_sgl_kernel  # else they would be set, and nobody would look at them
+    _ = ops._supports_onednn, layers.check_cpu_sgl_kernel  # raises where they are absent: setting them would do nothing
     ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *_: False

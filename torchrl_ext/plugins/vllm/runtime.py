@@ -1,4 +1,4 @@
-"""What a vLLM model computes with, and the steps that its own reload leaves out.
+"""Read what a vLLM model computes with, and take the steps that vLLM's own reload leaves out.
 
 Nothing of vLLM is patched: each repair calls a public step of the layer itself, as vLLM does when it starts.
 """
@@ -27,9 +27,9 @@ _ROWS = 4
 
 
 def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
-    """Every tensor that can be reached, and what packed and quantised linear layers answer a fixed input.
+    """Yield every tensor that can be reached, and the outputs of packed and quantised linear layers for a fixed input.
 
-    oneDNN keeps packed weights in memory of its own (vLLM on a CPU), behind a handle that says nothing of them.
+    oneDNN keeps packed weights in memory of its own (vLLM on a CPU), behind a handle that does not show them.
 
     Args:
         model: a worker's model.
@@ -44,10 +44,10 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
 
 
 def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint would hold of which an engine's dummy weights are this worker's part (``--load-format dummy``).
+    """Yield the checkpoint of which an engine's dummy weights are this worker's part (``--load-format dummy``).
 
     vLLM fills each parameter, as a loader would find it, from a generator of its own (`DummyModelLoader`), so that they
-    can be made again. What other workers hold is zero here.
+    can be computed again. What other workers hold is zero here.
 
     Args:
         placement: where checkpoint tensors land; by exact copies.
@@ -67,21 +67,21 @@ def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple
 
 
 def _answer(layer: LinearBase | ParallelLMHead, dtype: torch.dtype) -> Tensor | None:
-    """What it makes of a fixed input; None where it wants to be asked otherwise."""
+    """Return a layer's output for a fixed input; None where its kernel does not take that."""
     fixed = torch.randn(_ROWS, _inputs(layer), generator=torch.Generator().manual_seed(0)).to(dtype)
     device = next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
     try:
         return layer.quant_method.apply(layer, fixed.to(device), None)
-    except Exception as error:  # whatever a kernel of somebody else's says
+    except Exception as error:  # a third-party kernel may raise anything
         log.warning("a %s gives no answer of its own", type(layer).__name__, exc_info=error)
         return None
 
 
 def _multiplies_packed(layer: nn.Module) -> bool:
-    """Whether it computes with a packed copy (`dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel`).
+    """Return whether a layer computes with a packed copy of its weight.
 
-    What it calls holds the copy in its closure; where nothing was packed, it holds nothing. A quantised one's kernel
-    keeps the handle.
+    The function that it calls holds the copy in its closure, or nothing where nothing was packed
+    (`dispatch_cpu_unquantized_gemm`). The kernel of a quantised one keeps a handle (`CPUInt8ScaledMMLinearKernel`).
     """
     kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
     if getattr(kernel, "dnnl_handler", None) is not None:
@@ -116,7 +116,7 @@ def _pack_experts(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Mo
 
 
 def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
-    """Let output embeddings that share the input embedding's weight follow it.
+    """Pack again the output embeddings that share the input embedding's weight.
 
     A layerwise reload processes the layer that was loaded, and the other one's packed copy (CPU) would stay as it was.
     """
@@ -131,7 +131,7 @@ def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Modul
 
 
 def _follow_convolutions(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
-    """Let the views of convolution weights that state-space mixers (`MambaMixer2`) took at first follow these.
+    """Copy convolution weights into the views of them that state-space mixers (`MambaMixer2`) took at their start.
 
     A CPU packs such a weight in bfloat16 into other memory, and keeps the loaded one beside it: the view shows neither.
     """
@@ -150,11 +150,11 @@ REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]
     "tied lm_head.process_weights_after_loading": _pack_tied,
     "mixer.conv_weights": _follow_convolutions,
 }
-"""Name -> step; takes the model and the layers that were loaded, returns the layers that it finished."""
+"""Repairs by name: each takes the model and the layers that were loaded, and returns the layers that it finished."""
 
 
 def also_packed(model: nn.Module) -> Iterator[Tensor]:
-    """Weights of layers that compute with a packed copy of them, which a write to the weight would not reach.
+    """Yield weights of layers that compute with a packed copy of them, which a write to the weight would not reach.
 
     vLLM on a CPU keeps the weight of an output embedding beside the copy.
     """

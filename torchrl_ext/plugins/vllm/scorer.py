@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens by vLLM's `LLM` or `AsyncLLM`, in their own process."""
+"""`VLLMScorer` gets log-probabilities of given tokens from vLLM's `LLM` or `AsyncLLM`, in their own process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLING = SamplingParams(  # 0: the prompt's own tokens, whatever their rank
 
 
 class VLLMScorer:
-    """Asks a vLLM object.
+    """Gets log-probabilities of given tokens from a vLLM object.
 
     Args:
         llm: the object.
@@ -33,7 +33,7 @@ class VLLMScorer:
         self._llm, self._asynchronous = llm, asynchronous
 
     def ask(self, prompts: Sequence[Sequence[int]]) -> list[list[float]] | Awaitable[list[list[float]]]:
-        """As `EngineClient.logprobs`; of an `AsyncLLM` to be awaited on its loop."""
+        """Return what `EngineClient.logprobs` does; of an `AsyncLLM` an awaitable of it, for its loop."""
         if self._asynchronous:
             return self._ask_all(prompts)
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
