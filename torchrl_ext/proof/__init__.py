@@ -1,1 +1,1 @@
-"""What shows that an engine computes with what it was sent."""
+"""Prove that an engine computes with the weights that it was sent."""

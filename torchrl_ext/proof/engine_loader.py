@@ -1,4 +1,4 @@
-"""What loaders of engines that process their weights share: was the route of an update rehearsed, and what came out."""
+"""The base of loaders into engines that process their weights: it rehearses the route of an update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EngineLoader(WeightLoader):
     Attributes:
         touched: something was loaded after the weights that the engine was started with.
         repairs: steps that `finish` and `commit` take after the engine's own processing, by name.
-        vouches: somebody will ask for digests of what is loaded.
+        vouches: digests of what is loaded will be asked for.
     """
 
     def __init__(self) -> None:
@@ -38,36 +38,38 @@ class EngineLoader(WeightLoader):
     # what an engine's loader says of its model
 
     def known_repairs(self) -> Sequence[str]:
-        """Steps of the engine's own that its reload leaves out, as far as anybody knows."""
+        """Return the names of steps that the engine's own reload leaves out, as far as these are known."""
         return ()
 
     @abstractmethod
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        """The checkpoint that the engine was started with, as an update would name it, each time from the beginning;
-        None where there is none."""
+        """Return a new pass over the checkpoint that the engine was started with; None where there is none.
+
+        Its tensors are named as in an update.
+        """
 
     @abstractmethod
     def runtime(self) -> Iterator[Reading]:
-        """Everything that this worker computes with."""
+        """Yield every tensor that this worker computes with."""
 
     @abstractmethod
     def landings(self, name: str) -> Iterable[Landing]:
-        """The copies of a checkpoint tensor into runtime parameters (`Reading.key`) of this worker."""
+        """Return the copies of a checkpoint tensor into runtime parameters (`Reading.key`) of this worker."""
 
     @abstractmethod
     def kernel(self, layer: str) -> str:
-        """What computes in the module at ``layer``, in words."""
+        """Name what computes in the module at ``layer``, for messages."""
 
     @abstractmethod
     def ready(self) -> None:
-        """Where no trainer has named its parameters yet: take those of the start checkpoint, if there is one."""
+        """Take the parameters of the start checkpoint, if there is one, where no trainer has named its own yet."""
 
     @abstractmethod
     def land_whole(self) -> None:
-        """From now on changes are landed by loading the whole model."""
+        """Land changes by loading the whole model from now on."""
 
     def repaired(self) -> Mapping[str, str]:
-        """Layer -> the repair that the last load needed there."""
+        """Return the repairs that the last load needed, by layer."""
         return {}
 
     # what the receiver asks
@@ -76,7 +78,7 @@ class EngineLoader(WeightLoader):
         self.vouches = wanted
 
     def proof(self) -> str:
-        """``"in place"`` or ``"rehearsed"`` once that was shown; ``"sent"`` before."""
+        """Return ``"in place"`` or ``"rehearsed"`` once that was shown; ``"sent"`` before."""
         if self._rehearsed is None or self._rehearsed.refused:
             return "sent"
         return "rehearsed" if any(layer.verdict != IN_PLACE for layer in self._rehearsed.layers) else "in place"
@@ -93,7 +95,7 @@ class EngineLoader(WeightLoader):
 
     @torch.no_grad()
     def rehearse(self) -> Info:
-        """Rehearse; the model is idle, and holds what it was started with.
+        """Rehearse the route of an update on the idle model, which holds what it was started with; return the result.
 
         Raises:
             EngineRefusedError: a layer does not come back to what a cold start makes of it; nothing of the trainer's
@@ -113,7 +115,7 @@ class EngineLoader(WeightLoader):
         return found.to_json()
 
     def refuse_unsound(self, *, unproved: bool = False) -> None:
-        """Take no update that was shown to go wrong.
+        """Raise where a rehearsal showed that an update would go wrong.
 
         Args:
             unproved: the trainer accepts that nothing is proved; not of an engine that was not brought back.

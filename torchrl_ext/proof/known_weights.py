@@ -1,4 +1,4 @@
-"""Weights that are known: a checkpoint with something changed in each tensor, and the way back as a delta."""
+"""Make known weights: a checkpoint with something changed in each tensor, and the delta that undoes it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _PERIOD, _EVERY, _SMALL = 257, 32, 1 << 14
 def announced(
     start: Iterable[tuple[str, Tensor]], params: Iterable[ParamMeta], own: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a start checkpoint that an update names, in the dtypes of the update where that loses nothing.
+    """Yield those tensors of a start checkpoint that an update names, in its dtypes where that loses nothing.
 
     Args:
         start: a pass over the checkpoint.
         params: the update's.
-        own: in which the engine computes.
+        own: dtype in which the engine computes.
     """
     dtypes = {meta.name: meta.dtype for meta in params}
     for name, tensor in start:
@@ -41,7 +41,7 @@ def announced(
 
 
 def places(name: str, tensor: Tensor) -> Tensor:
-    """Which elements of a checkpoint tensor a rehearsal changes: int64, shape (k,), increasing.
+    """Return which elements of a checkpoint tensor a rehearsal changes: int64, shape (k,), increasing.
 
     All of a small one; of a large one about one in 32, with a prime period that no layout of a kernel shares, so that a
     delta's staging stays small. None of an integer tensor that holds indices or sizes: a loader may use those.
@@ -57,8 +57,11 @@ def places(name: str, tensor: Tensor) -> Tensor:
 
 
 def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """A checkpoint tensor with `places` changed: floats come nearer to zero by a factor that differs from place to
-    place (no value overflows, no scale turns negative), zeros become small; integers lose or gain their lowest bit."""
+    """Return the name, and a copy of a checkpoint tensor that is changed at its `places`.
+
+    Floats come nearer to zero by a factor that differs from place to place (no value overflows, no scale turns
+    negative), zeros become small; integers lose or gain their lowest bit.
+    """
     where = places(name, tensor)
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     if where.numel() and tensor.is_floating_point():
@@ -73,7 +76,7 @@ def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
 def taken_back(
     start: Callable[[], Iterable[tuple[str, Tensor]]], digests: Mapping[str, str], sparse: Callable[[str], bool]
 ) -> Changes:
-    """What leads from the changed checkpoint back to the start checkpoint.
+    """Return the changes that lead from the changed checkpoint back to the start checkpoint.
 
     Args:
         start: makes a pass over the start checkpoint.
@@ -101,7 +104,7 @@ def taken_back(
 
 
 def content(tensor: Tensor) -> PositionDigest:
-    """Sums of the elements' bits and of their squares, modulo 2^64: the same for the same elements in another order."""
+    """Return the sums of the elements' bits and of their squares, modulo 2^64, which do not depend on their order."""
     found = PositionDigest()
     for part in flat_bits(tensor).split(_AT_ONCE):
         wide = part.to(torch.int64)

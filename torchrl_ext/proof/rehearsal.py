@@ -1,7 +1,7 @@
-"""Rehearsal: does a second load bring everything that an engine computes with to where its start brought it?
+"""Check that a second load brings everything that an engine computes with to where its start brought it.
 
-An engine loads once when it starts, and its kernels make of the weights what they like. What a later load leaves
-behind nobody promises: a packed copy stays as it was, a shuffled one is overwritten with rows as they came. So before
+An engine loads once when it starts, and its kernels may keep the weights in any form. What a later load leaves
+behind is not specified: a packed copy stays as it was, a shuffled one is overwritten with rows as they came. So before
 the first update, while the engine is paused and holds the weights that it was started with, the very route of an update
 is tried with weights that are known:
 
@@ -44,7 +44,7 @@ IN_PLACE, BY_RELOAD, REPAIRED, REFUSED = "in place", "by reload", "repaired", "r
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's verdict.
+    """The verdict of a rehearsal on one layer.
 
     Attributes:
         name: path of the module.
@@ -62,14 +62,14 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What came out.
+    """The result of a rehearsal.
 
     Attributes:
         layers: one verdict per layer in which a checkpoint tensor lands.
         repairs: steps that are taken after each load from now on.
         changes: ``"in place"`` where changes may be written element by element, ``"by reload"`` where not.
         restored: the engine holds what it was started with.
-        seconds: what it took.
+        seconds: its duration.
         loads: loads of the whole model.
     """
 
@@ -82,11 +82,11 @@ class Rehearsal:
 
     @property
     def refused(self) -> tuple[Layer, ...]:
-        """Layers that the route of an update does not bring to where a cold start brings them."""
+        """The layers that the route of an update does not bring to where a cold start brings them."""
         return tuple(layer for layer in self.layers if layer.verdict == REFUSED)
 
     def to_json(self, most: int = 10) -> Info:
-        """A JSON-safe summary: verdicts by kernel, each with a count and one layer; refused layers by name."""
+        """Return a JSON-safe summary: layers counted by verdict, kernel and reason, in at most ``most`` rows."""
         groups: dict[tuple[str, str, str], list[str]] = {}
         for layer in self.layers:
             groups.setdefault((layer.verdict, layer.kernel, layer.why[:100]), []).append(layer.name)
@@ -99,7 +99,7 @@ class Rehearsal:
 
 
 def rehearse(loader: EngineLoader) -> Rehearsal:
-    """Try the route of an update on a paused engine; see this module's text.
+    """Try the route of an update on a paused engine, as the docstring of this module says, and return the result.
 
     Args:
         loader: of a model that holds the weights that it was started with.
@@ -150,7 +150,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
             if not _take_back(loader, start, cold):
                 found.wrong[""] = "changes do not land, neither in place nor by loading the whole model"
         found.loads += 1
-    except Exception as error:  # a loader says no in any way that its author liked
+    except Exception as error:  # a loader may raise anything
         log.warning("a rehearsal failed", exc_info=error)
         found.wrong[""] = f"{type(error).__name__}: {error}"
     try:
@@ -168,7 +168,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
 
 
 def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
-    """Undo what was changed, as a delta lands; whether all is as in the cold start."""
+    """Undo what was changed, as a delta lands; return whether all is as in the cold start."""
     try:
         loader.stage(taken_back(lambda: iter(start), start.digests, loader.patchable))
         loader.commit()
@@ -188,7 +188,7 @@ def _load(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class _Start:
-    """The start checkpoint, and what one pass over it told.
+    """The start checkpoint, and what one pass over it showed.
 
     Attributes:
         digests: position digest of each tensor, 32 hex digits.
@@ -218,7 +218,7 @@ class _Start:
         return iter(self._loader.start_weights() or ())
 
     def changed(self) -> Iterator[tuple[str, Tensor]]:
-        """The same with something changed in each tensor."""
+        """Return a pass over the checkpoint with something changed in each tensor."""
         return (changed(name, tensor) for name, tensor in self)
 
 
@@ -238,7 +238,7 @@ def _block(tensor: Tensor, landing: Landing) -> Tensor:
 
 
 class _Snapshot:
-    """Digests of everything that can be reached now; of parameters also of their content, in whatever order.
+    """Digests of every tensor that can be reached now; of parameters also of their content, in any order.
 
     Args:
         loader: whose model.
@@ -253,7 +253,7 @@ class _Snapshot:
         self.answers: dict[str, Tensor] = {}
         for reading in loader.runtime():
             key = reading.key
-            tensor = reading.tensor  # its digest is taken where it is
+            tensor = reading.tensor  # its digest is computed on its device
             digest = tensor_digest(tensor) if tensor.device.type == "cpu" else position_digest(tensor).hex()
             self.readings[key] = (reading.layer, digest)
             if keep:
@@ -264,7 +264,7 @@ class _Snapshot:
                 self.answers[f"{reading.layer}.{reading.of}"] = reading.tensor.float()
 
     def differing(self, other: _Snapshot) -> dict[str, list[str]]:
-        """Layer -> names of what is not the same in ``other``, or is there on one side only."""
+        """Return the names of what differs in ``other``, or is there on one side only, by layer."""
         found: dict[str, list[str]] = {}
         for key in self.readings.keys() | other.readings.keys():
             if self.readings.get(key) != other.readings.get(key):
@@ -274,7 +274,7 @@ class _Snapshot:
 
 
 def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Snapshot) -> dict[str, str]:
-    """Layers of which something stayed what it was although every tensor of the checkpoint changed."""
+    """Return the layers in which something stayed although every tensor of the checkpoint changed, each with why."""
     off = cold.differing(moved)
     found: dict[str, str] = {}
     for key, what in start.arriving.items():
@@ -312,7 +312,7 @@ def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Sna
 
 
 def _padding(cold: PositionDigest, reading: Reading, what: _Arriving) -> PositionDigest | None:
-    """What the content of a parameter had beyond what arrived: nothing, or zeros up to its size; None if neither."""
+    """Return what a parameter held beyond what arrived: nothing, or zeros up to its size; None if it is neither."""
     missing = reading.tensor.numel() - sum(landing.numel for _, landing in what.blocks)
     if missing < 0 or any(landing.dtype != reading.tensor.dtype for _, landing in what.blocks):
         return None
@@ -321,7 +321,7 @@ def _padding(cold: PositionDigest, reading: Reading, what: _Arriving) -> Positio
 
 
 def _answers_differ(before: Tensor, after: Tensor, landing: Landing) -> bool:
-    """Whether nearly all outputs that a block of a weight's rows makes are others (a tie of a few is chance)."""
+    """Return whether nearly all outputs of a block of a weight's rows changed (a few may be equal by chance)."""
     width = landing.strides[0] if len(landing.strides) > 1 else 1
     first = landing.offset // max(1, width)
     rows = slice(first, first + landing.shape[0]) if len(landing.shape) > 1 else slice(None)
@@ -333,13 +333,13 @@ _TABLES = (
     *("cos", "sin", "rope", "rotary", "freq", "alibi", "mask"),
     *("workspace", "buffer", "cache", "lora", "embeds", "input_", "state"),
 )
-"""Words in names of tensors that kernels compute for themselves, or keep for requests: nothing that is loaded."""
+"""Words in names of tensors that kernels compute by themselves, or keep for requests, and that no load brings."""
 
 _SAMPLE, _DISTINCT = 512, 16
 
 
 def _varied(tensor: Tensor) -> bool:
-    """Whether it could be made of weights: floating-point, and not one value all over."""
+    """Return whether a tensor could be made of weights: floating-point, and not one value all over."""
     return tensor.is_floating_point() and tensor.numel() >= _DISTINCT and _sample(tensor).numel() >= _DISTINCT
 
 
@@ -349,7 +349,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _is_copy(tensor: Tensor, of: Tensor) -> bool:
-    """Whether the values of ``tensor``, in whatever order, are values of another one."""
+    """Return whether nearly all values of ``tensor``, in any order, are values of another one."""
     sample = _sample(tensor)
     every = of.detach().to(tensor.device, tensor.dtype).float().reshape(-1)
     return bool(torch.isin(sample, every).float().mean() > 0.95)
@@ -362,7 +362,7 @@ def _parent(name: str) -> str:
 def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
     for layer in dict.fromkeys((*start.layers, *attempt.wrong)) or ("",):
         verdict, why = BY_RELOAD, ""
-        names = start.layers.get(layer, ())  # where nobody knows of any, none is written in place
+        names = start.layers.get(layer, ())  # where none is known to land, none is written in place
         if layer in attempt.wrong:
             verdict, why = REFUSED, attempt.wrong[layer]
         elif layer in attempt.repaired:
