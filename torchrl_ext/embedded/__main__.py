@@ -1,4 +1,4 @@
-"""``python -m torchrl_ext.embedded --model DIR --port P``."""
+"""Run the embedded engine: ``python -m torchrl_ext.embedded --model DIR --port P``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal ends it."""
+    """Serve a model until a signal ends the process, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_ext.embedded", description="Host a causal LM that follows a trainer."
     )

@@ -30,13 +30,13 @@ _BUSY_S = 30.0  # that a control call waits for the one before it
 _SEND_AGAIN = "send the weights again; the next update that arrives whole resumes the engine"
 
 TAGS = frozenset({"weights", "kv_cache"})
-"""What can sleep, as vLLM calls it."""
+"""The names of what can sleep, as in vLLM."""
 
 
 class Engine:
-    """What the routes call. Control calls are serialised; generation goes on beside those that touch no weights.
+    """Hosts a model that generates and follows a trainer; the routes call its methods.
 
-    A control call waits for the one before it, with a deadline.
+    A control call waits for the one before it, with a deadline; generation goes on beside calls that touch no weights.
 
     Args:
         model_dir: a Hugging Face checkpoint directory.
@@ -65,17 +65,17 @@ class Engine:
         self._dormant = Dormant(model)
         self._arrived: list[ParamMeta] = []
         self.asleep: frozenset[str] = frozenset()
-        """What of `TAGS` gave its memory up."""
+        """Those of `TAGS` whose memory was given up."""
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """See `Scheduler.pause`."""
+        """Make no more tokens; see `Scheduler.pause`."""
         self.scheduler.pause(mode, timeout_s)
 
     def resume(self) -> None:
         """Generate again.
 
         Raises:
-            EngineRefusedError: the weights are half an update, or about to be: one is open; or they sleep.
+            EngineRefusedError: an update is open, the weights are not whole, or the engine sleeps.
         """
         with self._alone():
             if self.asleep:
@@ -105,7 +105,7 @@ class Engine:
             self.asleep = TAGS
 
     def release_kv_cache(self) -> None:
-        """Drop keys and values of what is frozen.
+        """Drop the keys and values of frozen requests.
 
         Raises:
             EngineRefusedError: the engine still generates.
@@ -117,7 +117,7 @@ class Engine:
             self.asleep |= {"kv_cache"}
 
     def wake_up(self, tags: Collection[str] | None) -> bool:
-        """Have memory again; generate again when nothing sleeps any more. Returns whether that is so.
+        """Restore the memory of what sleeps, generate again once nothing does, and return whether that is so.
 
         Raises:
             ConfigError: there is no such tag.
@@ -137,7 +137,7 @@ class Engine:
             return not self.asleep
 
     def _refuse_unfit(self) -> None:
-        """Generate with nothing that is half an update, or about to be."""
+        """Raise where an update is open, or the weights are not whole."""
         if self._updating:
             raise EngineRefusedError(
                 "a weight update is open, and its weights must not be served half",
@@ -154,13 +154,13 @@ class Engine:
             raise EngineRefusedError(lacks if self._receiver.empty else half, state="paused", hint=_SEND_AGAIN)
 
     def handle(self, message: Message) -> Info:
-        """Do what a message says, and return when it is done; returns the answer.
+        """Do what a message says, and return the answer when it is done.
 
         Raises:
             ConfigError: the transport that it names cannot reach this process.
             EngineRefusedError: weights would change while the engine generates, or while they sleep.
             NotConnectedError: no update was started.
-            WeightSyncError: what the step says.
+            WeightSyncError: what the step raises.
         """
         match message:
             case Inspect() | State():
@@ -216,17 +216,17 @@ class Engine:
             self._updating = True
 
     def finish(self, label: str | None) -> None:
-        """End an update of which every piece arrived; ``label`` becomes the weight version."""
+        """End an update of which every parameter arrived; ``label`` becomes the weight version."""
         with self._in_update():
             if self._receiver.empty:
-                self._loader.check(self._arrived)  # whatever did not come is not there
+                self._loader.check(self._arrived)  # what did not come has no older value to fall back on
             version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
             self._receiver.finish(version)
             self.scheduler.version = self.scheduler.version if label is None else label
             self._torn = self._updating = False
 
     def digests(self) -> dict[str, str]:
-        """Digest of every parameter that the live model holds, by checkpoint name.
+        """Return the digest of every parameter that the live model holds, by checkpoint name.
 
         Raises:
             EngineRefusedError: it holds none.
@@ -237,7 +237,7 @@ class Engine:
             return self._loader.digests()
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural-log probability of each token after the first, between two tokens of what runs; paused or not.
+        """Return the natural-log probability of each token after the first, while paused or between two steps.
 
         Raises:
             ConfigError: a prompt is empty or too long, or has a token that the model does not know.

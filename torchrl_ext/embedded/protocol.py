@@ -76,7 +76,7 @@ class Sampling:
 
 
 def _check(name: str, value: Any) -> None:
-    """One value of ``sampling_params``, None aside."""
+    """Refuse a value of ``sampling_params`` that breaks its rule in `_RULES`; None never comes here."""
     kinds, rule, expected = _RULES[name]
     if isinstance(value, bool) is not (kinds is bool) or not isinstance(value, kinds):
         raise ConfigError(f"sampling_params.{name} is of the wrong type: {value!r:.80}", expected=expected)
@@ -99,17 +99,17 @@ _RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "stop_token_ids": (list, lambda value: all(map(is_token, value)), "a list of token ids >= 0"),
     "ignore_eos": (bool, lambda value: True, "true or false"),
 }
-"""Of each setting: its type, the rule that its values obey, and the rule in words."""
+"""The type of each setting, the rule that its values obey, and the rule in words."""
 
 
 def is_token(value: Any) -> bool:
-    """Whether a JSON value could be a token id."""
+    """Return whether a JSON value could be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One prompt, as token ids."""
+    """A request to continue one prompt of token ids."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -117,7 +117,7 @@ class GenerateRequest:
 
     @classmethod
     def from_json(cls, body: Any, default_id: str) -> GenerateRequest:
-        """Read the body of a request.
+        """Read a request from the JSON of its body.
 
         Raises:
             ConfigError: it is not one that this engine can serve.

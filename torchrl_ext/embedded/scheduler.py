@@ -46,17 +46,17 @@ class Scheduler:
 
     @property
     def paused(self) -> bool:
-        """No token is made."""
+        """Whether no token is made."""
         return self._state in ("paused", "stopped")
 
     @property
     def alive(self) -> bool:
-        """The thread runs."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
     def running(self) -> int:
-        """Sequences that have at least begun."""
+        """The number of sequences that have begun and not ended."""
         return len(self._batch.sequences)
 
     def submit(self, request: GenerateRequest) -> Job:
@@ -80,7 +80,7 @@ class Scheduler:
         return job
 
     def pause(self, mode: str, timeout_s: float = 600.0) -> None:
-        """Make no more tokens; returns when none is being made.
+        """Make no more tokens, and return when none is being made.
 
         Args:
             mode: ``keep`` freezes what runs, ``wait`` lets it finish first, ``abort`` ends it with what there is.
@@ -105,7 +105,7 @@ class Scheduler:
             self._state = "paused"
             self._changed.notify_all()
         if not frozen:
-            with self.weights:  # a round that was under way is over
+            with self.weights:  # wait until the round that was under way is over
                 pass
         if mode == "abort":
             self._abort()

@@ -1,4 +1,4 @@
-"""What runs: sequences, the requests they belong to, and the batch whose forward passes they share.
+"""Sequences that run, the requests that they belong to, and the batch whose forward passes they share.
 
 Every row of a batch has its own settings and its own random numbers.
 """
@@ -30,7 +30,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
     def to_json(self, asked: int) -> Info:
-        """The entry of ``logprobs.content``; candidates start with the sampled token and are ``asked`` in all."""
+        """Return an entry of ``logprobs.content``: its ``asked`` candidates start with the sampled token."""
         entries = [(self.token_id, self.logprob, self.rank)]
         entries += [(token, value, i + 1) for i, (token, value) in enumerate(self.top) if token != self.token_id]
         rows = [  # JSON has no -inf
@@ -40,7 +40,7 @@ class TokenLogprobs:
 
 
 class Job:
-    """One request: its sequences, and the future of their outputs."""
+    """One request, with its sequences and the future of their outputs."""
 
     def __init__(self, request: GenerateRequest, *, end_ids: frozenset[int], room: int) -> None:
         self.request = request
@@ -54,7 +54,7 @@ class Job:
             self.future.set_result(self.sequences)
 
     def fail(self, error: BaseException) -> None:
-        """Give up; the requester sees ``error``."""
+        """Give the request up: its future raises ``error``."""
         self.cancelled = True
         if not self.future.done():
             self.future.set_exception(error)
@@ -89,11 +89,11 @@ class Sequence:
         self.stop_reason: int | None = None
 
     def tokens(self) -> tuple[int, ...]:
-        """The prompt and what followed so far."""
+        """Return the token ids of the prompt and of what followed so far."""
         return (*self.job.request.token_ids, *self.token_ids)
 
     def barred(self) -> tuple[int, ...]:
-        """Tokens that must not come next."""
+        """Return the tokens that must not come next."""
         return tuple(self._ends | self._stops) if len(self.token_ids) < self.sampling.min_tokens else ()
 
     def take(self, token: int, logprob: TokenLogprobs | None, version: str) -> None:
@@ -111,12 +111,12 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: str, stop_token: int | None = None) -> None:
-        """End here, with what there is."""
+        """End the sequence with the tokens that it has."""
         self.finish_reason, self.stop_reason = reason, stop_token
         self.job.settle()
 
     def spans(self) -> list[Info]:
-        """Contiguous ``{version, start, end}`` over the new tokens."""
+        """Return contiguous ``{version, start, end}`` over the new tokens."""
         ends = [start for _, start in self._versions[1:]] + [len(self.token_ids)]
         return [
             {"version": version, "start": start, "end": end}
@@ -124,7 +124,7 @@ class Sequence:
         ]
 
     def to_json(self) -> Info:
-        """The finished sequence as an entry of ``choices``."""
+        """Return the finished sequence as an entry of ``choices``."""
         asked = self.sampling.logprobs
         content = None if asked is None else {"content": [entry.to_json(asked) for entry in self._logprobs]}
         return {
@@ -138,7 +138,7 @@ class Sequence:
 
 
 def answer(request: GenerateRequest, sequences: ListLike[Sequence], model: str) -> Info:
-    """The body of a response."""
+    """Return the body of a response."""
     new = sum(len(sequence.token_ids) for sequence in sequences)
     return {
         "request_id": request.request_id,
@@ -168,14 +168,14 @@ class Batch:
         self.sequences: list[Sequence] = []
 
     def add(self, sequences: ListLike[Sequence]) -> None:
-        """Take more in; the next step computes keys and values of all of them."""
+        """Add sequences; the next step computes keys and values of all of them."""
         if sequences:
             self.sequences += sequences
             self.forget()
 
     @torch.inference_mode()
     def step(self, version: str) -> None:
-        """One forward pass, one more token for every row; finished and cancelled rows leave."""
+        """Run one forward pass, and add a token to every row; finished and cancelled rows leave."""
         self._keep([i for i, sequence in enumerate(self.sequences) if not sequence.job.cancelled])
         if not self.sequences:
             return
@@ -197,11 +197,11 @@ class Batch:
         self._keep([i for i, sequence in enumerate(self.sequences) if sequence.finish_reason is None])
 
     def forget(self) -> None:
-        """Drop the cache: the next step computes it anew, with the weights of then."""
+        """Drop the cache: the next step computes it anew, with the weights that it finds."""
         self._cache = None
 
     def _padding(self, rows: ListLike[tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:
-        """What tells the model of padding; nothing where no row has any, so that such a row's numbers are its own."""
+        """Return what tells the model of padding; nothing without any, so that a row computes as it would alone."""
         lengths = torch.tensor([len(row) for row in rows], device=self._model.device)
         if bool((lengths == self._widest).all()):
             return {}
@@ -255,7 +255,7 @@ def pick(
 
 
 def _draw(logits: Tensor, settings: ListLike[Sampling], generators: ListLike[torch.Generator | None]) -> Tensor:
-    """By inversion of the cumulative distribution: one uniform number per row, whatever the other rows do."""
+    """Draw by inversion of the cumulative distribution: one uniform number per row, whatever the other rows do."""
     temperature = torch.tensor([row.temperature for row in settings], dtype=torch.float64)
     probabilities = (logits.double() / temperature[:, None]).softmax(-1)
     if any(row.top_p < 1 or row.top_k > 0 or row.min_p > 0 for row in settings):
@@ -265,7 +265,7 @@ def _draw(logits: Tensor, settings: ListLike[Sampling], generators: ListLike[tor
     total = cumulative[:, -1]
     threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]  # strictly above: never p = 0
-    return found.clamp(max=logits.shape[-1] - 1)  # what is no number is above nothing
+    return found.clamp(max=logits.shape[-1] - 1)  # a row of NaN finds none
 
 
 def _restrict(probabilities: Tensor, settings: ListLike[Sampling]) -> Tensor:

@@ -1,4 +1,4 @@
-"""vLLM's routes over an `Engine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`."""
+"""Serve vLLM's routes over an `Engine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OPEN_ROUTE = "/health"  # probes of a cluster have no key, and learn only that 
 
 
 def make_app(engine: Engine, *, api_key: str | None = None) -> Starlette:
-    """The server's application; whatever blocks runs in threads, so that health is answered at any time.
+    """Return the server's application; whatever blocks runs in threads, so that health is answered at any time.
 
     Args:
         engine: what the routes call.
@@ -109,7 +109,7 @@ def make_app(engine: Engine, *, api_key: str | None = None) -> Starlette:
 
 @final
 class _Guard:
-    """ASGI middleware: who has no key is told so, and no body is larger than what is allowed."""
+    """ASGI middleware that refuses a request without the key, and a body that is too large."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
         self._app, self._keys = app, [api_key] if api_key else []
@@ -125,7 +125,7 @@ class _Guard:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Counts the bytes of a body, and gives up before they are all in memory."""
+    """Return a ``receive`` that counts the bytes of a body, and refuses a large one before it is all in memory."""
     seen = 0
 
     async def bounded() -> Message:
@@ -150,7 +150,7 @@ class _Asked:
         return self.query.get("mode", "abort")
 
     def field(self, name: str, kind: type, *, optional: bool = False) -> Any:
-        """A field of the body.
+        """Return a field of the body.
 
         Raises:
             ConfigError: it is not there, or of another kind.
@@ -172,7 +172,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _told(tell: Callable[[], Info]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that is answered at once."""
+    """Return the handler of a route that is answered at once."""
 
     async def handler(request: Request) -> Response:
         return JSONResponse(tell())
@@ -181,7 +181,7 @@ def _told(tell: Callable[[], Info]) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _done(step: Callable[[_Asked], Info | None], **answer: Any) -> Callable[[Request], Awaitable[Response]]:
-    """A route that may take its time, in a thread, and answers so."""
+    """Return a handler that runs ``step`` in a thread, and responds with ``answer`` and what ``step`` returned."""
 
     async def handler(request: Request) -> Response:
         found = await asyncio.to_thread(step, _Asked(request.query_params, await request.body()))
@@ -239,7 +239,7 @@ def _connect(engine: Engine, asked: _Asked) -> Info:
 
 
 def _reset(engine: Engine, asked: _Asked) -> None:
-    """Requests share no cache, so that there is nothing to drop but what running ones have."""
+    """Drop the keys and values of running requests, if asked to: requests share no other cache."""
     if asked.query.get("reset_running_requests", "").lower() in ("true", "1"):
         engine.scheduler.forget()
 
@@ -250,7 +250,7 @@ async def _disconnect(request: Request) -> None:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """vLLM's shape of an error. What is none of ours is told in the log, and only that it happened to the caller."""
+    """Answer with an error in vLLM's form; of one that is not ours the caller learns only that the log has it."""
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
     known = isinstance(error, WeightSyncError)
     log.error("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
