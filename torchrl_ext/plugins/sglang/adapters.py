@@ -43,7 +43,7 @@ from torchrl_ext.types import Info, adapter_label, adapter_version
 __all__ = ["HOOKS", "Adapters", "check_worker"]
 
 _NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
-"""Settings of PEFT that change what an adapter computes and that SGLang ignores, with the values that do not."""
+"""Settings of PEFT that change what an adapter computes and that SGLang ignores, with their neutral values."""
 
 _managers: weakref.WeakKeyDictionary[Any, Adapters] = weakref.WeakKeyDictionary()
 

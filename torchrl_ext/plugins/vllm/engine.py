@@ -105,7 +105,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._open = opened
 
     def finish_weight_update(self) -> None:
-        """End the update. It was sealed before, so nothing is left that could fail; one that was not is dropped."""
+        """End the update. It was sealed before, so nothing is left that could fail; an incomplete one is dropped."""
         sound, self._sound, self._open = self._sound, False, False
         missing = self._loader.missing()
         if missing:
