@@ -72,7 +72,7 @@ class Engine:
         self.scheduler.pause(mode, timeout_s)
 
     def resume(self) -> None:
-        """Generate again.
+        """Let the model generate again.
 
         Raises:
             EngineRefusedError: an update is open, the weights are not whole, or the engine sleeps.

@@ -117,7 +117,7 @@ class Scheduler:
             )
 
     def resume(self) -> None:
-        """Make tokens again."""
+        """Let sequences go on, and requests that wait begin."""
         with self._changed:
             if self._state != "stopped":
                 self._state = "serving"

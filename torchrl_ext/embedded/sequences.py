@@ -49,7 +49,7 @@ class Job:
         self.sequences = [Sequence(self, i, end_ids, room) for i in range(request.sampling.n)]
 
     def settle(self) -> None:
-        """Hand the sequences over once every one of them is finished."""
+        """Hand the sequences to the future once every one of them is finished."""
         if not self.future.done() and all(sequence.finish_reason for sequence in self.sequences):
             self.future.set_result(self.sequences)
 

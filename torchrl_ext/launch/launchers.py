@@ -33,7 +33,7 @@ class RunningEngine(Protocol):
         """Return the end of what it has printed."""
 
     def stop(self) -> None:
-        """End it and wait for it. May be called twice."""
+        """End the engine and wait until it has ended. May be called twice."""
 
 
 class EngineLauncher(ABC):

@@ -50,7 +50,7 @@ _managers: weakref.WeakKeyDictionary[Any, Adapters] = weakref.WeakKeyDictionary(
 
 @final
 class Adapters:
-    """Keeps which version each adapter name stands for in one server, and replaces it.
+    """Keeps which version each adapter name stands for in one server, and switches it.
 
     Args:
         manager: SGLang's `TokenizerManager`.

@@ -43,7 +43,7 @@ class Scheduler(Protocol):
         """Drop cached keys and values, unless requests hold on to them; with ``empty_cache`` free memory as well."""
 
     def record_weight_version_after_update(self, weight_version: str) -> None:
-        """Label what is generated from here on."""
+        """Label what is generated from here on with this version."""
 
 
 class SGLangWorker:

@@ -79,7 +79,7 @@ class AdapterRoutes:
         return JSONResponse({"adapters": rows})
 
     async def answer(self, request: Request) -> JSONResponse:
-        """Do what the message in a request says."""
+        """Do what the message in a request says, and answer the request."""
         try:
             return JSONResponse(await self._handle(read(await request.json())))
         except _NotLoaded as error:
@@ -130,7 +130,7 @@ class AdapterRoutes:
         return {"in_use": self._in_use(name)}
 
     def _unload(self, name: str) -> None:
-        """Forget a name. Requests that run end with what they began with."""
+        """Forget a name; running requests end with the version that they began with."""
         self._staged.pop(name, None)
         if self._served.pop(name, None) is None:
             raise _NotLoaded(f"no adapter {name!r} is loaded; there are: {', '.join(self._served) or 'none'}")
