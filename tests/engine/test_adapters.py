@@ -156,7 +156,7 @@ def test_requests_by_a_name_that_was_unloaded_are_refused(engine, adapters, poli
     assert engine.ask()[0] == greedy(policy, PROMPT, 24)
 
 
-@pytest.mark.parametrize("step", ["_stage", "_serve"])
+@pytest.mark.parametrize("step", ["load", "commit"])
 def test_a_trainer_that_dies_before_the_switch_leaves_the_older_version_and_the_next_one_goes_on(
     engine, tmp_path, policy, step
 ):
@@ -184,7 +184,7 @@ import torchrl_ext as tx
 from tests.adapters import lora_policy
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 root, url, step = sys.argv[1:]
-setattr(AdapterClient, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+setattr(AdapterClient, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 tx.AdapterSender(root, tx.connect(url)).load({NAME!r}, lora_policy(99))
 """
 
