@@ -165,7 +165,7 @@ class VLLMRoutes(HTTPEngine):
         try:
             self._abandon()
         except (EngineError, DeadlineError) as error:
-            return self._paused(f"the weights it had, which nobody could be made sure of: {error.what}")
+            return self._paused(f"the weights it had, which could not be confirmed: {error.what}")
         return undo()
 
     def _load(self, info: Info) -> None:

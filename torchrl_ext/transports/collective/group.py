@@ -31,7 +31,7 @@ __all__ = ["Group"]
 _SLICE = timedelta(seconds=0.1)
 _PAUSE_S, _LONGEST_S = 0.0005, 0.01
 _GLOO_THREADS = 8
-_LAST_RITES_S = 2.0
+_TEARDOWN_S = 2.0
 _LATER_S = 5.0
 """Seconds by which gloo's deadline comes after ours: ours raises the error, and gloo's only frees its threads."""
 _NEVER = timedelta(days=365)
@@ -214,4 +214,4 @@ def _destroy_later(remains: list[Any]) -> None:
 def _end_groups() -> None:
     for group in list(_GROUPS):
         group.sever()
-    await_calls(_LAST_RITES_S)
+    await_calls(_TEARDOWN_S)

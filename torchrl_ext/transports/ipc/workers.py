@@ -242,7 +242,7 @@ class ConnectedWorkers:
                 kind = "taken" if "taken" in message else "refused"
                 said = message.get(kind)
                 if not isinstance(said, list) or len(said) != 2 or (kind == "taken" and type(said[1]) is not int):
-                    return self._lose(worker, "it does not speak our language")
+                    return self._lose(worker, "it answers otherwise than a worker of this library")
                 if said[0] == self._handoff and kind == "taken":
                     worker.taken = max(worker.taken, said[1])
                 elif said[0] == self._handoff:
