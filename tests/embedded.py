@@ -17,7 +17,7 @@ _ENGINE = "import sys; from torchrl_ext.embedded.__main__ import main; sys.exit(
 
 
 class EmbeddedServer:
-    """As `torchrl_ext.launch.embedded.EmbeddedServer`, forked: it is up in a moment. Killed at the end of its block.
+    """As `torchrl_ext.launch.engines.embedded.EmbeddedServer`, forked: up in a moment. Killed at the end of its block.
 
     ``site`` is a directory of further packages, which the engine has installed.
     """

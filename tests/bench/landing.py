@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tests.bench.models import SIZES, in_vllm, make_model
 from torchrl_ext.bench.runner import at_most
+from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.launch.vllm import VLLMServer
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.sender import WeightSender

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from tests.models import PROMPT, doubtful, greedy
 from tests.processes import WAIT_S
 from torchrl_ext.errors import DeadlineError
-from torchrl_ext.launch.sglang import SGLangServer
-from torchrl_ext.launch.vllm import VLLMServer
+from torchrl_ext.launch.engines.sglang import SGLangServer
+from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.rpc.http import HTTPSession
 
 

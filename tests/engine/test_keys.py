@@ -8,8 +8,8 @@ import pytest
 import torchrl_ext as tx
 from tests.models import tiny_model
 from torchrl_ext.cli.main import main
-from torchrl_ext.launch.sglang import SGLangServer
-from torchrl_ext.launch.vllm import VLLMServer
+from torchrl_ext.launch.engines.sglang import SGLangServer
+from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.messages import ADAPTERS_ROUTE
 
 pytestmark = pytest.mark.engine

@@ -15,7 +15,7 @@ import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.rollout.aborts import through_aborts
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.vllm import VLLMServer
+from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.rollout.routing import Routing
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 

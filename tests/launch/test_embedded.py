@@ -11,13 +11,13 @@ import pytest
 from tests.models import PROMPT, greedy, tiny_checkpoint
 from tests.processes import ROOT, WAIT_S
 from torchrl_ext.errors import EngineError
-from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.launch.engines.embedded import EmbeddedServer
 from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.rollout.client import InferenceClient
 
 PARENT = """
 import sys
-from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.launch.engines.embedded import EmbeddedServer
 server = EmbeddedServer(sys.argv[1], dtype="float32", threads=1)
 print(server.pid, server.url, flush=True)
 sys.stdin.read()

@@ -10,11 +10,11 @@ from typing import ClassVar
 import pytest
 
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.launch.embedded import EmbeddedServer
+from torchrl_ext.launch.engines.embedded import EmbeddedServer
+from torchrl_ext.launch.engines.sglang import SGLangServer
+from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.launch.server import Server, ServerSpec, as_flags, usable_port
-from torchrl_ext.launch.sglang import SGLangServer
-from torchrl_ext.launch.vllm import VLLMServer
 
 ENGINES = [EmbeddedServer, VLLMServer, SGLangServer]
 

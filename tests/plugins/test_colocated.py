@@ -16,8 +16,8 @@ from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
 from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
-from torchrl_ext.launch.sglang import SGLangServer
-from torchrl_ext.launch.vllm import VLLMServer
+from torchrl_ext.launch.engines.sglang import SGLangServer
+from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.messages import Seal
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.remote import RemoteInferenceClient

@@ -8,9 +8,9 @@ import pytest
 
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.launch.engines.sglang import SGLangServer
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.server import make_overlay
-from torchrl_ext.launch.sglang import SGLangServer
 
 LOOK = """
 import sys
