@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 TRANSPORTS = ("memory", "collective", "disk", "delta")
 _PACKAGE = str(Path(tx.__file__).parent)

@@ -57,7 +57,7 @@ ENGINE_MODULES = [
     "torchrl_ext.transports.delta",
     "torchrl_ext.transports.ipc.transport",
 ]
-NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("ray", "sender")}
+NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("engines/ray", "sender")}
 
 
 def modules():

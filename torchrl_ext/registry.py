@@ -141,10 +141,14 @@ engines.register(
     "embedded", "torchrl_ext.rpc.engines.vllm:EmbeddedEngine", "the embedded transformers engine over HTTP"
 )
 engines.register(
-    "inprocess", "torchrl_ext.sync.inprocess:InProcessEngine", "a module, a receiver or a vLLM object in this process"
+    "inprocess",
+    "torchrl_ext.sync.engines.inprocess:InProcessEngine",
+    "a module, a receiver or a vLLM object in this process",
 )
 
-engines.register("ray", "torchrl_ext.sync.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines")
+engines.register(
+    "ray", "torchrl_ext.sync.engines.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines"
+)
 
 scorers = Registry("scorer")
 scorers.register("vllm", "torchrl_ext.plugins.vllm.scorer:VLLMScorer", "log-probabilities of tokens by a vLLM object")

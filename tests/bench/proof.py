@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.bench.models import SIZES, make_model
 from torchrl_ext import registry
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, identity
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
 
 __all__ = ["add_arguments", "measure", "tables"]

@@ -22,7 +22,7 @@ from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}

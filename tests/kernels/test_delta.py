@@ -6,7 +6,7 @@ import torchrl_ext as tx
 from tests.transports.chains import folder, same, step, trainer_at, weights
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torchrl_ext as tx
 from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.weights.digests import position_digest
 
 

@@ -21,7 +21,7 @@ from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.messages import Seal
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.remote import RemoteInferenceClient
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 BUCKET_BYTES = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 512}

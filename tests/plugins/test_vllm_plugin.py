@@ -10,7 +10,7 @@ import pytest
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.launch.server import make_overlay
-from torchrl_ext.sync.hosts import VLLMHost
+from torchrl_ext.sync.engines.hosts import VLLMHost
 
 LOOK = """
 import sys

@@ -6,7 +6,7 @@ import torch
 import torchrl_ext as tx
 from tests.sync.processed import PROBE, ProcessedLoader, Sabotage, checkpoint, outputs
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 
 

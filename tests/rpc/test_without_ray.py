@@ -19,7 +19,7 @@ def test_the_engine_says_what_to_install():
 
 def test_actor_classes_say_what_to_install():
     python(
-        WITHOUT + "from torchrl_ext.sync.ray import EngineActor\n"
+        WITHOUT + "from torchrl_ext.sync.engines.ray import EngineActor\n"
         "try:\n"
         "    EngineActor.as_remote()\n"
         "except tx.errors.ConfigError as error:\n"

@@ -15,7 +15,7 @@ from tests.transports.test_contract import free_port
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 
 

@@ -21,8 +21,8 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
-from torchrl_ext.sync.inprocess import InProcessEngine
-from torchrl_ext.sync.ray import EngineActor, RayEngine, Served, as_remote
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.ray import EngineActor, RayEngine, Served, as_remote
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120

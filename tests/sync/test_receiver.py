@@ -13,7 +13,7 @@ from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import Join, Load
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source

@@ -12,7 +12,7 @@ from torchrl.modules.llm.backends.vllm import RLvLLMEngine
 import torchrl_ext as tx
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
 from torchrl_ext.errors import ConfigError, DeadlineError, UpdateError
-from torchrl_ext.sync.rlvllm import RLvLLMClient
+from torchrl_ext.sync.engines.rlvllm import RLvLLMClient
 from torchrl_ext.weights.digests import tensor_digest
 
 
@@ -93,7 +93,8 @@ def test_every_transport_feeds_it(transport, tmp_path):
 def test_tensors_are_summed_in_the_pause_only_where_somebody_compares(tmp_path, monkeypatch, transport, verify):
     summed = []
     monkeypatch.setattr(
-        "torchrl_ext.sync.rlvllm.tensor_digest", lambda tensor: (summed.append(tensor), tensor_digest(tensor))[1]
+        "torchrl_ext.sync.engines.rlvllm.tensor_digest",
+        lambda tensor: (summed.append(tensor), tensor_digest(tensor))[1],
     )
     engine, policy = RLvLLMClient(ModuleEngine(net(0))), net(1)
     sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), engine, verify=verify)

@@ -16,7 +16,7 @@ import torchrl_ext as tx
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source

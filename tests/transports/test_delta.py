@@ -12,7 +12,7 @@ from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateEr
 from torchrl_ext.messages import Join, Load
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.source import MappingSource, as_source
 

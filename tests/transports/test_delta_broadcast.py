@@ -54,7 +54,7 @@ def test_it_needs_no_filesystem_for_a_model():
 WITHOUT_FILES = """
 import resource, signal, torch, torchrl_ext as tx
 from torch import nn
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 policy, served = (nn.Linear(1000, 1000) for _ in range(2))
 sender = tx.WeightSender(tx.make_transport("delta", carrier="collective", encoding="xor"), InProcessEngine(served))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

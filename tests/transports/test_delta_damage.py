@@ -13,7 +13,7 @@ from tests.transports.chains import flip, folder, published, rewrite, same, step
 from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 
 

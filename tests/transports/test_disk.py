@@ -17,7 +17,7 @@ from tests.processes import python, running_python
 from tests.transports import disk_ends
 from tests.transports.disk_ends import everything, versions, weights
 from torchrl_ext.errors import ConfigError, StoreError
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 from torchrl_ext.weights.derived import CastSource
 from torchrl_ext.weights.digests import tensor_digest

@@ -26,7 +26,7 @@ from torchrl_ext.errors import (
     WeightSyncError,
 )
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc.host_memory import create
 from torchrl_ext.transports.links import shared_address

@@ -12,7 +12,7 @@ import torchrl_ext as tx
 from tests.processes import python
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.kernels.jit import LOOPS
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports import warming
 from torchrl_ext.types import ParamMeta
 
@@ -38,7 +38,7 @@ def test_no_update_compiles_after_connect(encoding, tmp_path):
 AFTER_CONNECT = """
 import sys, torch, torchrl_ext as tx
 from tests.transports.test_warming import DTYPES, compiled
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.warming import cache_folder
 encoding, root = sys.argv[1:]
 sizes = {"small": 900, "large": (1 << 20) + 9}

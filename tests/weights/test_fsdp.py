@@ -15,7 +15,7 @@ PRELUDE = """
 import datetime, sys, torch, torch.distributed as dist, torchrl_ext as tx
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source, checked
 

@@ -17,7 +17,7 @@ from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.connection import HandedOn
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport

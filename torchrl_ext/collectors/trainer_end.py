@@ -18,7 +18,7 @@ from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, EngineUnreach
 from torchrl_ext.messages import Keep
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.base import Transport

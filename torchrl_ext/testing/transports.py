@@ -34,7 +34,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 import torchrl_ext as tx
 from torchrl_ext.errors import ConcurrentUpdateError, ManifestError, WeightSyncError
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import MappingSource, as_source

@@ -37,7 +37,7 @@ from torchrl_ext.messages.routes import bears_key
 from torchrl_ext.plugins.roots import invited, locate, parameters
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.hosts import VLLMHost
+from torchrl_ext.sync.engines.hosts import VLLMHost
 
 __all__ = ["UpdateFromDisk"]
 

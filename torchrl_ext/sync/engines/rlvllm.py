@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
 from torchrl_ext.landing.loader import Changes, WeightLoader
 from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, dtype_name
 from torchrl_ext.waiting import in_thread
 from torchrl_ext.weights.digests import tensor_digest

@@ -19,7 +19,7 @@ from torchrl_ext.errors import UpdateError, WeightSyncError
 from torchrl_ext.messages import Finish, Join, Prefetch, Rehearse, Start, loading
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.sync.hosts import Host, ModuleHost, VLLMHost, host_of
+from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.outgoing import Outgoing
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.types import EngineInfo, EngineRow, Info, SyncReport

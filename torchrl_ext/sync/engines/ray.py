@@ -15,7 +15,7 @@ from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.sync.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info
 
 __all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]
@@ -322,7 +322,7 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
     from torchrl.modules.llm.backends.vllm import RLvLLMEngine
 
     if isinstance(engine, RLvLLMEngine):
-        from torchrl_ext.sync.rlvllm import RLvLLMClient
+        from torchrl_ext.sync.engines.rlvllm import RLvLLMClient
 
         unknown = sorted(settings.keys() - _LIMITS)
         if unknown:
