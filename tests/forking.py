@@ -29,7 +29,7 @@ MODULES = (
     "torchrl_ext.rollout.client",
     "torchrl_ext.sync.sender",
     "torchrl_ext.transports.collective.transport",
-    "torchrl_ext.transports.delta",
+    "torchrl_ext.transports.delta.transport",
     "torchrl_ext.transports.disk",
     "torchrl_ext.transports.ipc.transport",
     "torchrl_ext.weights.checkpoint",

@@ -54,7 +54,7 @@ ENGINE_MODULES = [
     "torchrl_ext.transports.memory",
     "torchrl_ext.transports.disk",
     "torchrl_ext.transports.collective.transport",
-    "torchrl_ext.transports.delta",
+    "torchrl_ext.transports.delta.transport",
     "torchrl_ext.transports.ipc.transport",
 ]
 NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("engines/ray", "sender")}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOME` decides
     from torchrl_ext.sync.sender import WeightSender as WeightSender
     from torchrl_ext.transports.base import Transport
     from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport as VLLMCollectiveTransport
-    from torchrl_ext.transports.delta import DeltaTransport as DeltaTransport
+    from torchrl_ext.transports.delta.transport import DeltaTransport as DeltaTransport
     from torchrl_ext.transports.disk import DiskTransport as DiskTransport
     from torchrl_ext.transports.ipc.transport import IPCTransport as IPCTransport
     from torchrl_ext.transports.memory import MemoryTransport as MemoryTransport
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOME` decides
 
 _HOME = {
     "AdapterSender": "sync.adapters",
-    "DeltaTransport": "transports.delta",
+    "DeltaTransport": "transports.delta.transport",
     "DiskTransport": "transports.disk",
     "EngineClient": "rpc.client",
     "EngineInfo": "types",

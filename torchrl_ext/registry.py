@@ -128,7 +128,9 @@ transports.register(
 transports.register(
     "disk", "torchrl_ext.transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"
 )
-transports.register("delta", "torchrl_ext.transports.delta:DeltaTransport", "only what changed, as a chain of versions")
+transports.register(
+    "delta", "torchrl_ext.transports.delta.transport:DeltaTransport", "only what changed, as a chain of versions"
+)
 transports.register(
     "ipc", "torchrl_ext.transports.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"
 )

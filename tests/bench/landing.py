@@ -28,7 +28,7 @@ from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.transports.delta import DeltaTransport
+from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 

@@ -14,7 +14,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.costs import ENCODINGS, MEASURED
 from torchrl_ext.planning.options import WeightUpdateConfig
 from torchrl_ext.planning.recommend import DECISIONS
-from torchrl_ext.transports.delta import DeltaTransport
+from torchrl_ext.transports.delta.transport import DeltaTransport
 
 SMALL = {"parameters": 500_000_000, "interval_s": 60.0}
 LARGE = {"parameters": 300_000_000_000, "workers_per_engine": 8, "interval_s": 60.0}

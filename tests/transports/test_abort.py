@@ -7,7 +7,8 @@ import pytest
 import torchrl_ext as tx
 from tests.processes import WAIT_S
 from torchrl_ext.errors import StoreError
-from torchrl_ext.transports import carriers, disk
+from torchrl_ext.transports import disk
+from torchrl_ext.transports.delta import carriers
 
 MODULES = {"delta": carriers, "disk": disk}
 

@@ -15,8 +15,8 @@ from tests.transports.members import beside, free_port, same
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, StoreError, TransportError, WeightSyncError
 from torchrl_ext.stores import version_name
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.carriers import Broadcast
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.delta.carriers import Broadcast
 
 
 def weights(value=0.0):

@@ -13,7 +13,7 @@ from tests.processes import python
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.kernels.jit import LOOPS
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.transports import warming
+from torchrl_ext.transports.delta import warming
 from torchrl_ext.types import ParamMeta
 
 WAIT_S = 120.0
@@ -39,7 +39,7 @@ AFTER_CONNECT = """
 import sys, torch, torchrl_ext as tx
 from tests.transports.test_warming import DTYPES, compiled
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.transports.warming import cache_folder
+from torchrl_ext.transports.delta.warming import cache_folder
 encoding, root = sys.argv[1:]
 sizes = {"small": 900, "large": (1 << 20) + 9}
 def model():
@@ -79,7 +79,7 @@ from numba.core import event
 import torch
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.kernels.jit import LOOPS
-from torchrl_ext.transports import warming
+from torchrl_ext.transports.delta import warming
 from torchrl_ext.types import ParamMeta
 first = bool(int(sys.argv[1]))
 compiling, asked = event.RecordingListener(), []
@@ -115,7 +115,7 @@ def test_only_an_engine_whose_cache_is_not_complete_asks_another_process(beside,
     if complete:
         (tmp_path / "stamp").touch()
     assert warming.Warming(make_codec("ulp"), [ParamMeta("x", torch.bfloat16, (4,))], beside=beside).wait(WAIT_S)
-    other = [["-m", "torchrl_ext.transports.warming"]] if beside and not complete else []
+    other = [["-m", "torchrl_ext.transports.delta.warming"]] if beside and not complete else []
     assert done == [*other, "here"]
 
 

@@ -22,10 +22,10 @@ from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Incremental, deadline
-from torchrl_ext.transports.carriers import Broadcast, SharedFiles
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.delta.carriers import Broadcast, SharedFiles
+from torchrl_ext.transports.delta.warming import Warming
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.transports.warming import Warming
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.foreign import ForeignVersions
