@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOME` decides
     from torchrl_ext.planning.options import WeightUpdateConfig as WeightUpdateConfig
     from torchrl_ext.planning.recommend import recommend as recommend
     from torchrl_ext.rollout.client import InferenceClient as InferenceClient
-    from torchrl_ext.rollout.policy import RemoteLLMPolicy as RemoteLLMPolicy
+    from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolicy
     from torchrl_ext.rpc.client import EngineClient as EngineClient
     from torchrl_ext.rpc.discovery import connect as connect
     from torchrl_ext.rpc.discovery import discover as discover
@@ -52,7 +52,7 @@ _HOME = {
     "IPCTransport": "transports.ipc.transport",
     "InferenceClient": "rollout.client",
     "MemoryTransport": "transports.memory",
-    "RemoteLLMPolicy": "rollout.policy",
+    "RemoteLLMPolicy": "rollout.torchrl.policy",
     "SGLangWeightSyncScheme": "collectors.from_torchrl",
     "SyncReport": "types",
     "TransportWeightSyncScheme": "collectors.scheme",

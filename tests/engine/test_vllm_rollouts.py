@@ -15,7 +15,7 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.processes import ROOT
 from tests.rollout.inputs import TEMPLATE, leaves, prompts
 from torchrl_ext.cli.demo.training import Trainer
-from torchrl_ext.rollout.lag import MaxLag
+from torchrl_ext.rollout.torchrl.lag import MaxLag
 
 pytestmark = pytest.mark.engine
 

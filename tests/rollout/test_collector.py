@@ -15,7 +15,7 @@ from tests.embedded import EmbeddedServer
 from tests.processes import WAIT_S
 from torchrl_ext.cli.demo.training import Trainer
 from torchrl_ext.launch.tiny import make_tiny_lm
-from torchrl_ext.rollout.lag import Pacer
+from torchrl_ext.rollout.torchrl.lag import Pacer
 from torchrl_ext.rpc.http import HTTPSession
 
 GROUP = 2

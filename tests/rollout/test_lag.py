@@ -10,7 +10,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks
 
 from tests.processes import WAIT_S
 from torchrl_ext.errors import ConfigError, DeadlineError
-from torchrl_ext.rollout.lag import MaxLag, Pacer
+from torchrl_ext.rollout.torchrl.lag import MaxLag, Pacer
 
 
 @pytest.fixture(autouse=True)

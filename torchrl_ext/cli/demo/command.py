@@ -142,7 +142,7 @@ def _train(
     import torchrl_ext as tx
     from torchrl_ext.cli.demo.training import Trainer
     from torchrl_ext.registry import transports
-    from torchrl_ext.rollout.lag import MaxLag
+    from torchrl_ext.rollout.torchrl.lag import MaxLag
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it so
     for handler in logging.getLogger("torchrl").handlers:

@@ -18,7 +18,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.generation import UNKNOWN_VERSION, Generation
-from torchrl_ext.rollout.settings import WrapperSettings
+from torchrl_ext.rollout.torchrl.settings import WrapperSettings
 
 __all__ = ["PromptReader", "Prompts", "RecordWriter"]
 

@@ -15,9 +15,9 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rollout.lag import Pacer
-from torchrl_ext.rollout.records import PromptReader, RecordWriter
-from torchrl_ext.rollout.settings import WrapperSettings, sampling_settings
+from torchrl_ext.rollout.torchrl.lag import Pacer
+from torchrl_ext.rollout.torchrl.records import PromptReader, RecordWriter
+from torchrl_ext.rollout.torchrl.settings import WrapperSettings, sampling_settings
 
 __all__ = ["RemoteLLMPolicy"]
 
