@@ -1,1 +1,1 @@
-"""TorchRL's side of rollouts: a policy over engines, its settings and records, and limits to how far they lag behind."""
+"""TorchRL's side of rollouts: a policy over engines, its settings and records, and limits of how far they lag."""
