@@ -77,7 +77,7 @@ NOT_AS_COLD = r"an update would leave \d+ layer\(s\) of this engine wrong: [^(]*
 NO_TORCHVISION = "asks for torchvision, which vLLM's environment for CPUs does not have"
 
 CELLS = (
-    vllm("qwen3-moe", core=True),
+    vllm("qwen3-moe"),
     vllm("deepseek-v3", core=True),
     vllm("qwen3-moe", **TP_2, core=True),
     vllm("mixtral"),

@@ -95,7 +95,9 @@ class FollowsByDelta:
                 served.assert_serves(model, report)
         assert not list(tmp_path.glob("weight_v*/*.safetensors"))
 
-    @pytest.mark.parametrize("encoding", ["auto", "ulp", "context", "deltas_zstd"])
+    @pytest.mark.parametrize(
+        "encoding", ["auto", "ulp", "deltas_zstd", pytest.param("context", marks=pytest.mark.exhaustive)]
+    )
     def test_sparse_and_dense_steps_land_and_the_engine_says_what_the_trainer_would(self, served, tmp_path, encoding):
         pid, model = served.server.pid, served.model(3)
         copies = {"local_dir": tmp_path / "local"} if encoding == "ulp" else {}
