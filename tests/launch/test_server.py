@@ -1,5 +1,6 @@
 """What every launcher refuses before anything starts, and how our plugin comes along."""
 
+import os
 import re
 import socket
 import sys
@@ -119,3 +120,19 @@ def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, settings,
         SGLangServer(tmp_path, python=program, **settings)
     (found,) = re.findall(r"cores: (\S+)", caught.value.what)
     assert found == "None" if workers is None else len(found.split("|")) == workers
+
+
+@pytest.mark.parametrize(("workers", "told", "expected"), [(1, None, None), (2, None, "cores"), (2, "3", "3")])
+def test_workers_of_a_vllm_on_a_cpu_share_its_cores(tmp_path, monkeypatch, workers, told, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    program = tmp_path / "python"
+    look = "print('threads:', os.environ.get('OMP_NUM_THREADS')); sys.exit('that is all')"
+    program.write_text(f"#!{sys.executable}\nimport os, sys\n{look}\n")
+    program.chmod(0o755)
+    with pytest.raises(EngineError, match="that is all") as caught:
+        VLLMServer(tmp_path, python=program, tensor_parallel_size=workers)
+    (found,) = re.findall(r"threads: (\S+)", caught.value.what)
+    shared = max(1, len(os.sched_getaffinity(0)) // workers)
+    assert found == str(shared if expected == "cores" else expected)

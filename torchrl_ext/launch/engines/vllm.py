@@ -78,6 +78,9 @@ class VLLMSpec(StockSpec):
         if on_cpu(python):
             environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
             environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            if self.tensor_parallel_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+                # unbound, every worker would take a thread per core, and all of them wait for each other by spinning
+                environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size))
         if self.plain_linears:
             environ["TORCHRL_EXT_PLAIN_LINEARS"] = "1"
         return environ
