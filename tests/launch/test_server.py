@@ -99,6 +99,18 @@ def test_a_server_without_its_model_is_refused(launcher):
         launcher(dtype="auto")
 
 
+def told_to_an_engine(variable, server, folder, **settings):
+    """What an engine's process finds in its environment, as text."""
+    program = folder / "python"
+    look = f"print('found:', os.environ.get({variable!r})); sys.exit('that is all')"
+    program.write_text(f"#!{sys.executable}\nimport os, sys\n{look}\n")
+    program.chmod(0o755)
+    with pytest.raises(EngineError, match="that is all") as caught:
+        server(folder, python=program, **settings)
+    (found,) = re.findall(r"found: (\S+)", caught.value.what)
+    return found
+
+
 @pytest.mark.parametrize(
     ("settings", "workers"),
     [
@@ -112,13 +124,7 @@ def test_a_server_without_its_model_is_refused(launcher):
     ],
 )
 def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, settings, workers):
-    program = tmp_path / "python"
-    look = "print('cores:', os.environ.get('SGLANG_CPU_OMP_THREADS_BIND')); sys.exit('that is all')"
-    program.write_text(f"#!{sys.executable}\nimport os, sys\n{look}\n")
-    program.chmod(0o755)
-    with pytest.raises(EngineError, match="that is all") as caught:
-        SGLangServer(tmp_path, python=program, **settings)
-    (found,) = re.findall(r"cores: (\S+)", caught.value.what)
+    found = told_to_an_engine("SGLANG_CPU_OMP_THREADS_BIND", SGLangServer, tmp_path, **settings)
     assert found == "None" if workers is None else len(found.split("|")) == workers
 
 
@@ -127,12 +133,6 @@ def test_workers_of_a_vllm_on_a_cpu_share_its_cores(tmp_path, monkeypatch, worke
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if told is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", told)
-    program = tmp_path / "python"
-    look = "print('threads:', os.environ.get('OMP_NUM_THREADS')); sys.exit('that is all')"
-    program.write_text(f"#!{sys.executable}\nimport os, sys\n{look}\n")
-    program.chmod(0o755)
-    with pytest.raises(EngineError, match="that is all") as caught:
-        VLLMServer(tmp_path, python=program, tensor_parallel_size=workers)
-    (found,) = re.findall(r"threads: (\S+)", caught.value.what)
+    found = told_to_an_engine("OMP_NUM_THREADS", VLLMServer, tmp_path, tensor_parallel_size=workers)
     shared = max(1, len(os.sched_getaffinity(0)) // workers)
     assert found == str(shared if expected == "cores" else expected)

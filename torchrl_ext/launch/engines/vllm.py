@@ -25,7 +25,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 class VLLMSpec(StockSpec):
     """The settings of a vLLM server that follows a trainer, with those of `ServerSpec`, `EngineSpec`, `StockSpec`.
 
-    The rank of LoRA adapters is rounded up to one that vLLM knows.
+    The rank of LoRA adapters is rounded up to one that vLLM knows. On a CPU, tensor-parallel workers share the cores,
+    unless ``OMP_NUM_THREADS`` is set.
 
     Attributes:
         plain_linears: CPU only: keep linear weights as plain tensors, as a GPU does, instead of packing them.
