@@ -57,6 +57,7 @@ ENGINE_MODULES = [
     "torchrl_ext.transports.collective.transport",
     "torchrl_ext.transports.delta.transport",
     "torchrl_ext.transports.ipc.transport",
+    "torchrl_ext.transports.ranks",
 ]
 NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("engines/ray", "sender")}
 

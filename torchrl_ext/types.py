@@ -228,6 +228,9 @@ class SyncReport:
             within `torchrl_ext.landing.patcher.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they were handed over on
             a route that was shown, on this engine, to bring all that it computes with to where a cold start brings it.
             ``"outputs"``: its log-probabilities are the trainer's.
+        rank_bytes: bytes that each trainer rank sent; empty where the transport does not count them.
+        worker_bytes: bytes that each worker received; empty where the transport does not count them.
+        whole: tensors that went the full route although trainer or engine is sharded -> the reason.
 
     Example:
         >>> sender = tx.WeightSender(tx.make_transport("disk", root=root), tx.connect(address))
@@ -248,10 +251,14 @@ class SyncReport:
     engines: tuple[EngineRow, ...] = ()
     verified: bool = False
     proof: str = "sent"
+    rank_bytes: tuple[int, ...] = ()
+    worker_bytes: tuple[int, ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> Info:
         """Return a JSON-safe dictionary of every field; an infinite gap is ``"inf"``, as JSON has no such number."""
-        return dataclasses.asdict(self, dict_factory=_finite) | {"spans": dict(self.spans)}
+        rest = {"spans": dict(self.spans), "whole": dict(self.whole)}
+        return dataclasses.asdict(self, dict_factory=_finite) | rest
 
 
 def _finite(fields: Iterable[tuple[str, Any]]) -> Info:

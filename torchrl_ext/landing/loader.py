@@ -18,6 +18,7 @@ from torchrl_ext.landing.spelling import Spelling
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.groups import groups_of
+from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import (
     MappingSource,
     ModuleSource,
@@ -79,6 +80,18 @@ class WeightLoader(ABC):
 
     def targets(self) -> Mapping[str, Tensor]:
         """Return tensors that a transport may fill directly, by checkpoint name; may be empty."""
+        return {}
+
+    def slices(self) -> Mapping[str, tuple[Block, ...]]:
+        """Return the blocks of each checked parameter that land here, by name; none where nothing of it does.
+
+        A name that is left out is needed whole. `load` then takes a `torchrl_ext.landing.sliced.Sliced` for each that
+        is listed with blocks, and `targets` may give some.
+        """
+        return {}
+
+    def whole(self) -> Mapping[str, str]:
+        """Return the tensors that are needed whole although this model holds a part of them -> the reason."""
         return {}
 
     def patchable(self, name: str) -> bool:

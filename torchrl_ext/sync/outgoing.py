@@ -108,12 +108,11 @@ class Outgoing(WeightSource):
             yield meta.name, tensor
 
     def replay(self) -> None:
-        """Take part in every gather and drop what comes: the role of ranks that do not drive."""
         for _ in self._source if self._gathers else ():
             pass
 
     def drain(self) -> None:
-        """Finish a pass that stopped half-way, or make one that never began, where other ranks wait in its gathers.
+        """Finish a pass, or make one that never began, where other ranks wait in its gathers.
 
         One that cannot be finished is logged, not raised: the caller has an error of its own to raise.
         """

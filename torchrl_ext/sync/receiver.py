@@ -144,6 +144,7 @@ class WeightReceiver:
         info = message.info()
         try:
             self._transport = transports.load(message.transport).from_info(info)
+            self._transport.want(loader.slices(), loader.whole())
             self._transport.join({**info, "rank": message.rank_offset + self._rank})
         except KeyError as error:
             raise _incomplete(f"the offer of transport {message.transport!r}", error) from error

@@ -165,11 +165,15 @@ class WeightSender:
         source = self._outgoing(weights)
         if self._rank != 0:
             return self._follow(source, weights)
-        accepted = False
+        accepted, failure = False, None
         try:
             report = self._drive(source, weights, started)
             accepted = True
+        except BaseException as error:
+            failure = error
+            raise
         finally:
+            self._transport.dismiss(source, failure)
             if source.store is not None:
                 self._ranks.tell(source, source.store, self.version, accepted)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
@@ -203,7 +207,6 @@ class WeightSender:
                     self._connection.drop()  # what is left of a group or a half-made update is not built upon
                     raise
         except BaseException as error:
-            source.drain()
             if isinstance(error, ConcurrentUpdateError) or not isinstance(error, Exception):
                 raise
             report = self._report(source.version, source, started, failed=True)
@@ -219,8 +222,10 @@ class WeightSender:
         """Take part in the gathers, on a rank that does not drive, and wait for what became of the update."""
         if self._outputs is not None:
             self._outputs.asked(weights, self._model())
-        source.replay()
-        told = None if source.store is None else self._ranks.hear(source, source.store)
+        try:
+            self._transport.follow(source)
+        finally:
+            told = None if source.store is None else self._ranks.hear(source, source.store)
         self.version, accepted = told or (self.version + 1, True)
         if accepted:
             bump(self._collectors)
@@ -318,4 +323,7 @@ class WeightSender:
             engines=tuple(rows),
             verified=proof != PROOFS[0],
             proof=proof,
+            rank_bytes=stats.rank_bytes,
+            worker_bytes=stats.worker_bytes,
+            whole=stats.whole,
         )

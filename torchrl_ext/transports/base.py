@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl_ext.errors import ConcurrentUpdateError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["Incremental", "TransferStats", "Transport"]
@@ -32,11 +33,17 @@ class TransferStats:
         bytes: bytes that were moved or published, once, whatever the fan-out; None where they equal the model's.
         density: changed elements / all elements.
         spans: seconds by phase (``encode``, ``publish``, ``transfer``).
+        rank_bytes: bytes that each trainer rank sent, in order of rank; empty where they were not counted.
+        worker_bytes: bytes that each worker received, in order of rank; empty where they were not counted.
+        whole: tensors that went the full route although both sides are sharded -> the reason.
     """
 
     bytes: int | None = None
     density: float = 1.0
     spans: dict[str, float] = field(default_factory=dict)
+    rank_bytes: tuple[int, ...] = ()
+    worker_bytes: tuple[int, ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
 
 
 class Incremental(ABC):
@@ -116,6 +123,19 @@ class Transport(ABC):
         A handoff's ``info`` has at least ``version`` and ``params``, a list of `ParamMeta.to_json`.
         """
 
+    def follow(self, source: WeightSource) -> None:
+        """Take part in one update on a trainer rank that does not drive it: as a rule in the gathers alone.
+
+        Raises:
+            WeightSyncError: this rank, or rank 0, could not do its part.
+        """
+        source.replay()
+
+    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
+        """Let the other trainer ranks go, which are in `follow`: an update is over, or failed with ``error``."""
+        if error is not None:
+            source.drain()
+
     def latest_version(self) -> int:
         """Return the newest version that this transport knows to exist, or tried to send; 0 before the first."""
         return self._last_version
@@ -144,6 +164,14 @@ class Transport(ABC):
     def from_info(cls, info: Info) -> Transport:
         """Return the worker end for a trainer's `open` info, ready to `join`."""
         return cls()
+
+    def want(self, slices: Mapping[str, tuple[Block, ...]], whole: Mapping[str, str]) -> None:  # noqa: B027
+        """Take note of what this worker needs, before it joins; a transport that moves whole tensors has no use for it.
+
+        Args:
+            slices: blocks of tensors by name, none where nothing lands here; a tensor that is left out is needed whole.
+            whole: those that are needed whole although the engine is sharded -> the reason.
+        """
 
     @abstractmethod
     def join(self, info: Info) -> None:

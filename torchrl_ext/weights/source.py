@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.blocks import Block, Shard
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked", "inner_model"]
 
@@ -49,6 +50,29 @@ class WeightSource(ABC):
     def held(self) -> Mapping[str, Tensor]:
         """Return tensors, if any, that every pass yields as they lie in memory, without a gather, a cast or a copy."""
         return {}
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the blocks that this rank holds, in the order of `params`, without a gather.
+
+        A parameter has any number of them on a rank, also none; ranks together hold every element, some of them more
+        than once. Those that gather are taken in order, each of them once. By default each is a whole tensor, which a
+        pass over the source gives.
+        """
+        stream = iter(self)
+
+        def take() -> Tensor:
+            return next(stream)[1]
+
+        for meta in self.params():
+            yield Shard(meta, Block.whole(meta.shape), take, gathers=True, why="its source makes it as a whole")
+
+    def replay(self) -> None:
+        """Take part in every gather of one pass and drop what comes: the role of ranks that do not drive."""
+        for _ in self:
+            pass
+
+    def drain(self) -> None:  # noqa: B027 - only a pass that is kept can be finished
+        """Finish a pass that stopped half-way, where other ranks wait in its gathers."""
 
     def tied(self) -> Mapping[str, str]:
         """Return names of tied tensors that are not sent -> the name under which they are."""

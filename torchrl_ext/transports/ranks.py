@@ -1,0 +1,164 @@
+"""`TrainerRanks`: what rank 0 of a trainer asks of its other ranks in an update, and what they answer.
+
+Both go through the store of torch's process group, which is no collective: each rank is named that does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchrl_ext import errors
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.types import Info
+from torchrl_ext.waiting import wait_until
+
+__all__ = ["TrainerRanks"]
+
+log = logging.getLogger("torchrl_ext")
+
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two looks
+_LONGEST_UPDATE_S = 1800.0
+_OVER = "over"
+
+_made: Counter[str] = Counter()  # by name, in this process
+
+
+class TrainerRanks:
+    """The ranks of one trainer: rank 0 gives orders, the others follow them until it says that the update is over.
+
+    Transports of one name are matched across ranks by the order in which each process made them.
+
+    Args:
+        name: of the transport.
+        timeout_s: how long a rank may take for an answer, in seconds.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name, self._timeout_s = f"torchrl_ext/ranks/{name}/{_made[name]}", timeout_s
+        _made[name] += 1
+        self._orders = 0
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the trainer; 0 where it is the only one."""
+        return torch.distributed.get_rank() if self._grouped() else 0
+
+    @property
+    def size(self) -> int:
+        """The number of the trainer's ranks."""
+        return torch.distributed.get_world_size() if self._grouped() else 1
+
+    # rank 0
+
+    def order(self, what: str, **more: Any) -> None:
+        """Tell every other rank to do ``what``, with JSON-safe arguments."""
+        self._orders += 1
+        if self.size > 1:
+            self._put(f"order/{self._orders}", {"do": what, **more})
+
+    def answers(self) -> list[Info]:
+        """Return what ranks 1, 2, ... answer to the last order, in this order.
+
+        Raises:
+            DeadlineError: names the ranks that do not answer within the deadline.
+            WeightSyncError: a rank could not do it, in its words; the kind of error that it met.
+        """
+        found = [self._wait(f"answer/{self._orders}/{rank}", rank, self._timeout_s) for rank in range(1, self.size)]
+        for rank, answer in enumerate(found, 1):
+            if "error" in answer:
+                kind = getattr(errors, str(answer.get("kind")), TransportError)
+                raise kind(f"trainer rank {rank}: {answer['error']}", state=answer.get("state"))
+        return found
+
+    def ask(self, what: str, **more: Any) -> list[Info]:
+        """Give an order, and return the `answers` to it."""
+        self.order(what, **more)
+        return self.answers()
+
+    def dismiss(self, error: BaseException | None = None) -> None:
+        """Let the other ranks go: the update is over. Has to be called once in every update.
+
+        Args:
+            error: what it failed with on rank 0; the others raise it as well.
+        """
+        try:
+            self.order(_OVER, **({} if error is None else {"error": why(error), "kind": type(error).__name__}))
+        except WeightSyncError:
+            log.warning("the other trainer ranks could not be told that an update is over", exc_info=True)
+
+    # the other ranks
+
+    def serve(self, steps: Mapping[str, Callable[[Info], Info | None]]) -> None:
+        """Follow orders until rank 0 says that the update is over.
+
+        Args:
+            steps: what is done for each order; it takes the order, and returns what is answered.
+
+        Raises:
+            WeightSyncError: rank 0 failed, or is gone; or a step failed here.
+        """
+        failure: WeightSyncError | None = None
+        while True:
+            self._orders += 1
+            order = self._wait(f"order/{self._orders}", 0, _LONGEST_UPDATE_S)
+            if order["do"] == _OVER:
+                break
+            try:
+                answer = steps[order["do"]](order) or {}
+            except Exception as error:  # noqa: BLE001 - carried over to rank 0, and raised here at the end
+                failure = error if isinstance(error, WeightSyncError) else TransportError(why(error))
+                failure.__cause__ = error
+                answer = {"error": why(error), "kind": type(error).__name__}
+            self._put(f"answer/{self._orders}/{self.rank}", answer)
+        if failure is not None:
+            raise failure
+        if "error" in order:
+            kind = getattr(errors, str(order.get("kind")), TransportError)
+            raise kind(f"trainer rank 0: {order['error']}", state="this rank took no part in what followed")
+
+    # both
+
+    def _grouped(self) -> bool:
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def _store(self) -> Any:
+        return torch.distributed.distributed_c10d._get_default_store()
+
+    def _put(self, key: str, value: Info) -> None:
+        try:
+            self._store().set(f"{self._name}/{key}", json.dumps(value, separators=(",", ":")))
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _wait(self, key: str, rank: int, timeout_s: float) -> Info:
+        key, store = f"{self._name}/{key}", self._store()
+        try:
+            wait_until(
+                lambda: store.check([key]),
+                timeout_s,
+                lambda: DeadlineError(
+                    f"trainer rank {rank} said nothing within {timeout_s:g} s",
+                    expected="update_weights on every trainer rank, the same number of times",
+                    hint=f"look at trainer rank {rank}; make the same transports in the same order on every rank",
+                ),
+                shortest_s=_SHORTEST_S,
+                longest_s=_LONGEST_S,
+            )
+            found = json.loads(store.get(key))
+        except DeadlineError:
+            raise
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return dict(found)
+
+    def _gone(self, error: Exception) -> NotConnectedError:
+        return NotConnectedError(
+            f"the store of the trainer's process group is gone: {error}",
+            hint="look at trainer rank 0, which keeps it as a rule",
+        )

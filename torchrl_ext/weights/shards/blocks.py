@@ -1,0 +1,77 @@
+"""`Block` is a box of elements of a full tensor, and `Shard` one that a trainer rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["Block", "Shard"]
+
+
+class Block(NamedTuple):
+    """A box of elements of a full tensor, in checkpoint coordinates: ``start <= index < stop`` in every dimension.
+
+    Attributes:
+        start, stop: one number per dimension; none of a tensor without dimensions, which has one element.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Block:
+        """Return the block of all elements of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the block."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements; 0 where the block is empty."""
+        return math.prod(max(0, size) for size in self.shape)
+
+    def within(self, other: Block) -> tuple[slice, ...]:
+        """Return the slices that cut this block out of a tensor that holds ``other``, which contains it."""
+        return tuple(
+            slice(start - first, stop - first)
+            for start, stop, first in zip(self.start, self.stop, other.start, strict=True)
+        )
+
+    def meet(self, other: Block) -> Block | None:
+        """Return the block of elements that are in both; None where there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Block(start, stop) if all(map(int.__lt__, start, stop)) else None
+
+    def contains(self, other: Block) -> bool:
+        """Return whether every element of ``other`` is in this block."""
+        return all(map(int.__le__, self.start, other.start)) and all(map(int.__ge__, self.stop, other.stop))
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A block of a parameter that this trainer rank holds.
+
+    Attributes:
+        meta: the parameter: its full shape, and the dtype in which it is sent.
+        block: which of its elements these are.
+        take: returns them as they are now, of the block's shape, on any device and with any strides; of a dtype that
+            is cast where they are copied to one of ``meta.dtype``.
+        gathers: `take` is a collective: every trainer rank has to call it, at the same point.
+        why: where it gathers, the reason, in words for the report.
+    """
+
+    meta: ParamMeta
+    block: Block
+    take: Callable[[], Tensor]
+    gathers: bool = False
+    why: str = ""
