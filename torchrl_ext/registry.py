@@ -134,6 +134,11 @@ transports.register(
 transports.register(
     "ipc", "torchrl_ext.transports.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"
 )
+transports.register(
+    "sharded",
+    "torchrl_ext.transports.sharded.transport:ShardedTransport",
+    "slices from the trainer ranks that hold them to the workers that need them",
+)
 transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
 
 engines = Registry("engine")

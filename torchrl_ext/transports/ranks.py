@@ -62,14 +62,18 @@ class TrainerRanks:
         if self.size > 1:
             self._put(f"order/{self._orders}", {"do": what, **more})
 
-    def answers(self) -> list[Info]:
+    def answers(self, timeout_s: float | None = None) -> list[Info]:
         """Return what ranks 1, 2, ... answer to the last order, in this order.
+
+        Args:
+            timeout_s: how long each may take, in seconds; by default that of these ranks.
 
         Raises:
             DeadlineError: names the ranks that do not answer within the deadline.
             WeightSyncError: a rank could not do it, in its words; the kind of error that it met.
         """
-        found = [self._wait(f"answer/{self._orders}/{rank}", rank, self._timeout_s) for rank in range(1, self.size)]
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        found = [self._wait(f"answer/{self._orders}/{rank}", rank, timeout_s) for rank in range(1, self.size)]
         for rank, answer in enumerate(found, 1):
             if "error" in answer:
                 kind = getattr(errors, str(answer.get("kind")), TransportError)

@@ -69,7 +69,7 @@ def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSy
         said = group.notes.collect(key, group.workers, deadline(_LAST_WORDS_S))
         silent = [rank for rank in group.workers if rank not in said]
     lost = f"; no sign of life from {group.call(silent)}" if silent else ""
-    words = [f"rank {rank} says: {text}" for rank, text in said.items() if text]
+    words = [f"rank {rank} says: {text}" for rank, text in said.items() if text and type(text) is str]
     return type(error)(
         f"weights version {info['version']} did not reach {group.call(group.workers)}: {error.what}{lost}",
         expected=error.expected,

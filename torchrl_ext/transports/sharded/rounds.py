@@ -1,0 +1,355 @@
+"""The two ends of a transfer, round by round: trainer ranks pack and send, workers receive, pass on, land and check.
+
+In a round every trainer rank sends each worker that it serves one message: blocks in C order, one after the other, each
+at a multiple of its element size. A message of one block that lies in one piece of memory is sent from there, and
+received where it belongs. Behind the last round each rank sends each such worker the position digests of its blocks,
+16 bytes each; the worker compares their sums with what it reads from the memory in which the blocks have landed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.kernels.base import Piece, kernels_on
+from torchrl_ext.landing.sliced import Sliced, part_of
+from torchrl_ext.transports.copies import BufferPool, as_bytes, is_plain
+from torchrl_ext.transports.sharded.carriers import Carrier
+from torchrl_ext.transports.sharded.plan import Transfer, TransferPlan
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import PositionDigest
+from torchrl_ext.weights.shards.blocks import Block, Shard
+
+__all__ = ["Incoming", "Outgoing", "words_of"]
+
+_IN_FLIGHT = 2
+_DIGEST_BYTES = 16
+_MASK = (1 << 64) - 1
+
+
+class _Placed(NamedTuple):
+    """One transfer, and where it lies in its message, in bytes."""
+
+    transfer: Transfer
+    at: int
+    nbytes: int
+
+    def tensor_in(self, message: Tensor, meta: ParamMeta) -> Tensor:
+        """Return the block as a view of the message that holds it."""
+        return message[self.at : self.at + self.nbytes].view(meta.dtype).view(self.transfer.block.shape)
+
+
+def _laid_out(params: Sequence[ParamMeta], transfers: Sequence[Transfer]) -> tuple[list[_Placed], int]:
+    """Return where each block lies in the message that carries ``transfers``, and the message's size in bytes."""
+    placed, cursor = [], 0
+    for transfer in transfers:
+        itemsize = params[transfer.param].dtype.itemsize
+        at, nbytes = -(-cursor // itemsize) * itemsize, transfer.block.numel * itemsize
+        placed.append(_Placed(transfer, at, nbytes))
+        cursor = at + nbytes
+    return placed, cursor
+
+
+def words_of(meta: ParamMeta, block: Block, data: Tensor) -> PositionDigest:
+    """Return what a block adds to the position digest of its tensor.
+
+    Args:
+        meta: the tensor, with the dtype of ``data``.
+        block: which elements these are.
+        data: their values, of the block's shape.
+    """
+    strides = torch.empty(meta.shape, device="meta").stride()
+    offset = sum(start * stride for start, stride in zip(block.start, strides, strict=True))
+    if data.is_complex() and data.element_size() == 16:  # two units per element
+        data, offset = torch.view_as_real(data), 2 * offset
+        strides = (*(2 * stride for stride in strides), 1)
+    return PositionDigest(*kernels_on(data.device).words(Piece(destination=data, offset=offset, strides=strides)))
+
+
+class Outgoing:
+    """What one trainer rank sends in one update.
+
+    Args:
+        plan: who sends what.
+        rank: this trainer rank.
+        shards: what it holds, in the order of the plan's parameters.
+        carrier: moves the messages; workers are its ranks 1, 2, ...
+        pool: of memory for messages.
+    """
+
+    def __init__(
+        self, plan: TransferPlan, rank: int, shards: Sequence[Shard], carrier: Carrier, pool: BufferPool
+    ) -> None:
+        self._plan, self._rank, self._carrier, self._pool = plan, rank, carrier, pool
+        index = {meta.name: number for number, meta in enumerate(plan.params)}
+        self._held: dict[int, list[Shard]] = {}
+        for shard in shards:
+            self._held.setdefault(index[shard.meta.name], []).append(shard)
+        self._gathers = deque(number for number, own in self._held.items() if any(one.gathers for one in own))
+        self._taken: dict[int, list[tuple[Block, Tensor]]] = {}
+        self._digests: dict[int, list[PositionDigest]] = {}
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send all rounds, and what digests them.
+
+        Raises:
+            TransportError, DeadlineError: as `Carrier.wait`.
+            ManifestError: a shard is not what was declared.
+        """
+        flying: deque[list[Any]] = deque()
+        for number in range(self._plan.rounds):
+            while len(flying) >= _IN_FLIGHT:
+                self._land(flying)
+            first, stop = self._plan.span(number)
+            self._take(first, stop)
+            works = []
+            for worker in self._plan.receivers(self._rank, number):
+                message = self._packed(worker, self._plan.link(self._rank, worker, number))
+                works.append(self._carrier.send(message, 1 + worker))
+            flying.append(works)
+        self._take(len(self._plan.params), len(self._plan.params))
+        for worker, digests in self._digests.items():
+            data = b"".join(bytes.fromhex(digest.hex()) for digest in digests)
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._carrier.device)
+            flying.append([self._carrier.send(flat, 1 + worker)])
+        while flying:
+            self._land(flying)
+
+    def drain(self) -> None:
+        """Take part in the gathers that are left, where other ranks wait for this one."""
+        while self._gathers:
+            for shard in self._held[self._gathers.popleft()]:
+                shard.take()
+
+    def _land(self, flying: deque[list[Any]]) -> None:
+        for work in flying[0]:
+            self._carrier.wait(work)
+        flying.popleft()
+
+    def _take(self, first: int, stop: int) -> None:
+        """Take what parameters ``first`` to ``stop`` hold, and what has to be gathered before; forget older ones."""
+        for number in [number for number in self._taken if number < first]:
+            del self._taken[number]
+        while self._gathers and self._gathers[0] < stop:
+            self._read(self._gathers.popleft())
+        for number in [number for number in self._taken if number < first]:
+            del self._taken[number]
+
+    def _read(self, number: int) -> list[tuple[Block, Tensor]]:
+        if number not in self._taken:
+            found = []
+            for shard in self._held.get(number, ()):
+                tensor = shard.take().detach()
+                if tuple(tensor.shape) != shard.block.shape:
+                    raise ManifestError(
+                        f"a shard of {shard.meta.name!r} has shape {list(tensor.shape)}",
+                        expected=f"{list(shard.block.shape)}, as it was declared",
+                        state="nothing more is sent; engines hold a part of the version",
+                    )
+                found.append((shard.block, tensor))
+            self._taken[number] = found
+        return self._taken[number]
+
+    def _packed(self, worker: int, transfers: Sequence[Transfer]) -> Tensor:
+        """Return the message with ``transfers``, and note their digests."""
+        params, digests = self._plan.params, self._digests.setdefault(worker, [])
+        if len(transfers) == 1:
+            meta, block = params[transfers[0].param], transfers[0].block
+            source = self._block(transfers[0])
+            if source.dtype == meta.dtype and is_plain(source, self._carrier.device):
+                digests.append(words_of(meta, block, source))
+                return as_bytes(source)
+        placed, nbytes = _laid_out(params, transfers)
+        message = self._pool.take(nbytes)
+        for one in placed:
+            meta = params[one.transfer.param]
+            view = one.tensor_in(message, meta)
+            view.copy_(self._block(one.transfer))
+            digests.append(words_of(meta, one.transfer.block, view))
+        return message
+
+    def _block(self, transfer: Transfer) -> Tensor:
+        for held, tensor in self._read(transfer.param):
+            if held.contains(transfer.block):
+                return tensor[transfer.block.within(held)]
+        raise ManifestError(
+            f"this trainer rank does not hold the block of {self._plan.params[transfer.param].name!r} that it has to send",
+            expected=f"elements {transfer.block.start} to {transfer.block.stop}",
+            hint="shards() must yield the same blocks in every update, or the plan is made again",
+        )
+
+
+class Incoming:
+    """What one worker receives in one update.
+
+    Args:
+        plan: who sends what.
+        worker: this worker.
+        needed: the blocks that it needs of each parameter.
+        into: tensors that may be filled directly, by name.
+        carrier: moves the messages; the sender's side of `Outgoing`.
+        trainers: the carrier's rank of each trainer rank.
+        pool: of memory for messages.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        worker: int,
+        needed: Sequence[tuple[Block, ...]],
+        into: Mapping[str, Tensor],
+        carrier: Carrier,
+        trainers: Sequence[int],
+        pool: BufferPool,
+    ) -> None:
+        self._plan, self._worker, self._needed, self._into = plan, worker, needed, into
+        self._carrier, self._trainers, self._pool = carrier, trainers, pool
+        self._leader = plan.leader(worker)
+        self._before, self._after = plan.predecessor(worker), plan.successor(worker)
+        self._targets: dict[int, tuple[Tensor, list[tuple[Block, Tensor]]]] = {}
+        self._flying: deque[list[tuple[int, list[_Placed], Tensor, Any, bool]]] = deque()
+        self._passed: deque[tuple[Any, Tensor]] = deque()
+        self._next = self._done = 0
+        self._landing = True
+        self._transfers: dict[int, list[int]] = {rank: [] for rank in range(plan.ranks)}
+        self._found: dict[int, PositionDigest] = {}
+
+    @torch.no_grad()
+    def pairs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor of which something is needed, once it is complete; then compare all with their digests.
+
+        Raises:
+            TransportError, DeadlineError: as `Carrier.wait`.
+            IntegrityError: a tensor has landed otherwise than it was sent; names it.
+        """
+        yielded, count = 0, len(self._plan.params)
+        while yielded < count:
+            if self._done < self._plan.rounds:
+                self._round()
+            # the last tensor of a round may go on in the next one
+            reached = self._plan.span(self._done)[0] if self._done < self._plan.rounds else count
+            for number in range(yielded, reached):
+                if self._needed[number]:
+                    tensor, parts = self._targets.pop(number, None) or self._target(number)
+                    self._found[number] = self._read_back(number, parts)
+                    del parts
+                    yield self._plan.params[number].name, tensor
+                    del tensor
+            yielded = reached
+        self._compare(self._digests())
+
+    def drain(self) -> None:
+        """Receive the rest and drop it, so that the group stays in step.
+
+        Raises:
+            TransportError, DeadlineError: as `Carrier.wait`.
+        """
+        self._landing = False
+        while self._done < self._plan.rounds:
+            self._round()
+        self._digests()
+
+    def _round(self) -> None:
+        """Receive one round, and begin the next ones."""
+        while self._next < self._plan.rounds and len(self._flying) < _IN_FLIGHT:
+            begun = []
+            for rank in self._plan.senders(self._leader, self._next):
+                transfers = self._plan.link(rank, self._leader, self._next)
+                placed, nbytes = _laid_out(self._plan.params, transfers)
+                message, direct = self._pool.take(nbytes) if not self._landing else None, False
+                if message is None and len(placed) == 1:
+                    place = self._place(placed[0].transfer)
+                    if is_plain(place, self._carrier.device):
+                        message, direct = as_bytes(place), True
+                if message is None:
+                    message = self._pool.take(nbytes)
+                begun.append((rank, placed, message, self._receive(message, rank), direct))
+            self._flying.append(begun)
+            self._next += 1
+        for rank, placed, message, work, direct in self._flying[0]:
+            self._carrier.wait(work)
+            self._pass_on(message)
+            for one in placed:
+                self._transfers[rank].append(one.transfer.param)
+                if self._landing and not direct:
+                    self._place(one.transfer).copy_(one.tensor_in(message, self._plan.params[one.transfer.param]))
+        self._flying.popleft()
+        self._done += 1
+
+    def _receive(self, message: Tensor, rank: int) -> Any:
+        source = self._trainers[rank] if self._before is None else 1 + self._before
+        return self._carrier.receive(message, source)
+
+    def _pass_on(self, message: Tensor) -> None:
+        """Send a message to the next worker with the same needs; two rounds of them may be under way."""
+        if self._after is None:
+            return
+        while len(self._passed) >= _IN_FLIGHT * self._plan.ranks:
+            self._carrier.wait(self._passed.popleft()[0])
+        self._passed.append((self._carrier.send(message, 1 + self._after), message))
+
+    def _target(self, number: int) -> tuple[Tensor, list[tuple[Block, Tensor]]]:
+        """Return what is yielded for a parameter, and the memory of its blocks."""
+        if number not in self._targets:
+            meta, blocks = self._plan.params[number], self._needed[number]
+            given = self._into.get(meta.name)
+            if given is not None and ParamMeta.of(meta.name, given) == meta:
+                parts = [(block, part_of(given, block)) for block in blocks]
+                if all(part is not None for _, part in parts):
+                    self._targets[number] = given, parts  # type: ignore[assignment]  # none of them is None
+                    return self._targets[number]
+            fresh = [(block, torch.empty(block.shape, dtype=meta.dtype, device=self._carrier.device)) for block in blocks]
+            whole = blocks == (Block.whole(meta.shape),)
+            self._targets[number] = (fresh[0][1] if whole else Sliced.of(meta, fresh)), fresh
+        return self._targets[number]
+
+    def _place(self, transfer: Transfer) -> Tensor:
+        """Return the memory in which a transferred block belongs."""
+        for block, memory in self._target(transfer.param)[1]:
+            if block.contains(transfer.block):
+                return memory[transfer.block.within(block)]
+        raise IntegrityError(
+            f"a block of {self._plan.params[transfer.param].name!r} comes that this worker did not ask for",
+            expected=f"parts of {self._needed[transfer.param]}",
+            state="the engine holds a part of the version and stays paused",
+        )
+
+    def _read_back(self, number: int, parts: Sequence[tuple[Block, Tensor]]) -> PositionDigest:
+        found = PositionDigest()
+        for block, memory in parts:
+            found += words_of(self._plan.params[number], block, memory)
+        return found
+
+    def _digests(self) -> dict[int, PositionDigest]:
+        """Receive the digests of all blocks, and return their sum for each parameter."""
+        expected: dict[int, PositionDigest] = {}
+        for rank, numbers in self._transfers.items():
+            if not numbers:
+                continue
+            flat = torch.empty(_DIGEST_BYTES * len(numbers), dtype=torch.uint8, device=self._carrier.device)
+            self._carrier.wait(self._receive(flat, rank))
+            self._pass_on(flat)
+            data = flat.cpu().numpy().tobytes()
+            for place, number in enumerate(numbers):
+                both = int.from_bytes(data[_DIGEST_BYTES * place : _DIGEST_BYTES * (place + 1)], "big")
+                expected[number] = expected.get(number, PositionDigest()) + PositionDigest(both >> 64, both & _MASK)
+        while self._passed:
+            self._carrier.wait(self._passed.popleft()[0])
+        return expected
+
+    def _compare(self, expected: Mapping[int, PositionDigest]) -> None:
+        for number, found in self._found.items():
+            wanted = expected.get(number, PositionDigest())
+            if found != wanted:
+                raise IntegrityError(
+                    f"parameter {self._plan.params[number].name!r} has landed otherwise than it was sent",
+                    expected=f"digest {wanted.hex()} of this worker's blocks, found {found.hex()}",
+                    state="the engine holds a damaged update and stays paused",
+                    hint="send the version again",
+                )
