@@ -1,1 +1,366 @@
-"""`Sliced` is a tensor of its full shape of which only some blocks are there, for loaders that take slices alone."""
+"""`Sliced` is a tensor of its full shape of which only some blocks are there, for loaders that take slices alone.
+
+A model's loader cuts what it needs out of a full checkpoint tensor by views (narrow, transpose, view), and copies the
+view. A `Sliced` follows such views without any memory behind them, as regions of the full tensor, and looks a region up
+in its blocks when something wants its values. What is not there is an error; nothing is ever made up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.weights.shards.blocks import Block
+
+__all__ = ["Sliced", "Walk", "part_of", "region_of", "walk_of"]
+
+_AT_ONCE = 1 << 20  # elements that are looked up one by one at once
+
+
+class Step(NamedTuple):
+    """One dimension of a walk.
+
+    Attributes:
+        size: how many elements it goes along.
+        view: which dimension of the view it is, or is a part of.
+        stride: of the view, in elements of the full tensor.
+        by: how far each step goes in every dimension of the full tensor.
+    """
+
+    size: int
+    view: int
+    stride: int
+    by: tuple[int, ...]
+
+
+class Walk(NamedTuple):
+    """A strided view of a full contiguous tensor, as steps in the coordinates of the full tensor.
+
+    Attributes:
+        start: coordinates of the first element.
+        stop: one past the greatest coordinate, in every dimension.
+        steps: the dimensions of the view in their order, each as one or several; those of one element are left out.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def block(self) -> Block:
+        """The smallest block that has every element."""
+        return Block(self.start, self.stop)
+
+    def along(self) -> list[list[Step]] | None:
+        """Return for each dimension of the full tensor the steps along it, the finest first; None where it is no box.
+
+        A box is walked through by steps that go along one dimension each, and that meet each element once.
+        """
+        found: list[list[Step]] = [[] for _ in self.start]
+        for step in self.steps:
+            moves = [dim for dim, by in enumerate(step.by) if by]
+            if len(moves) != 1:
+                return None
+            found[moves[0]].append(step)
+        for dim, steps in enumerate(found):
+            steps.sort(key=lambda step: step.by[dim])
+            reached = 1
+            for step in steps:
+                if step.by[dim] != reached:
+                    return None
+                reached *= step.size
+        return found
+
+
+def walk_of(shape: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Walk | None:
+    """Return a strided view of a full contiguous tensor as steps in its coordinates.
+
+    Args:
+        shape: of the full tensor.
+        offset: of the view's first element, in elements.
+        sizes, strides: of the view; it has elements.
+
+    Returns:
+        None where no steps of fixed direction lead through it (it wraps around at places that differ from row to row).
+    """
+    widths = _widths(shape)
+    if not 0 <= offset < math.prod(shape):
+        return None
+    start = _digits(offset, widths)
+    last, steps = list(start), list[Step]()
+    for view, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        coarse = list[Step]()
+        while size > 1:
+            by = _digits(stride, widths)
+            room = [(shape[dim] - 1 - start[dim]) // one for dim, one in enumerate(by) if one]
+            fits = min([size, *(one + 1 for one in room)])
+            if fits < size:  # a flattened dimension: whole rounds of the finer one, then steps of the coarser one
+                carried = next((dim for dim, one in enumerate(by) if one), 0)
+                fits = shape[carried] // by[carried] if by[carried] else 0
+                if start[carried] or fits < 2 or size % fits or shape[carried] % by[carried]:
+                    return None
+            coarse.insert(0, Step(fits, view, stride, by))
+            size, stride = size // fits, stride * fits
+        steps += coarse
+    for step in steps:
+        last = [at + (step.size - 1) * one for at, one in zip(last, step.by, strict=True)]
+    if any(at >= size for at, size in zip(last, shape, strict=True)):
+        return None
+    return Walk(start, tuple(at + 1 for at in last), tuple(steps))
+
+
+def region_of(shape: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Block | None:
+    """Return the block of a full contiguous tensor that a strided view covers, each element once; None if it is none.
+
+    Args:
+        shape: of the full tensor.
+        offset: of the view's first element, in elements.
+        sizes, strides: of the view.
+    """
+    walk = walk_of(shape, offset, sizes, strides) if math.prod(sizes) else None
+    return None if walk is None or walk.along() is None else walk.block
+
+
+def part_of(tensor: Tensor, block: Block) -> Tensor | None:
+    """Return the memory of a block of a full tensor, or of a `Sliced`: a view; None where it is not there.
+
+    Raises:
+        ConfigError: ``tensor`` is a view of a `Sliced`.
+    """
+    if not isinstance(tensor, Sliced):
+        return tensor[block.within(Block.whole(tensor.shape))]
+    tensor.require_whole()
+    for own, data in tensor.parts:
+        if own.contains(block):
+            return data[block.within(own)]
+    return None
+
+
+@final
+class Sliced(Tensor):
+    """A tensor of the shape and dtype of a checkpoint tensor, of which only some blocks hold data.
+
+    Views of it are `Sliced`, too, and read nothing. Whatever needs values (a copy from it, a cast, a computation) reads
+    those of its region, which have to be there. Nothing writes into it but the owner of the parts.
+
+    Attributes:
+        meta: the full tensor that this is, or is a view of.
+        parts: blocks of the full tensor, and their elements: tensors of the block's shape, with any strides.
+    """
+
+    meta: ParamMeta
+    parts: tuple[tuple[Block, Tensor], ...]
+    _region: Tensor  # of the meta device: shape, strides and offset in the full tensor
+
+    # what torch's own operators would make of the result of each is not wanted
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(meta: ParamMeta, parts: Sequence[tuple[Block, Tensor]]) -> Sliced:
+        """Return the full tensor ``meta`` with these parts of it.
+
+        Args:
+            meta: name, shape and dtype.
+            parts: blocks, and tensors of their shape and of the dtype, on one device.
+
+        Raises:
+            ConfigError: a part is of another shape or dtype, on another device, or out of bounds.
+        """
+        every = Block.whole(meta.shape)
+        for block, data in parts:
+            fits = len(block.start) == len(meta.shape) and every.contains(block) and tuple(data.shape) == block.shape
+            if not fits or (data.dtype, data.device) != (meta.dtype, parts[0][1].device):
+                raise ConfigError(
+                    f"a part of {meta} is {dtype_name(data.dtype)} {list(data.shape)} on {data.device}, for {block}",
+                    expected="the block's shape, within the tensor, and one dtype and device",
+                )
+        return _sliced(meta, tuple(parts), torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
+
+    def require_whole(self) -> None:
+        """Raise where this is a view, and not the full tensor.
+
+        Raises:
+            ConfigError: it is.
+        """
+        if self._offset() or self._region.shape != self.meta.shape or not self._region.is_contiguous():
+            raise ConfigError(f"a view of {self.meta.name!r} stands where the full tensor was expected")
+
+    def read(self) -> Tensor:
+        """Return the elements of the region, of its shape: a view of a part where one has them all, else a copy.
+
+        Raises:
+            IntegrityError: not all of them are there; names the tensor and the block.
+        """
+        sizes, strides, offset = tuple(self._region.shape), self._region.stride(), self._offset()
+        if not math.prod(sizes):
+            return torch.empty(sizes, dtype=self.meta.dtype, device=self.device)
+        walk = walk_of(self.meta.shape, offset, sizes, strides)
+        if walk is not None:
+            for block, data in self.parts:
+                if block.contains(walk.block):
+                    return _walked(walk, data[walk.block.within(block)], sizes)
+        return self._looked_up(sizes, strides, offset)
+
+    def _offset(self) -> int:
+        return int(self._region.storage_offset())
+
+    def _looked_up(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+        """Return the elements one by one, from whichever part has them."""
+        shape, widths, device = self.meta.shape, _widths(self.meta.shape), self.device
+        found = torch.empty(math.prod(sizes), dtype=self.meta.dtype, device=device)
+        for first in range(0, found.numel(), _AT_ONCE):
+            left = torch.arange(first, min(first + _AT_ONCE, found.numel()), device=device)
+            at = torch.full_like(left, offset)
+            for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+                at, left = at + (left % size) * stride, left // size
+            there = torch.zeros_like(at, dtype=torch.bool)
+            coordinates = [at // width % size for width, size in zip(widths, shape, strict=True)]
+            for block, data in self.parts:
+                inside = torch.ones_like(there)
+                for own, start, stop in zip(coordinates, block.start, block.stop, strict=True):
+                    inside &= (own >= start) & (own < stop)
+                local = [(own - start)[inside] for own, start in zip(coordinates, block.start, strict=True)]
+                found[first : first + at.numel()][inside] = data[tuple(local)] if local else data.reshape(1)
+                there |= inside
+            if not there.all():
+                lost = [own[~there] for own in coordinates]
+                block = Block(tuple(int(one.min()) for one in lost), tuple(int(one.max()) + 1 for one in lost))
+                raise self._lost(block)
+        return found.reshape(sizes)
+
+    def _lost(self, block: Block) -> IntegrityError:
+        held = ", ".join(_spelled(own) for own, _ in self.parts) or "nothing"
+        return IntegrityError(
+            f"{_spelled(block)} of tensor {self.meta.name!r} did not come to this worker, and its loader reads it",
+            expected=f"reads within {held}, as when the loader was recorded",
+            state="the model holds part of an update",
+            hint="report the model and the engine's version; a transport that sends whole tensors has no such limit",
+        )
+
+    def _apart(self, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``change`` of the region: of its values, or of those that are there where some are not."""
+        sizes, offset = tuple(self._region.shape), self._offset()
+        walk = walk_of(self.meta.shape, offset, sizes, self._region.stride()) if math.prod(sizes) else None
+        along = None if walk is None else walk.along()
+        if walk is None or along is None or len({step.view for step in walk.steps}) < len(walk.steps):
+            return change(self.read())
+        if any(block.contains(walk.block) for block, _ in self.parts) or any(len(steps) > 1 for steps in along):
+            return change(self.read())
+        at = {steps[0].view: dim for dim, steps in enumerate(along) if steps}  # dimension here -> in the full tensor
+        parts = []
+        for block, data in self.parts:
+            own = block.meet(walk.block)
+            if own is not None:
+                first = [own.start[at[dim]] - walk.start[at[dim]] if dim in at else 0 for dim in range(len(sizes))]
+                size = [own.shape[at[dim]] if dim in at else 1 for dim in range(len(sizes))]
+                order = [at[dim] for dim in range(len(sizes)) if dim in at]
+                rest = [dim for dim in range(data.dim()) if dim not in order]
+                moved = data[own.within(block)].permute(*order, *rest).reshape(size)
+                parts.append((Block(tuple(first), tuple(map(sum, zip(first, size, strict=True)))), change(moved)))
+        if not parts:
+            raise self._lost(walk.block)
+        meta = ParamMeta(self.meta.name, parts[0][1].dtype, sizes)
+        return Sliced.of(meta, parts)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Follow views, do nothing for copies to where there are no data, and read the region for all else."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        written = [
+            args[index]
+            for index, argument in enumerate(func._schema.arguments)
+            if index < len(args) and argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if any(isinstance(one, Sliced) for one in written) or isinstance(kwargs.get("out"), Sliced):
+            raise ConfigError(f"{func} would write into a tensor that came in slices", state="nothing was written")
+        if func.overloadpacket is torch.ops.aten.is_pinned:
+            return False
+        target = written[0] if written else first
+        to_nowhere = torch.device(kwargs.get("device") or "cpu").type == "meta"
+        if to_nowhere or (isinstance(target, Tensor) and target.is_meta):
+            return func(*_unread(args), **_unread(kwargs))
+        if isinstance(first, Sliced):
+            if _is_view(func):
+                return first._viewed(func(*_unread(args), **_unread(kwargs)), func, args, kwargs)
+            if func.overloadpacket in _CASTS:
+                return first._apart(lambda data: func(data, *args[1:], **kwargs))
+        return func(*_read(args), **_read(kwargs))
+
+    def _viewed(self, region: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        found = tree_flatten(region)[0]
+        if any(one.dtype != self.meta.dtype or one.is_conj() or one.is_neg() for one in found):
+            return func(*_read(args), **_read(kwargs))  # the same bytes seen otherwise
+        return tree_map_only(Tensor, lambda one: _sliced(self.meta, self.parts, one), region)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's own would read the values
+        return f"Sliced({self.meta}, {list(self.shape)} of {', '.join(_spelled(own) for own, _ in self.parts)})"
+
+
+_CASTS = {torch.ops.aten._to_copy, torch.ops.aten.clone}
+
+
+def _sliced(meta: ParamMeta, parts: tuple[tuple[Block, Tensor], ...], region: Tensor) -> Sliced:
+    found = Tensor._make_wrapper_subclass(
+        Sliced,
+        region.shape,
+        strides=region.stride(),
+        storage_offset=region.storage_offset(),
+        dtype=meta.dtype,
+        device=parts[0][1].device if parts else torch.device("cpu"),
+    )
+    found.meta, found.parts, found._region = meta, parts, region
+    return found
+
+
+def _is_view(func: Any) -> bool:
+    if func.overloadpacket is torch.ops.aten._unsafe_view:  # what `reshape` does with a copy that nobody else has
+        return True
+    returns = [one.alias_info for one in func._schema.returns]
+    return bool(returns) and all(info is not None and not info.is_write for info in returns)
+
+
+def _unread(value: Any) -> Any:
+    """Return arguments with tensors without data in the place of sliced ones."""
+    return tree_map_only(Sliced, lambda one: one._region, value)
+
+
+def _read(value: Any) -> Any:
+    return tree_map_only(Sliced, lambda one: one.read(), value)
+
+
+def _walked(walk: Walk, data: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return the view that a walk describes, in memory that begins where it starts."""
+    strides = [sum(by * stride for by, stride in zip(step.by, data.stride(), strict=True)) for step in walk.steps]
+    found = data.as_strided([step.size for step in walk.steps], strides, data.storage_offset())
+    return found.reshape(sizes)
+
+
+def _widths(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    found = [1]
+    for size in reversed(shape[1:]):
+        found.append(found[-1] * size)
+    return tuple(reversed(found)) if shape else ()
+
+
+def _digits(offset: int, widths: Sequence[int]) -> tuple[int, ...]:
+    """Return the coordinates of an element, or how far a stride goes in each dimension."""
+    found = []
+    for width in widths:
+        digit, offset = divmod(offset, width)
+        found.append(digit)
+    return tuple(found)
+
+
+def _spelled(block: Block) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(block.start, block.stop, strict=True))}]"

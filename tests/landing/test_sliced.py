@@ -1,0 +1,282 @@
+"""Tensors of which only some blocks are there, against the full tensors that they stand for."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.landing.sliced import Sliced, part_of, region_of
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.blocks import Block
+
+
+def made(shape, dtype=torch.float32):
+    count = torch.Size(shape).numel()
+    return torch.arange(count, dtype=torch.float64).to(dtype).reshape(shape)
+
+
+def sliced(full, *blocks, name="w"):
+    """``full`` with only these blocks, each in memory of its own, every other one with its dimensions the other way."""
+    parts = []
+    for index, block in enumerate(blocks):
+        block = Block(*block)
+        data = full[block.within(Block.whole(full.shape))].clone()
+        if index % 2 == 0:
+            order = tuple(reversed(range(data.dim())))
+            data = data.permute(order).contiguous().permute(order)
+        parts.append((block, data))
+    return Sliced.of(ParamMeta.of(name, full), parts)
+
+
+def whole(full):
+    return sliced(full, Block.whole(full.shape))
+
+
+VIEWS = {
+    "itself": lambda one: one,
+    "data": lambda one: one.data,
+    "detached": lambda one: one.detach(),
+    "rows": lambda one: one.narrow(0, 2, 3),
+    "columns": lambda one: one.narrow(1, 1, 4),
+    "a box": lambda one: one[1:5, 2:4],
+    "every other row": lambda one: one[::2],
+    "transposed": lambda one: one.t(),
+    "transposed, then rows": lambda one: one.t()[1:3],
+    "one row": lambda one: one[3],
+    "one column": lambda one: one[:, 3],
+    "one element": lambda one: one[3, 3],
+    "heads": lambda one: one.view(4, 2, 6),
+    "a few heads": lambda one: one.view(4, 2, 6)[1:3],
+    "heads turned": lambda one: one.view(4, 2, 6).permute(1, 0, 2),
+    "columns of heads": lambda one: one.view(8, 2, 3)[:, 1],
+    "flat": lambda one: one.view(-1),
+    "flat rows": lambda one: one.view(-1)[12:36],
+    "flat across rows": lambda one: one.view(-1)[7:31],
+    "flat in steps": lambda one: one.view(-1)[5:40:5],
+    "flat pairs": lambda one: one.view(-1, 2)[3:9],
+    "rows in pairs": lambda one: one.view(4, 12)[1:3, 3:9],
+    "flattened columns": lambda one: one[:, 2:4].reshape(-1),
+    "chunk": lambda one: one.chunk(3, 1)[1],
+    "split": lambda one: one.split([3, 5])[1],
+    "unbound": lambda one: one.unbind(0)[6],
+    "unsqueezed": lambda one: one.unsqueeze(0).unsqueeze(-1)[:, 2:4],
+    "squeezed": lambda one: one[4:5].squeeze(0),
+    "expanded": lambda one: one[4:5].expand(3, 6),
+    "diagonal": lambda one: one.diagonal(),
+    "strided": lambda one: one.as_strided((2, 3), (7, 5), 4),
+    "empty": lambda one: one[3:3],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_reads_what_the_same_view_of_the_full_tensor_holds(name):
+    full, view = made((8, 6)), VIEWS[name]
+    lazy, expected = view(whole(full)), view(full)
+    assert lazy.shape == expected.shape and lazy.dtype == expected.dtype
+    found = torch.full(expected.shape, -1.0)
+    found.copy_(lazy)
+    assert torch.equal(found, expected)
+    assert torch.equal(lazy.clone(), expected) and torch.equal(lazy.contiguous() + 0, expected)
+    pieces = view(sliced(full, ((0, 0), (3, 6)), ((3, 0), (8, 2)), ((3, 2), (8, 6))))
+    assert torch.equal(pieces + 0, expected)
+
+
+@pytest.mark.parametrize("name", set(VIEWS) - {"flattened columns"})
+def test_a_view_stays_one_until_it_is_read(name):
+    view = VIEWS[name](Sliced.of(ParamMeta("w", torch.float32, (8, 6)), []))
+    assert isinstance(view, Sliced)
+    if view.numel():
+        with pytest.raises(IntegrityError, match="of tensor 'w' did not come"):
+            torch.empty(view.shape).copy_(view)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_no_view_reads_what_is_not_there(name):
+    full, view = made((8, 6)), VIEWS[name]
+    held = Block((1, 1), (7, 5))
+    try:
+        expected, lazy = view(full), view(sliced(full, held))
+        found = lazy + 0
+    except IntegrityError as error:
+        assert "of tensor 'w' did not come" in str(error)
+        outside = made((8, 6))
+        outside[1:7, 1:5] = -1
+        assert (view(outside) != -1).any()  # it does read something that is not there
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_views_of_views_of_every_kind_agree_with_the_full_tensor():
+    full = made((4, 6, 4))
+    steps = {
+        "narrow": lambda one: one.narrow(one.dim() - 1, 1, one.shape[-1] - 1),
+        "turn": lambda one: one.transpose(0, one.dim() - 1),
+        "half": lambda one: one.chunk(2, 0)[-1],
+        "first": lambda one: one[0] if one.dim() > 1 else one,
+        "skip": lambda one: one[:, ::2] if one.dim() > 1 else one[::2],
+        "split": lambda one: one.unflatten(0, (2, -1)) if one.shape[0] % 2 == 0 else one,
+    }
+    met = 0
+    for names in itertools.product(steps, repeat=3):
+        lazy, expected = whole(full), full
+        for name in names:
+            lazy, expected = steps[name](lazy), steps[name](expected)
+        assert torch.equal(lazy + 0, expected), names
+        met += isinstance(lazy, Sliced)
+    assert met == len(steps) ** 3
+
+
+def test_the_error_names_the_tensor_and_what_of_it_is_not_there():
+    full = made((8, 6))
+    part = sliced(full, ((0, 0), (4, 6)), name="model.layers.0.q_proj.weight")
+    with pytest.raises(
+        IntegrityError, match=r"\[4:6, 0:6\] of tensor 'model.layers.0.q_proj.weight' did not come"
+    ) as e:
+        torch.empty(4, 6).copy_(part[2:6])
+    assert "[0:4, 0:6]" in str(e.value)
+    torch.empty(2, 6).copy_(part[2:4])
+
+
+def test_a_copy_casts_as_a_copy_of_a_full_tensor_does():
+    full = torch.randn(8, 6)
+    found = torch.empty(3, 6, dtype=torch.bfloat16)
+    found.copy_(whole(full)[2:5])
+    assert torch.equal(found, full[2:5].to(torch.bfloat16))
+    assert torch.equal(whole(full)[2:5].to(torch.float64) + 0, full[2:5].to(torch.float64))
+    assert torch.equal(whole(full).view(torch.int32) + 0, full.view(torch.int32))
+
+
+@pytest.mark.parametrize("change", [lambda one: one.to(torch.bfloat16), torch.clone, lambda one: one.t().contiguous()])
+def test_a_cast_of_a_tensor_that_is_there_in_part_keeps_to_what_is_there(change):
+    full = made((8, 6))
+    part = change(sliced(full, ((2, 0), (4, 6)), ((6, 1), (8, 3))))
+    expected = change(full)
+    assert isinstance(part, Sliced) and part.dtype == expected.dtype and part.shape == expected.shape
+    turned = expected.shape[0] == 6
+    box, other = (slice(2, 4), slice(0, 6)), (slice(6, 8), slice(1, 3))
+    for where in (box, other):
+        where = tuple(reversed(where)) if turned else where
+        assert torch.equal(part[where] + 0, expected[where])
+    with pytest.raises(IntegrityError):
+        part[0] + 0
+
+
+def test_a_cast_after_views_keeps_to_what_is_there():
+    full = made((4, 6, 4))
+    part = sliced(full, ((1, 0, 0), (2, 6, 4)), ((3, 0, 0), (4, 6, 4)))
+    view = part[1:, :, 1:3].transpose(0, 2).unsqueeze(1).to(torch.float64)
+    expected = full[1:, :, 1:3].transpose(0, 2).unsqueeze(1).to(torch.float64)
+    assert torch.equal(view[..., 2] + 0, expected[..., 2]) and torch.equal(view[1, :, :, 0] + 0, expected[1, :, :, 0])
+    with pytest.raises(IntegrityError):
+        view[..., 1] + 0
+
+
+def test_a_tensor_without_dimensions_is_there_or_not():
+    meta, value = ParamMeta("scale", torch.float32, ()), torch.tensor(2.5)
+    there = Sliced.of(meta, [(Block((), ()), value)])
+    assert there.item() == 2.5 and there.view(1).shape == (1,) and float(there.reshape(1)[0]) == 2.5
+    target = torch.zeros(1)
+    target[0] = there
+    assert target[0] == 2.5 and torch.equal(part_of(there, Block((), ())), value)
+    with pytest.raises(IntegrityError, match="'scale'"):
+        Sliced.of(meta, []).item()
+
+
+class Counter(TorchDispatchMode):
+    """As vLLM counts what a loader copies, before there is anything to copy to."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            assert args[0].numel() == args[1].numel()
+            self.numel += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_copy_to_where_there_is_no_memory_is_counted_and_reads_nothing():
+    part = Sliced.of(ParamMeta("w", torch.float32, (8, 6)), [])
+    target = torch.empty(4, 6, device="meta")
+    with Counter() as counter:
+        target.copy_(part[2:6])
+        target.data[:2].copy_(part.narrow(0, 2, 4)[:2])
+        assert part.to("meta").is_meta
+    assert counter.numel == 24 + 12
+    with pytest.raises(RuntimeError):
+        target.copy_(part[:3])
+
+
+def test_nothing_writes_into_it():
+    part = whole(made((8, 6)))
+    for write in (lambda: part.zero_(), lambda: part[0].copy_(torch.zeros(6)), lambda: part.data.mul_(2)):
+        with pytest.raises(ConfigError, match="came in slices"):
+            write()
+    with pytest.raises(ConfigError):
+        torch.add(torch.zeros(8, 6), 1, out=part)
+    assert torch.equal(part + 0, made((8, 6)))
+
+
+def test_a_read_of_what_one_part_has_copies_nothing():
+    full = made((8, 6))
+    part = Sliced.of(ParamMeta.of("w", full), [(Block((2, 0), (6, 6)), full[2:6])])
+    assert part[3:5].t().read().data_ptr() == full[3:5].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("block", "data"),
+    [
+        (Block((0, 0), (2, 6)), torch.zeros(3, 6)),
+        (Block((0, 0), (2, 6)), torch.zeros(2, 6, dtype=torch.float64)),
+        (Block((7, 0), (9, 6)), torch.zeros(2, 6)),
+        (Block((0,), (2,)), torch.zeros(2)),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(block, data):
+    with pytest.raises(ConfigError, match="a part of"):
+        Sliced.of(ParamMeta("w", torch.float32, (8, 6)), [(block, data)])
+
+
+def test_the_memory_of_a_block():
+    full = made((8, 6))
+    assert part_of(full, Block((2, 1), (4, 3))).data_ptr() == full[2:4, 1:3].data_ptr()
+    part = Sliced.of(ParamMeta.of("w", full), [(Block((2, 0), (6, 6)), full[2:6])])
+    assert torch.equal(part_of(part, Block((3, 1), (4, 3))), full[3:4, 1:3])
+    assert part_of(part, Block((1, 1), (4, 3))) is None
+    with pytest.raises(ConfigError, match="a view of 'w'"):
+        part_of(part[1:], Block((3, 1), (4, 3)))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_region_is_a_block_exactly_where_its_elements_are_those_of_the_block(name):
+    full = made((8, 6))
+    view = VIEWS[name](full)
+    if view.data_ptr() != 0 and view.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+        return
+    found = region_of((8, 6), view.storage_offset(), view.shape, view.stride())
+    values = view.reshape(-1).tolist()
+    rows, columns = {int(one) // 6 for one in values}, {int(one) % 6 for one in values}
+    box = (
+        bool(values)
+        and len(set(values)) == len(values)
+        and max(rows) - min(rows) + 1 == len(rows)
+        and max(columns) - min(columns) + 1 == len(columns)
+        and len(values) == len(rows) * len(columns)
+    )
+    if box:
+        assert found == Block((min(rows), min(columns)), (max(rows) + 1, max(columns) + 1))
+    else:
+        assert found is None
+
+
+def test_sides_of_one_and_tensors_without_elements_have_regions_too():
+    assert region_of((), 0, (), ()) == Block((), ())
+    assert region_of((), 0, (1, 1), (1, 1)) == Block((), ())
+    assert region_of((4, 1), 2, (2, 1), (1, 1)) == Block((2, 0), (4, 1))
+    assert region_of((1, 4), 0, (4,), (1,)) == Block((0, 0), (1, 4))
+    assert region_of((2, 1, 3), 3, (3,), (1,)) == Block((1, 0, 0), (2, 1, 3))
+    assert region_of((0, 4), 0, (0, 4), (4, 1)) is None
+    assert region_of((3, 4), 0, (2, 2, 3), (2, 2, 3)) is None  # as many elements as a box, but not its own
