@@ -23,12 +23,15 @@ from typing import Any
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.waiting import in_thread, pauses
 
-__all__ = ["await_calls", "connected", "dial", "in_time", "listen", "listening", "run_beside", "shut_down"]
+__all__ = ["await_calls", "carried", "connected", "dial", "in_time", "listen", "listening", "run_beside", "shut_down"]
 
 _ANYWHERE = ("::", "0.0.0.0")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PAUSE_S, _SLICE_S = 0.001, 0.05
 _ADDRESS_BYTES = 128  # of the largest address that a system knows (sockaddr_storage)
+_TCP_INFO, _INFO_BYTES = 11, 256
+_CARRIED = struct.Struct("=120xQQ")
+"""``tcpi_bytes_acked`` and ``tcpi_bytes_received`` of struct tcp_info (linux/tcp.h), to which fields are only added."""
 
 
 def listening() -> Iterator[tuple[Any, ...]]:
@@ -40,11 +43,24 @@ def listening() -> Iterator[tuple[Any, ...]]:
 
 
 def connected(endpoints: set[tuple[Any, ...]]) -> Iterator[int]:
-    """Yield descriptors, each valid until the next, of connections that begin or end at one of ``endpoints``."""
+    """Yield a descriptor, valid until the next, of each connection that begins or ends at one of ``endpoints``."""
+    seen = set()  # another thread that looks just now has duplicates of its own open
     for number in _descriptors():
         own, other = _endpoint(_LIBC.getsockname, number), _endpoint(_LIBC.getpeername, number)
-        if own is not None and other is not None and {own, other} & endpoints:
+        if own is not None and other is not None and {own, other} & endpoints and (own, other) not in seen:
+            seen.add((own, other))
             yield number
+
+
+def carried(endpoints: set[tuple[Any, ...]]) -> tuple[int, int]:
+    """Return the bytes that connections of `connected` sent (and know to be there) and received; zeros off Linux."""
+    sent = received = 0
+    for number in connected(endpoints) if sys.platform.startswith("linux") else ():
+        found, length = ctypes.create_string_buffer(_INFO_BYTES), ctypes.c_uint32(_INFO_BYTES)
+        if _LIBC.getsockopt(number, socket.IPPROTO_TCP, _TCP_INFO, found, ctypes.byref(length)) == 0:
+            out, back = _CARRIED.unpack_from(found.raw)
+            sent, received = sent + out, received + back
+    return sent, received
 
 
 def shut_down(endpoints: set[tuple[Any, ...]]) -> None:
