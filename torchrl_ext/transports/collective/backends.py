@@ -20,9 +20,9 @@ from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.sockets import in_time, listen, listening
 from torchrl_ext.weights.devices import known_device, usable_device
 
-__all__ = ["GroupStore", "brief", "choose_backend", "gloo_devices", "made_in_time", "torch_store"]
+__all__ = ["GLOO_DEVICES", "GroupStore", "brief", "choose_backend", "gloo_devices", "made_in_time", "torch_store"]
 
-_GLOO_DEVICES = 2
+GLOO_DEVICES = 2
 """Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
 _ATTEMPTS = 20
 _LOOK_UP_S = 10.0
@@ -139,9 +139,9 @@ def gloo_devices(notes: NoteStore) -> tuple[list[Any], set[tuple[Any, ...]]]:
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     make = dist.ProcessGroupGloo.create_device
     if names:
-        calls = [partial(make, interface=names[index % len(names)]) for index in range(_GLOO_DEVICES)]
+        calls = [partial(make, interface=names[index % len(names)]) for index in range(GLOO_DEVICES)]
     else:
-        calls = [partial(make, hostname=_own_address(notes))] * _GLOO_DEVICES
+        calls = [partial(make, hostname=_own_address(notes))] * GLOO_DEVICES
     with _CREATING:
         devices, listeners = zip(*(_listening_device(call) for call in calls), strict=True)
     return list(devices), set().union(*listeners)

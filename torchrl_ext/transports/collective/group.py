@@ -9,8 +9,9 @@ import atexit
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,9 +22,17 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a star there
 
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.collective.backends import GroupStore, brief, gloo_devices, made_in_time, torch_store
+from torchrl_ext.transports.collective.backends import (
+    GLOO_DEVICES,
+    GroupStore,
+    brief,
+    gloo_devices,
+    made_in_time,
+    torch_store,
+)
+from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import await_calls, connected, run_beside, shut_down
+from torchrl_ext.transports.collective.sockets import await_calls, carried, connected, run_beside, shut_down
 from torchrl_ext.waiting import pauses
 
 __all__ = ["Group"]
@@ -35,23 +44,16 @@ _TEARDOWN_S = 2.0
 _LATER_S = 5.0
 """Seconds by which gloo's deadline comes after ours: ours raises the error, and gloo's only frees its threads."""
 _NEVER = timedelta(days=365)
+_SLICE_BYTES = 8 << 20
+"""Size of the slices of a transfer; several in flight keep every connection to a peer busy."""
 
 
-class Group:
-    """A process group of one generation of ranks: rank 0 broadcasts, the others receive.
+class Group(Carrier):
+    """A process group of one generation of ranks: rank 0 broadcasts to all others, or one rank sends to another.
 
     Args:
-        notes: where the ranks meet.
-        generation: names the group; a new one each time.
-        rank: this process's.
-        peers: how to call the process of each rank, this one included, in a message.
-        device: where tensors must be.
+        notes, generation, rank, peers, device, timeout_s: as for `Carrier`.
         backend: ``"gloo"`` or ``"nccl"``.
-        timeout_s: deadline of every wait, in seconds.
-
-    Attributes:
-        alive: whether the group can be used.
-        workers: ranks that receive.
     """
 
     def __init__(
@@ -65,11 +67,11 @@ class Group:
         backend: str,
         timeout_s: float,
     ) -> None:
-        self.notes, self.generation, self.rank = notes, generation, rank
-        self.world_size = world_size = len(peers)
-        self.device, self.backend, self.timeout_s, self.peers = device, backend, timeout_s, peers
-        self.alive, self.workers = True, range(1, world_size)
+        super().__init__(notes, generation, rank, peers, device=device, timeout_s=timeout_s)
+        self.backend, self._lock = backend, threading.Lock()
         self._begun: deque[Any] = deque()
+        self._calls: dict[tuple[int, bool], futures.Future[Any]] = {}
+        self._second: Any = None
         self._listeners: set[tuple[Any, ...]] = set()
         self._connections = 0
         until = time.monotonic() + timeout_s
@@ -77,7 +79,7 @@ class Group:
         self._pg: Any = made_in_time(make, until, timeout_s, notes.stop)
         _GROUPS.add(self)
         try:
-            for peer in range(world_size if backend == "gloo" else 0):
+            for peer in range(self.world_size if backend == "gloo" else 0):
                 self._listeners |= _endpoints(notes.get(f"listeners/{generation}/{peer}"))
             self._connections = self._count_connections()
             self._exchange(until)
@@ -90,15 +92,24 @@ class Group:
         options._devices, self._listeners = gloo_devices(self.notes)
         options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self.timeout_s + _LATER_S)
         self.notes.put(f"listeners/{self.generation}/{self.rank}", sorted(self._listeners))
-        self._store = GroupStore(self.notes, until)  # held here, since C++ does not keep its Python methods
+        self._store: Any = GroupStore(self.notes, until)  # held here, since C++ does not keep its Python methods
         store = PrefixStore(f"group/{self.generation}", self._store)
         return partial(dist.ProcessGroupGloo, store, self.rank, self.world_size, options)
 
     def _nccl(self, until: float) -> Callable[[], Any]:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NEVER  # where it passes, torch ends the process; waits here have deadlines of their own
-        store = torch_store(self.notes, self.generation, self.rank, until)
-        return partial(dist.ProcessGroupNCCL, store, self.rank, self.world_size, options)
+        self._store = torch_store(self.notes, self.generation, self.rank, until)
+        self._nccl_options = options
+        return partial(dist.ProcessGroupNCCL, self._store, self.rank, self.world_size, options)
+
+    def _downwards(self) -> Any:
+        """Return the group on whose communicators higher ranks send to lower ones; made when it is first used."""
+        with self._lock:
+            if self._second is None and self.alive:
+                store = PrefixStore("downwards", self._store)
+                self._second = dist.ProcessGroupNCCL(store, self.rank, self.world_size, self._nccl_options)
+        return self._second
 
     def _exchange(self, until: float) -> None:
         """Add up a number over all ranks, so that a group that is formed is one that works.
@@ -120,27 +131,125 @@ class Group:
         """Whether no peer closed a connection, as far as that can be told."""
         return self._count_connections() >= self._connections
 
-    def call(self, ranks: Iterable[int]) -> str:
-        """Return ranks as messages name them: ``"rank 2 (pid 17 on host)"``."""
-        return ", ".join(f"rank {rank} ({self.peers[rank]})" for rank in ranks)
+    def moved(self) -> tuple[int, int]:
+        """Return the bytes that all ranks of this process sent and received by this group, as the kernel counts them.
+
+        Over gloo, on Linux; without the bytes of connections that are closed. A byte is sent once its receipt is known.
+        """
+        return carried(self._listeners)
 
     def broadcast(self, flat: Tensor) -> Any:
         """Begin a broadcast of ``flat`` from rank 0, and return the work to `wait` for."""
-        if not self.alive:
-            raise TransportError("the transfer was aborted")
-        while self._begun and self._begun[0].is_completed():
-            self._begun.popleft()
-        work = self._pg.broadcast(flat, 0)
-        self._begun.append(work)
+        work = self._living().broadcast(flat, 0)
+        self._keep(work)
         return work
 
-    def wait(self, work: Any) -> None:
-        """Wait until a broadcast is done.
+    def send(self, flat: Tensor, to: int) -> Any:
+        return self._move(flat, to, sends=True)
 
-        Raises:
-            TransportError: a connection broke, or another thread aborted.
-            DeadlineError: `timeout_s` passed.
+    def receive(self, flat: Tensor, source: int) -> Any:
+        return self._move(flat, source, sends=False)
+
+    def _living(self) -> Any:
+        pg = self._pg
+        if not self.alive or pg is None:
+            raise TransportError("the transfer was aborted")
+        return pg
+
+    def _keep(self, work: Any) -> None:
+        """Hold on to a work until it is done: a backend is destroyed only when nothing runs on it."""
+        with self._lock:
+            while self._begun and self._begun[0].is_completed():
+                self._begun.popleft()
+            self._begun.append(work)
+
+    def _move(self, flat: Tensor, peer: int, *, sends: bool) -> _Move:
+        pg = self._living()
+        move = _Move(flat, peer, self.sent if sends else self.received, "to" if sends else "from")
+        try:
+            if self.backend == "nccl":
+                self._begin_nccl(pg, move, flat, sends)
+            else:
+                call, until = pg.send if sends else pg.recv, timedelta(seconds=self.timeout_s + _LATER_S)
+                for number, part in enumerate(flat.split(_SLICE_BYTES)):  # a tag picks the device
+                    work = call([part], peer, number % GLOO_DEVICES)
+                    move.parts.append((partial(work.wait, until), part.numel()))
+        except RuntimeError as error:
+            raise self._broken(move, error) from error
+        finally:
+            self._keep(move)  # also one that was begun in part
+        return move
+
+    def _begin_nccl(self, pg: Any, move: _Move, flat: Tensor, sends: bool) -> None:
+        """Begin a transfer on the device, in a thread where it is the first of its kind with this peer.
+
+        NCCL then makes a communicator of the two, which blocks until the peer does so too; ranks that meet their peers
+        in different orders would wait for each other. Each direction has communicators of its own, since what is begun
+        on one runs in order: two ranks that both send first would both wait for a receiver.
         """
+        line = (move.peer, sends)
+        before = self._calls.get(line)
+        upwards = sends == (self.rank < move.peer)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))
+
+        def begin() -> Any:
+            if before is not None:
+                before.result()
+            one = pg if upwards else self._downwards()
+            torch.cuda.current_stream(self.device).wait_event(ready)
+            return (one.send if sends else one.recv)([flat], move.peer, 0)
+
+        if before is not None and before.done():
+            begun: futures.Future[Any] = futures.Future()
+            begun.set_result(begin())
+        else:
+            begun = run_beside(begin)
+        self._calls[line] = begun
+
+        def finish() -> None:
+            work = begun.result()
+            longest_s = self.timeout_s + _LATER_S
+            for _ in pauses(longest_s, self.notes.stop, shortest_s=_PAUSE_S, longest_s=_LONGEST_S):
+                if work.is_completed():  # its wait only orders streams, so completion is asked for
+                    work.wait()
+                    return
+            raise RuntimeError("it was given up")
+
+        move.parts.append((finish, flat.numel()))
+
+    def wait(self, work: Any) -> None:
+        if isinstance(work, _Move):
+            self._wait_move(work)
+        else:
+            self._wait_broadcast(work)
+
+    def _wait_move(self, move: _Move) -> None:
+        """Wait for a transfer; gloo's own wait closes every connection at its deadline, so a thread waits there."""
+        job, landed, until = move.finish(), -1, 0.0
+        while not futures.wait([job], _SLICE.total_seconds()).done and move.failure is None:
+            if move.landed != landed:
+                landed, until = move.landed, time.monotonic() + self.timeout_s
+            if self.notes.stop.is_set() or not self.alive:
+                raise TransportError("the transfer was aborted")
+            if not self.whole and not futures.wait([job], _SLICE.total_seconds()).done:
+                raise TransportError(f"a peer closed its connection while bytes moved {self._name(move)}")
+            if time.monotonic() >= until:
+                raise DeadlineError(f"nothing moved {self._name(move)} for {self.timeout_s:g} s")
+        if move.failure is not None:
+            raise self._broken(move, move.failure) from move.failure
+        with self._lock:
+            move.count()
+
+    def _broken(self, move: _Move, error: BaseException) -> TransportError:
+        if self.notes.stop.is_set() or not self.alive:
+            return TransportError("the transfer was aborted")
+        return TransportError(f"a connection broke while bytes moved {self._name(move)}: {brief(error)}")
+
+    def _name(self, move: _Move) -> str:
+        return f"{move.way} {self.call([move.peer])}"
+
+    def _wait_broadcast(self, work: Any) -> None:
         until = time.monotonic() + self.timeout_s
         if self.backend == "nccl":  # its wait only orders streams, so completion is asked for
             for _ in pauses(self.timeout_s, self.notes.stop, shortest_s=_PAUSE_S, longest_s=_LONGEST_S):
@@ -166,9 +275,9 @@ class Group:
         return sum(1 for _ in connected(self._listeners))
 
     def sever(self) -> None:
-        """End the group at once, here and (their connections close) at its peers. May be called twice.
+        """As `Carrier.sever`.
 
-        gloo has no way to interrupt a broadcast that waits for a peer, so its sockets are shut down under it: they
+        gloo has no way to interrupt a call that waits for a peer, so its sockets are shut down under it: they
         are those connected to the addresses at which the ranks of this group listen.
         """
         if not self.alive:
@@ -176,12 +285,65 @@ class Group:
         self.alive = False
         pg, self._pg = self._pg, None
         if self.backend == "nccl":
-            run_beside(pg.abort)
+            for one in (pg, self._second):
+                if one is not None:
+                    run_beside(one.abort)
             return
         shut_down(self._listeners)
         remains = [self._begun, pg]
         del pg
         run_beside(partial(_destroy_later, remains))
+
+
+class _Move:
+    """A transfer between this rank and a peer, in parts that land one after the other.
+
+    Args:
+        flat: the memory, which is held until the last part has landed or failed.
+        peer: the other rank.
+        counter: bytes by peer.
+        way: ``"to"`` or ``"from"`` the peer.
+
+    Attributes:
+        parts: a call that waits for each part, and its bytes.
+        landed: bytes of the parts that are done.
+        failure: what the first part met that failed, if any did.
+    """
+
+    def __init__(self, flat: Tensor, peer: int, counter: Counter[int], way: str) -> None:
+        self.flat: Tensor | None = flat
+        self.peer, self.way, self.landed = peer, way, 0
+        self.parts: list[tuple[Callable[[], Any], int]] = []
+        self.failure: BaseException | None = None
+        self._counter: Counter[int] | None = counter
+        self._job: futures.Future[None] | None = None
+        self._lock = threading.Lock()
+
+    def finish(self) -> futures.Future[None]:
+        """Wait for the parts in a thread, and return the future of their end."""
+        with self._lock:
+            self._job = self._job or run_beside(self._run)
+            return self._job
+
+    def is_completed(self) -> bool:
+        """Return whether nothing runs any more, well or badly."""
+        return self._job is not None and self._job.done()
+
+    def count(self) -> None:
+        """Count the bytes, once."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter[self.peer] += self.landed
+
+    def _run(self) -> None:
+        for wait, nbytes in self.parts:
+            try:
+                wait()
+                self.landed += nbytes
+            except BaseException as error:  # noqa: BLE001 - raised by who waits; other parts may still use the memory
+                self.failure = self.failure or error
+        self.parts.clear()
+        self.flat = None
 
 
 def _endpoints(said: Any) -> set[tuple[Any, ...]]:
@@ -204,6 +366,8 @@ def _destroy_later(remains: list[Any]) -> None:
     """
     begun, pause = remains[0], threading.Event()
     while begun:
+        if isinstance(begun[0], _Move):
+            begun[0].finish()
         while not begun[0].is_completed():
             pause.wait(0.01)
         begun.popleft()

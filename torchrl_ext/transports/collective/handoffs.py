@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.group import Group
+from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.types import Info
 
 __all__ = [
@@ -29,12 +29,12 @@ _LOOK_S = 0.5
 """How often a worker that waits looks whether its group is still there."""
 
 
-def acknowledge(group: Group, info: Info, words: str = "") -> None:
+def acknowledge(group: Carrier, info: Info, words: str = "") -> None:
     """Tell the trainer that all bytes of the handoff are here or, by ``words``, why it was refused (worker end)."""
     group.notes.put(f"arrived/{group.generation}/{info['handoff']}/{group.rank}", words)
 
 
-def await_workers(group: Group, info: Info) -> dict[int, Any]:
+def await_workers(group: Carrier, info: Info) -> dict[int, Any]:
     """Wait for each worker's answer to the handoff: ``""`` where it was taken, else why not (trainer end).
 
     Raises:
@@ -52,7 +52,7 @@ def await_workers(group: Group, info: Info) -> dict[int, Any]:
     return said
 
 
-def refused(group: Group, info: Info, said: Mapping[int, Any]) -> TransportError:
+def refused(group: Carrier, info: Info, said: Mapping[int, Any]) -> TransportError:
     """Return the error that tells which workers have every byte but could not load them, and why (trainer end)."""
     refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
     return TransportError(
@@ -61,7 +61,7 @@ def refused(group: Group, info: Info, said: Mapping[int, Any]) -> TransportError
     )
 
 
-def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
+def sending_failed(group: Carrier, info: Info, error: WeightSyncError) -> WeightSyncError:
     """Return the trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
     said, silent = {}, []
     if not group.notes.stop.is_set():
@@ -78,7 +78,7 @@ def sending_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSy
     )
 
 
-def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> WeightSyncError:
+def receiving_failed(group: Carrier, info: Info, error: WeightSyncError) -> WeightSyncError:
     """Tell the trainer of the worker's ``error``, and return it again with what is known of the trainer."""
     try:
         group.notes.patience_s = _LAST_WORDS_S
@@ -96,13 +96,13 @@ def receiving_failed(group: Group, info: Info, error: WeightSyncError) -> Weight
     )
 
 
-def tell_stopped(group: Group, reason: str) -> None:
+def tell_stopped(group: Carrier, reason: str) -> None:
     """Leave the reason for the end of the group where workers find it (trainer end)."""
     with contextlib.suppress(NotConnectedError):
         group.notes.put(f"stopped/{group.generation}", reason)
 
 
-def stop_reason(group: Group, timeout_s: float = 0.0) -> str | None:
+def stop_reason(group: Carrier, timeout_s: float = 0.0) -> str | None:
     """Return why the trainer ended the group; None if it does not say so in ``timeout_s`` seconds (worker end)."""
     found = group.notes.wait(f"stopped/{group.generation}", deadline(timeout_s))
     return str(found[0]) if found else None
@@ -115,7 +115,7 @@ class Announcements:
         group: whose ranks they are for.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Carrier) -> None:
         self.group = group
         self._count = 0
         self._rows: list[Any] | None = None

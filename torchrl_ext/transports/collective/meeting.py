@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
 from torchrl_ext import errors
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.handoffs import Announcements, tell_stopped
 from torchrl_ext.transports.collective.notes import KeptNotes, NoteStore, RemoteNotes
@@ -51,7 +52,7 @@ class Membership:
         address, port: where workers reach the trainer's notes.
         secret: what trainer and workers know; "" lets in whoever finds the port, unless a control layer passes on one
             that the trainer makes.
-        device, backend: of the groups.
+        device, backend: of the groups; the backend is ``"gloo"``, ``"nccl"`` or ``"nixl"``.
         timeout_s: deadline of every wait, in seconds.
     """
 
@@ -63,29 +64,33 @@ class Membership:
         self._secret, self._private = secret, secret or uuid.uuid4().hex
         self.stop = threading.Event()
         self._notes: NoteStore | None = None
-        self._group: Group | None = None
+        self._carrier: Carrier | None = None
         self._announcements: Announcements | None = None
         self._generations = 0
 
     @property
     def connected(self) -> bool:
         """Whether there is a group that can be used."""
-        return self._group is not None and self._group.alive
+        return self._carrier is not None and self._carrier.alive
 
-    def group(self) -> Group:
+    def carrier(self) -> Carrier:
         """Return the current group.
 
         Raises:
             NotConnectedError: there is none, or it was closed.
         """
-        if self._group is None or not self._group.alive:
-            closed = "" if self._group is None else ": its group was closed after a failure"
+        if self._carrier is None or not self._carrier.alive:
+            closed = "" if self._carrier is None else ": its group was closed after a failure"
             raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=_AGAIN)
-        return self._group
+        return self._carrier
+
+    def group(self) -> Group:
+        """As `carrier`, of a gloo or NCCL group, which can broadcast."""
+        return cast(Group, self.carrier())
 
     def announcements(self) -> Announcements:
-        """Return this rank's place in the announcements to the current group; errors as `group`."""
-        group = self.group()
+        """Return this rank's place in the announcements to the current group; errors as `carrier`."""
+        group = self.carrier()
         if self._announcements is None or self._announcements.group is not group:
             self._announcements = Announcements(group)
         return self._announcements
@@ -131,7 +136,7 @@ class Membership:
 
     def leave(self) -> None:
         """End the group, if there is one."""
-        group, self._group = self._group, None
+        group, self._carrier = self._carrier, None
         if group is not None and group.rank == 0 and group.alive:
             tell_stopped(group, "the trainer shut it down or forms a new one")
         if group is not None:
@@ -141,9 +146,9 @@ class Membership:
     def abort(self) -> None:
         """End every wait, from another thread; the group is lost."""
         self.stop.set()
-        group = self._group
-        if group is not None:
-            group.sever()
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.sever()
 
     def close(self) -> None:
         """Leave the group, and close the notes. May be called twice."""
@@ -153,15 +158,21 @@ class Membership:
 
     def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
         try:
-            self._group = Group(
-                notes, generation, rank, peers, device=self.device, backend=self.backend, timeout_s=self.timeout_s
-            )
+            self._carrier = self._make(notes, generation, rank, peers)
         except (TransportError, DeadlineError) as error:
             raise type(error)(
                 f"rank {rank} could not form a {self.backend} group of {len(peers)}: {error.what}",
                 expected=f"connections to {', '.join(f'rank {r} ({p})' for r, p in peers.items() if r != rank)}",
                 state="no group was formed",
             ) from error
+
+    def _make(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> Carrier:
+        settings: dict[str, Any] = {"device": self.device, "timeout_s": self.timeout_s}
+        if self.backend == "nixl":
+            from torchrl_ext.transports.sharded.nixl import NixlGroup  # imports a library that is rarely installed
+
+            return NixlGroup(notes, generation, rank, peers, **settings)
+        return Group(notes, generation, rank, peers, backend=self.backend, **settings)
 
     def _keep(self, notes: NoteStore) -> NoteStore:
         self._notes, self._close_notes = notes, weakref.finalize(self, notes.close)
@@ -194,7 +205,7 @@ class Note:
         timeout_s: deadline of its waits, in seconds.
         process: how to call its process in a message.
         params: what it expects to be moved, `ParamMeta.to_json` of each; empty where it expects nothing particular.
-        backend: ``"gloo"`` or ``"nccl"``.
+        backend: ``"gloo"``, ``"nccl"`` or ``"nixl"``.
         settings: variables of its environment on which ranks must agree, and None for those that are not set.
         token: names the note in which the trainer answers.
     """
