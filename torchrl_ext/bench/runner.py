@@ -22,6 +22,7 @@ SUBJECTS = {
     "transport": ("torchrl_ext.bench.transport", "full updates: collective and disk against the plainest way"),
     "delta": ("torchrl_ext.bench.delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
     "gpu": ("torchrl_ext.bench.gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
+    "plan": ("torchrl_ext.bench.plan", "how long a transfer plan of very many tensors takes, and its memory"),
     "scheme": ("torchrl_ext.bench.scheme", "an update of a collector's workers, beside TorchRL's own scheme"),
 }
 """Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""

@@ -1,0 +1,120 @@
+"""``torchrl-ext bench plan``: seconds and memory of a transfer plan for very many tensors, ranks and workers.
+
+The trainer is FSDP2, each rank a stretch of rows of every tensor; the engine's workers cut matrices by columns or by
+rows, and hold every norm and router whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from torchrl_ext.bench.runner import at_most, track_peak
+from torchrl_ext.transports.sharded.plan import Share, make_plan
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.blocks import Block
+
+__all__ = ["MOST_BYTES", "MOST_S", "add_arguments", "measure", "plan_cost", "tables"]
+
+MOST_S, MOST_BYTES = 5.0, 2 << 30
+"""The bounds for 100,000 tensors, 64 ranks and 64 workers."""
+
+BUCKET_BYTES = 256 << 20
+_LAYER = {  # shape -> the dimension that workers cut; None: all of them hold it whole
+    "input_norm": ((4096,), None),
+    "q": ((8192, 4096), 0),
+    "k": ((1024, 4096), 0),
+    "v": ((1024, 4096), 0),
+    "o": ((4096, 8192), 1),
+    "q_norm": ((128,), None),
+    "k_norm": ((128,), None),
+    "post_norm": ((4096,), None),
+    "router": ((128, 4096), None),
+    "up": ((1536, 4096), 0),
+    "down": ((4096, 1536), 1),
+    "bias": ((1536,), 0),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--tensors", type=int, default=100_000, help="parameters of the model")
+    parser.add_argument("--ranks", type=int, default=64, help="trainer ranks")
+    parser.add_argument("--workers", type=int, default=64, help="workers of one engine")
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Make the plan ``--repeats`` times."""
+    say(f"planning {args.tensors} tensors, {args.ranks} ranks, {args.workers} workers")
+    return plan_cost(args.tensors, args.ranks, args.workers, args.repeats)
+
+
+def plan_cost(tensors: int, ranks: int, workers: int, repeats: int = 3) -> dict[str, Any]:
+    """Measure how long a plan takes, and the most memory that making it adds.
+
+    Args:
+        tensors, ranks, workers: of the plan; shares are made beforehand and not counted.
+        repeats: how many times it is made; the median counts, and the most memory.
+
+    Returns:
+        ``seconds`` and ``bytes`` beside their targets, ``links_s`` (what one rank spends on all its links of an
+        update), ``rounds``, ``balance`` (bytes out of the busiest rank / the mean) and the sizes; JSON-safe.
+    """
+    names = enumerate(itertools.islice(itertools.cycle(_LAYER), tensors))
+    layers = [(f"layers.{at // len(_LAYER)}.{name}", *_LAYER[name]) for at, name in names]
+    params = [ParamMeta(name, torch.bfloat16, shape) for name, shape, _ in layers]
+    held = _shares([(shape, 0) for _, shape, _ in layers], ranks)
+    needed = _shares([(shape, axis) for _, shape, axis in layers], workers)
+    seconds, peak = [], 0
+    for _ in range(repeats):
+        with track_peak() as extra:
+            began = time.perf_counter()
+            plan = make_plan(params, held, needed, bucket_bytes=BUCKET_BYTES)
+            seconds.append(time.perf_counter() - began)
+        peak = max(peak, *extra, 0)
+    began = time.perf_counter()
+    transfers = sum(len(plan.link(0, worker, at)) for at in range(plan.rounds) for worker in plan.receivers(0, at))
+    links_s = time.perf_counter() - began
+    return {
+        "tensors": tensors, "ranks": ranks, "workers": workers, "rounds": plan.rounds, "transfers": transfers,
+        "seconds": at_most(median(seconds), MOST_S), "bytes": at_most(peak, MOST_BYTES), "links_s": links_s,
+        "balance": float(plan.rank_bytes.max() / plan.rank_bytes.mean()),
+    }  # fmt: skip
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """Show the seconds and the memory beside their bounds."""
+    title = "{tensors:,} tensors, {ranks} ranks, {workers} workers".format(**results)
+    table = Table("", "found", "at most", title=title)
+    table.add_row("seconds", f"{results['seconds']['found']:.2f}", f"{results['seconds']['target']:.0f}")
+    mib = (f"{results['bytes'][key] / (1 << 20):,.0f}" for key in ("found", "target"))
+    table.add_row("peak, MiB", *mib)
+    table.add_row("seconds of one rank for its links", f"{results['links_s']:.2f}", "")
+    table.add_row("busiest rank / mean", f"{results['balance']:.3f}", "")
+    table.add_row("rounds", f"{results['rounds']:,}", "")
+    return [table]
+
+
+def _shares(layout: list[tuple[tuple[int, ...], int | None]], members: int) -> list[Share]:
+    """Return what each member has where tensors of these shapes are cut into equal stretches along one dimension."""
+    found = []
+    for member in range(members):
+        memo = {key: _stretch(*key, member, members) for key in set(layout)}
+        found.append(Share.of_blocks(memo[key] for key in layout))
+    return found
+
+
+def _stretch(shape: tuple[int, ...], axis: int | None, member: int, members: int) -> list[Block]:
+    if axis is None:
+        return [Block.whole(shape)]
+    size = -(-shape[axis] // members)  # as FSDP2 and torch.chunk do: the last ones may get less, or nothing
+    start, stop = min(member * size, shape[axis]), min((member + 1) * size, shape[axis])
+    whole = Block.whole(shape)
+    return [Block((*whole.start[:axis], start, *whole.start[axis + 1 :]), (*shape[:axis], stop, *shape[axis + 1 :]))]
