@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.peft import is_peft
-from torchrl_ext.weights.source import WeightSource, full, require_whole
+from torchrl_ext.weights.shards.blocks import Shard
+from torchrl_ext.weights.source import Row, WeightSource, full, require_whole
 from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["ADAPTER_CONFIG", "AdapterFolder", "AdapterSource", "as_adapter"]
@@ -51,6 +53,10 @@ class AdapterSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors().items():
             yield name, full(tensor)
+
+    def shards(self) -> Iterator[Shard]:
+        for name, tensor in self._tensors().items():
+            yield from Row(name, tensor, partial(full, tensor)).shards()
 
     def files(self) -> Mapping[str, bytes]:
         config = self._config() | {"inference_mode": True}

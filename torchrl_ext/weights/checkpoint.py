@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
 from torchrl_ext.weights.tensorfile import TensorFile
 
@@ -128,15 +131,30 @@ class CheckpointSource(WeightSource):
         return self._params
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        file: TensorFile | None = None
+        read = self._reader()
         for meta in self._params:
-            name = self._files[meta.name]
-            if file is None or os.path.basename(file.path) != name:
-                file = self._open(name)
-            yield meta.name, file.read(meta.name)[0]
+            yield meta.name, read(meta.name)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield every tensor as a whole, on each rank: it is read when it is taken, and other ranks need not do so."""
+        read = self._reader()
+        for meta in filter(attrgetter("numel"), self._params):
+            yield Shard(meta, Block.whole(meta.shape), partial(read, meta.name))
 
     def files(self) -> Mapping[str, bytes]:
         return companion_files(self.directory)
+
+    def _reader(self) -> Callable[[str], Tensor]:
+        """Return what reads a tensor by its name, and keeps the file open of which the last one was."""
+        file: TensorFile | None = None
+
+        def read(name: str) -> Tensor:
+            nonlocal file
+            if file is None or os.path.basename(file.path) != self._files[name]:
+                file = self._open(self._files[name])
+            return file.read(name)[0]
+
+        return read
 
     def _open(self, name: str) -> TensorFile:
         try:

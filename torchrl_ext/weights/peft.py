@@ -50,7 +50,8 @@ class PeftSource(RowSource):
 
     def rows(self) -> Iterable[Row]:
         for name, tensor, layer in self._layers():
-            yield name, tensor, partial(self._whole, tensor, layer)
+            made = "" if layer is None else "adapters are merged into it"
+            yield Row(name, tensor, partial(self._whole, tensor, layer), made)
 
     def _whole(self, tensor: Tensor, layer: Any) -> Tensor:
         return full(tensor if layer is None else self._merged(tensor, layer))

@@ -11,8 +11,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from operator import attrgetter, itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.shards.dtensor import shards_of_dtensor
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked", "inner_model"]
 
@@ -142,8 +143,30 @@ def same_memory(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-Row = tuple[str, Tensor, Callable[[], Tensor]]
-"""Name, a tensor with the shape and dtype of what is sent, and what gives that, full and detached."""
+class Row(NamedTuple):
+    """A tensor of a source.
+
+    Attributes:
+        name: under which it is sent.
+        tensor: one with the shape and dtype of what is sent.
+        take: returns what is sent, full and detached.
+        made: how `take` makes it; empty where it only gathers ``tensor``.
+    """
+
+    name: str
+    tensor: Tensor
+    take: Callable[[], Tensor]
+    made: str = ""
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield what this rank holds: the local blocks of a DTensor, or all of a plain tensor, as a replica."""
+        meta = ParamMeta.of(self.name, self.tensor)
+        if self.made:
+            yield Shard(meta, Block.whole(meta.shape), self.take, gathers=True, why=self.made)
+        elif is_distributed(self.tensor):
+            yield from shards_of_dtensor(meta, self.tensor)
+        elif meta.numel:
+            yield Shard(meta, Block.whole(meta.shape), self.take)
 
 
 class RowSource(WeightSource):
@@ -155,13 +178,17 @@ class RowSource(WeightSource):
 
     def params(self) -> tuple[ParamMeta, ...]:
         metas = []
-        for name, tensor, _ in self.rows():
-            metas.append(ParamMeta.of(name, tensor))
+        for row in self.rows():
+            metas.append(ParamMeta.of(row.name, row.tensor))
         return tuple(metas)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, _, take in self.rows():
-            yield name, take()
+        for row in self.rows():
+            yield row.name, row.take()
+
+    def shards(self) -> Iterator[Shard]:
+        for row in self.rows():
+            yield from row.shards()
 
 
 class _TensorsSource(RowSource):
@@ -179,19 +206,19 @@ class _TensorsSource(RowSource):
             names.add(name)
             key = same_memory(tensor)
             if key not in firsts:
-                firsts[key] = name, tensor, partial(full, tensor)
+                firsts[key] = Row(name, tensor, partial(full, tensor))
         return firsts.values()
 
     def tied(self) -> Mapping[str, str]:
-        sent = {same_memory(tensor): name for name, tensor, _ in self.rows()}
+        sent = {same_memory(row.tensor): row.name for row in self.rows()}
         through = {name: sent[same_memory(tensor)] for name, tensor in self.tensors()}
         return {name: via for name, via in through.items() if name != via}
 
     def held(self) -> Mapping[str, Tensor]:
         held = {}
-        for name, tensor, _ in self.rows():
-            if not is_distributed(tensor):
-                held[name] = tensor.detach()
+        for row in self.rows():
+            if not is_distributed(row.tensor):
+                held[row.name] = row.tensor.detach()
         return held
 
 
@@ -210,7 +237,7 @@ class MappingSource(_TensorsSource):
 
     def rows(self) -> Iterable[Row]:
         """Return rows sorted by name, once ties are resolved: a TensorDict of a module sends the module's names."""
-        return sorted(super().rows(), key=itemgetter(0))
+        return sorted(super().rows(), key=attrgetter("name"))
 
 
 def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
 
+from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["Block", "Shard"]
+__all__ = ["Block", "Shard", "checked_shards"]
 
 
 class Block(NamedTuple):
@@ -75,3 +78,62 @@ class Shard:
     take: Callable[[], Tensor]
     gathers: bool = False
     why: str = ""
+
+
+def checked_shards(
+    shards: Iterable[Shard], params: Iterable[ParamMeta]
+) -> Iterator[tuple[ParamMeta, tuple[Shard, ...]]]:
+    """Yield each parameter with the shards of it that one rank holds, once these are found to be sound.
+
+    Args:
+        shards: of one rank, in the order of ``params``.
+        params: what the source declares.
+
+    Yields:
+        Each of ``params``, in order, with its shards; none where this rank holds nothing of it.
+
+    Raises:
+        ManifestError: a shard is of no declared parameter, or out of order; or its block reaches out of the tensor, has
+            no elements, or shares some with another one of this rank.
+    """
+    declared = iter(params)
+    for found, several in groupby(shards, attrgetter("meta")):
+        for meta in declared:
+            if meta == found:
+                break
+            yield meta, ()
+        else:
+            raise ManifestError(
+                f"a shard of {found} follows those of all parameters, or is out of order",
+                hint="`shards()` of a WeightSource yields in the order of `params()`, with the same names and dtypes",
+            )
+        held = tuple(several)
+        _require_apart(meta, held)
+        yield meta, held
+    for meta in declared:
+        yield meta, ()
+
+
+def _require_apart(meta: ParamMeta, shards: Sequence[Shard]) -> None:
+    whole = Block.whole(meta.shape)
+    before: list[Block] = []  # those that reach as far along the first dimension as the next one begins
+    for shard in sorted(shards, key=attrgetter("block")):
+        block = shard.block
+        if len(block.start) != len(whole.start) or len(block.stop) != len(whole.stop) or not whole.contains(block):
+            raise ManifestError(f"a shard of {meta} is {_words(block)}", expected=f"a block within {_words(whole)}")
+        if not block.numel and not shard.gathers:
+            raise ManifestError(f"a shard of {meta} is {_words(block)}, which is empty", hint="yield none in its place")
+        before = [other for other in before if not block.start or other.stop[0] > block.start[0]]
+        for other in before:
+            if other.meet(block) is not None:
+                raise ManifestError(
+                    f"two shards of {meta} on this rank share elements: {_words(other)} and {_words(block)}",
+                    expected="blocks that are apart",
+                    state="nothing was sent",
+                    hint="yield each element once; replicas are those of other ranks",
+                )
+        before.append(block)
+
+
+def _words(block: Block) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(*block, strict=True)) + "]"

@@ -1,0 +1,167 @@
+"""The blocks of a DTensor that lie on this rank, as FSDP2, HSDP, tensor parallelism and their products place them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.blocks import Block, Shard
+
+__all__ = ["shards_of_dtensor"]
+
+_Runs = tuple[tuple[int, int], ...]
+"""Indices along one dimension, in order: ``start <= index < stop`` of each."""
+
+
+def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
+    """Yield what this rank holds of a DTensor, as views of its local memory; nothing where that is empty.
+
+    Replicas are yielded on every rank that holds one. A rank outside of the tensor's mesh holds nothing.
+
+    Args:
+        meta: describes the whole tensor.
+        tensor: the DTensor. A block may lie in several pieces (``_StridedShard``), and is yielded as several then.
+
+    Raises:
+        ManifestError: the local tensor is of another size than its placements say.
+    """
+    if tensor.device_mesh.get_coordinate() is None:
+        return
+    why = _unknown(tensor)
+    if why:
+        yield Shard(meta, Block.whole(meta.shape), tensor.detach().full_tensor, gathers=True, why=why)
+        return
+    held = [_held(size, split, place) for size, (split, place) in zip(meta.shape, _splits(tensor), strict=True)]
+    local, expected = _local(tensor).shape, tuple(map(_length, held))
+    if tuple(local) != expected:
+        raise ManifestError(
+            f"this rank holds {list(local)} of {meta}, placed as {tensor.placements}",
+            expected=f"{list(expected)}, as torch.chunk splits it",
+            state="nothing was sent",
+            hint="distribute it by distribute_tensor, parallelize_module or fully_shard",
+        )
+    for runs in itertools.product(*map(_placed, held)):
+        block = Block(tuple(start for start, _, _ in runs), tuple(stop for _, stop, _ in runs))
+        if block.numel:
+            there = tuple(slice(first, first + stop - start) for start, stop, first in runs)
+            yield Shard(meta, block, partial(_local, tensor, there))
+
+
+def _local(tensor: Any, where: tuple[slice, ...] | None = None) -> Tensor:
+    with torch.no_grad():  # otherwise it is a view that autograd follows
+        found: Tensor = tensor.to_local().detach()
+    return found if where is None else found[where]
+
+
+_Split = tuple[int, int]
+"""A dimension of the mesh that splits one of the tensor's: its size, and its split factor, 1 unless it is strided."""
+
+
+def _unknown(tensor: Any) -> str:
+    """Return why the blocks of a tensor cannot be told, as a reason to gather it; all ranks find the same."""
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+    for placement in tensor.placements:
+        if placement.is_partial():
+            return "ranks hold parts of a sum of it (a Partial placement)"
+        if type(placement) not in (Replicate, Shard, _StridedShard):  # a class of them that is derived splits otherwise
+            return f"its blocks under a {type(placement).__name__} placement are not known"
+    order = getattr(tensor._spec, "shard_order", None) or ()  # since torch 2.10; None where strided ones tell it
+    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
+        return "dimensions of a mesh split it in an order of their own"
+    for size, (split, _) in zip(tensor.shape, _splits(tensor), strict=True):
+        if len(split) > 1 and _order(split) is None and size % math.prod(count * factor for count, factor in split):
+            return "dimensions of a mesh split it unevenly, in an order that its placements do not tell"
+    return ""
+
+
+def _splits(tensor: Any) -> list[tuple[tuple[_Split, ...], tuple[int, ...]]]:
+    """Return what splits each dimension of a tensor, in the order of the mesh, and this rank's place among those."""
+    from torch.distributed.tensor.placement_types import Replicate, _StridedShard
+
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    found: list[tuple[tuple[_Split, ...], tuple[int, ...]]] = [((), ())] * tensor.ndim
+    for index, placement in enumerate(tensor.placements):
+        if type(placement) is not Replicate:
+            factor = int(placement.split_factor) if type(placement) is _StridedShard else 1
+            split, place = found[placement.dim]
+            found[placement.dim] = (*split, (mesh.size(index), factor)), (*place, coordinate[index])
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _order(split: tuple[_Split, ...]) -> tuple[int, ...] | None:
+    """Return the order in which dimensions of a mesh split one of a tensor; None where their factors are of no order.
+
+    ``fully_shard`` of a tensor that others of the mesh split already comes after them, and its split is noted as
+    strided: by a factor that is the number of pieces which there were before.
+    """
+    order: list[int] = []
+    for index in reversed(range(len(split))):
+        before = [math.prod(split[other][0] for other in order[:end]) for end in range(len(order) + 1)]
+        if split[index][1] not in before:
+            return None
+        order.insert(before.index(split[index][1]), index)
+    return tuple(order)
+
+
+@lru_cache(maxsize=4096)
+def _held(size: int, split: tuple[_Split, ...], place: tuple[int, ...]) -> _Runs:
+    """Return the indices along one dimension that lie at a place of the mesh's dimensions that split it."""
+    order = _order(split)
+    if order is not None:
+        start, stop = 0, size
+        for index in order:
+            start, stop = _chunk(start, stop, split[index][0], place[index])
+        return ((start, stop),)
+    runs: _Runs = ((0, size),)
+    for (count, factor), at in zip(split, place, strict=True):
+        length, found = _length(runs), list[tuple[int, int]]()
+        for part in range(factor):  # each is split, and every rank has a piece of each
+            found += _cut(runs, *_chunk(*_chunk(0, length, factor, part), count, at))
+        runs = _joined(found)
+    return runs
+
+
+def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
+    """Return the bounds of one of the chunks into which `torch.chunk` splits; of an empty one where these are fewer."""
+    size = -((start - stop) // count)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+def _cut(runs: _Runs, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield the indices at positions ``first <= position < last``."""
+    for start, stop in runs:
+        begin, end = max(start, start + first), min(stop, start + last)
+        if begin < end:
+            yield begin, end
+        first, last = first - (stop - start), last - (stop - start)
+
+
+def _joined(runs: Sequence[tuple[int, int]]) -> _Runs:
+    found: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return tuple(found)
+
+
+def _length(runs: _Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _placed(runs: _Runs) -> Iterator[tuple[int, int, int]]:
+    """Yield each run with the position in the local tensor where it begins."""
+    first = 0
+    for start, stop in runs:
+        yield start, stop, first
+        first += stop - start
