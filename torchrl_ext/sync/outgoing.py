@@ -16,6 +16,7 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper, converted
 from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.shards.blocks import Shard, checked_shards
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked
 
 __all__ = ["Outgoing", "Ranks", "bump"]
@@ -41,7 +42,8 @@ class Outgoing(WeightSource):
         version: the version as which it is sent.
         digesting: whether to take the digest of each tensor as it passes.
         digests: digest of each tensor that passed in the last iteration, by name; empty unless `digesting`.
-        count, bytes: number and bytes of the tensors that passed in the last iteration.
+        count, bytes: number and bytes of the tensors that passed in the last iteration, of it or of its `shards`, where
+            a tensor passes on every rank and counts as a whole.
         model_bytes: bytes of all tensors of a whole iteration.
         store: the store of torch's process group; None where this process is the only rank, and can make another pass
             by itself.
@@ -106,6 +108,17 @@ class Outgoing(WeightSource):
                 self.digests[meta.name] = tensor_digest(tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
             yield meta.name, tensor
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the blocks that this rank holds, once they are found to be sound, and count what they are parts of.
+
+        Raises:
+            ManifestError: as `checked_shards`.
+        """
+        self.digests, self.count, self.bytes = {}, 0, 0
+        for meta, held in checked_shards(self._source.shards(), self._params):
+            self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the rest of it
+            yield from held
 
     def replay(self) -> None:
         for _ in self._source if self._gathers else ():

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import final
 
 import torch
@@ -15,6 +18,7 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import with_dtype
 from torchrl_ext.weights.groups import Group, groups_of
 from torchrl_ext.weights.peft import PeftSource
+from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, named_tensors
 
 __all__ = [
@@ -52,6 +56,11 @@ class RenamedSource(WeightSource):
         for name, tensor in self._source:
             yield self._mapper(name), tensor
 
+    def shards(self) -> Iterator[Shard]:
+        renamed = dict(zip(self._source.params(), self.params(), strict=True))
+        for shard in self._source.shards():
+            yield replace(shard, meta=renamed[shard.meta])
+
     def held(self) -> Mapping[str, Tensor]:
         return {self._mapper(name): tensor for name, tensor in self._source.held().items()}
 
@@ -73,14 +82,16 @@ class CastSource(WeightSource):
         self._source, self._dtype = source, dtype
 
     def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(
-            ParamMeta(meta.name, self._dtype if meta.dtype.is_floating_point else meta.dtype, meta.shape)
-            for meta in self._source.params()
-        )
+        return tuple(map(self._cast, self._source.params()))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._source:
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the blocks that this rank holds, not cast yet: the copy to where they are sent from casts them."""
+        for shard in self._source.shards():
+            yield replace(shard, meta=self._cast(shard.meta))
 
     def held(self) -> Mapping[str, Tensor]:
         return {
@@ -91,6 +102,9 @@ class CastSource(WeightSource):
 
     def files(self) -> Mapping[str, bytes]:
         return with_dtype(self._source.files(), self._dtype)
+
+    def _cast(self, meta: ParamMeta) -> ParamMeta:
+        return replace(meta, dtype=self._dtype) if meta.dtype.is_floating_point else meta
 
 
 def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:
@@ -192,7 +206,7 @@ class ConvertedSource(WeightSource):
     def params(self) -> tuple[ParamMeta, ...]:
         found: dict[str, ParamMeta] = {}
         for group, rows in self._batches():
-            tensors = {name: tensor for name, tensor, _ in rows}
+            tensors = {row.name: row.tensor for row in rows}
             metas = [ParamMeta.of(*pair) for pair in tensors.items()] if group is None else group.params(tensors)
             for meta in metas:
                 if meta.name in found:
@@ -203,15 +217,35 @@ class ConvertedSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for group, rows in self._batches():
             if group is None:
-                ((name, _, take),) = rows
-                yield name, take()
+                yield rows[0].name, rows[0].take()
             else:  # nothing here keeps the tensors while the next ones are gathered
-                yield from group.undo({name: take() for name, _, take in rows}).items()
+                yield from _undone(group, rows)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the blocks that this rank holds, under the names of the checkpoint.
+
+        Where a checkpoint tensor is a part of one of the module's, they are views of what this rank holds of that one.
+        Those that only a copy makes, of several tensors or in another order of elements, are gathered.
+        """
+        for group, rows in self._batches():
+            if group is None:
+                yield from rows[0].shards()
+                continue
+            metas = group.params({row.name: row.tensor for row in rows})
+            places = group.places()
+            local = list(rows[0].shards()) if places else []
+            why = next((shard.why for shard in local if shard.gathers), "" if places else _COPIED)
+            stream = map(itemgetter(1), _undone(group, rows))  # begins with the first that is taken
+            for index, meta in enumerate(metas):
+                if why:
+                    yield Shard(meta, Block.whole(meta.shape), partial(next, stream), gathers=True, why=why)
+                else:
+                    yield from places[index].shards(meta, local)
 
     def held(self) -> Mapping[str, Tensor]:
         live, found = self._source.held(), {}
         for group, rows in self._batches():
-            name = rows[0][0]
+            name = rows[0].name
             if group is None and name in live:
                 found[name] = live[name]
             elif group is not None and not group.copied and name in live and group.lies_in(live[name]):
@@ -230,14 +264,21 @@ class ConvertedSource(WeightSource):
 
     def _batches(self) -> Iterator[tuple[Group | None, list[Row]]]:
         """Yield what is taken together, in the order of the source: a group, or a tensor that keeps its name."""
-        rows, begun = {row[0]: row for row in self._source.rows()}, set()
+        rows, begun = {row.name: row for row in self._source.rows()}, set()
         for name, row in rows.items():
             group = self._group_of.get(name)
-            if group is None or not group.fits({one: rows[one][1] for one in group.sources if one in rows}):
+            if group is None or not group.fits({one: rows[one].tensor for one in group.sources if one in rows}):
                 yield None, [row]
             elif group not in begun:
                 begun.add(group)
                 yield group, [rows[one] for one in group.sources]
+
+
+_COPIED = "its checkpoint tensor is a copy of more than one box of the module's"
+
+
+def _undone(group: Group, rows: Iterable[Row]) -> Iterator[tuple[str, Tensor]]:
+    yield from group.undo({row.name: row.take() for row in rows}).items()
 
 
 def converted(source: RowSource, module: nn.Module) -> WeightSource:
@@ -250,7 +291,7 @@ def converted(source: RowSource, module: nn.Module) -> WeightSource:
     merged = isinstance(source, PeftSource)  # whose names are not those of the module
     groups = groups_of(module, (lambda: (row[:2] for row in source.rows())) if merged else None)
     if isinstance(source, MappingSource) and groups:
-        names = {name for name, _, _ in source.rows()}
+        names = {row.name for row in source.rows()}
         others = {name for group in groups for name in group.results}
         sources = {name for group in groups for name in group.sources}
         if not names & (sources - others) and names & (others - sources):  # checkpoint names, some known here as well

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.parts import Place, place_of
 from torchrl_ext.weights.source import named_tensors, unwrapped
 
 __all__ = ["Group", "Part", "groups_of"]
@@ -85,6 +86,15 @@ class Group:
     def parts(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint tensors as views of their source, when they are not ``copied``."""
         return {name: part.of(tensor) for name, part in self.results.items()}
+
+    def places(self) -> list[Place]:
+        """Return where in the only source the results lie, in order; none where some of them are no boxes of it."""
+        if self.copied:
+            return []
+        ((shape, strides),) = self.sources.values()
+        places = [place_of(part, shape, strides) for part in self.results.values()]
+        found = [place for place in places if place is not None]
+        return found if len(found) == len(places) else []
 
     @torch.no_grad()
     def undo(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
