@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOME` decides
     from torchrl_ext.transports.disk import DiskTransport as DiskTransport
     from torchrl_ext.transports.ipc.transport import IPCTransport as IPCTransport
     from torchrl_ext.transports.memory import MemoryTransport as MemoryTransport
+    from torchrl_ext.transports.sharded.transport import ShardedTransport as ShardedTransport
     from torchrl_ext.types import EngineInfo as EngineInfo
     from torchrl_ext.types import SyncReport as SyncReport
     from torchrl_ext.weights.source import WeightSource as WeightSource
@@ -54,6 +55,7 @@ _HOME = {
     "MemoryTransport": "transports.memory",
     "RemoteLLMPolicy": "rollout.torchrl.policy",
     "SGLangWeightSyncScheme": "collectors.from_torchrl",
+    "ShardedTransport": "transports.sharded.transport",
     "SyncReport": "types",
     "TransportWeightSyncScheme": "collectors.scheme",
     "TransportWeightUpdater": "collectors.updater",

@@ -152,7 +152,9 @@ class LineEngine(EngineClient):
         return "in place"
 
     def info(self):
-        return EngineInfo(url=self.url, kind=self.kind, world_size=self._workers, weight_version=str(self.state()["version"]))
+        return EngineInfo(
+            url=self.url, kind=self.kind, world_size=self._workers, weight_version=str(self.state()["version"])
+        )
 
     def state(self):
         return self._ask(do="state")
@@ -196,7 +198,10 @@ class LineEngine(EngineClient):
 
     def _ask(self, **told):
         try:
-            with socket.create_connection(("127.0.0.1", self._port), WAIT_S) as connection, connection.makefile("rw") as lines:
+            with (
+                socket.create_connection(("127.0.0.1", self._port), WAIT_S) as connection,
+                connection.makefile("rw") as lines,
+            ):
                 connection.settimeout(2 * WAIT_S)
                 lines.write(json.dumps(told) + "\n")
                 lines.flush()

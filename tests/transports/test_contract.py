@@ -95,6 +95,21 @@ class TestCollective(InGroup):
         )
 
 
+class TestSharded(InGroup):
+    name = "sharded"
+
+    def make_member(self, rank, port):
+        return tx.make_transport(
+            "sharded",
+            master_address="127.0.0.1",
+            master_port=port,
+            worker=None if rank == 0 else 0,
+            workers=1,
+            bucket_bytes=SMALL_BYTES,
+            timeout_s=WAIT_S,
+        )
+
+
 class TestDeltaByBroadcast(InGroup):
     name = "delta"
 

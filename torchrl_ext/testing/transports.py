@@ -37,6 +37,7 @@ from torchrl_ext.registry import transports
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.weights.digests import byte_view
+from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import MappingSource, as_source
 
 __all__ = [
@@ -318,6 +319,11 @@ class TransportContract(ABC):
                 inside.set()
                 assert go_on.wait(WAIT_S)
                 yield from super().__iter__()
+
+            def shards(self) -> Iterator[Shard]:
+                inside.set()
+                assert go_on.wait(WAIT_S)
+                yield from super().shards()
 
         ends.connect(weights)
         with ThreadPoolExecutor(1) as pool:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.kernels.base import Piece, kernels_on
 from torchrl_ext.landing.sliced import Sliced, part_of
+from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.transports.copies import BufferPool, as_bytes, is_plain
-from torchrl_ext.transports.sharded.carriers import Carrier
 from torchrl_ext.transports.sharded.plan import Transfer, TransferPlan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
@@ -179,7 +179,7 @@ class Outgoing:
             if held.contains(transfer.block):
                 return tensor[transfer.block.within(held)]
         raise ManifestError(
-            f"this trainer rank does not hold the block of {self._plan.params[transfer.param].name!r} that it has to send",
+            f"this rank does not hold a block of {self._plan.params[transfer.param].name!r} that it has to send",
             expected=f"elements {transfer.block.start} to {transfer.block.stop}",
             hint="shards() must yield the same blocks in every update, or the plan is made again",
         )
@@ -236,7 +236,8 @@ class Incoming:
             reached = self._plan.span(self._done)[0] if self._done < self._plan.rounds else count
             for number in range(yielded, reached):
                 if self._needed[number]:
-                    tensor, parts = self._targets.pop(number, None) or self._target(number)
+                    tensor, parts = self._target(number)
+                    del self._targets[number]
                     self._found[number] = self._read_back(number, parts)
                     del parts
                     yield self._plan.params[number].name, tensor
@@ -304,7 +305,9 @@ class Incoming:
                 if all(part is not None for _, part in parts):
                     self._targets[number] = given, parts  # type: ignore[assignment]  # none of them is None
                     return self._targets[number]
-            fresh = [(block, torch.empty(block.shape, dtype=meta.dtype, device=self._carrier.device)) for block in blocks]
+            fresh = [
+                (block, torch.empty(block.shape, dtype=meta.dtype, device=self._carrier.device)) for block in blocks
+            ]
             whole = blocks == (Block.whole(meta.shape),)
             self._targets[number] = (fresh[0][1] if whole else Sliced.of(meta, fresh)), fresh
         return self._targets[number]

@@ -5,13 +5,22 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, ManifestError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.errors import (
+    ConcurrentUpdateError,
+    ConfigError,
+    ManifestError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+    why,
+)
 from torchrl_ext.transports.base import TransferStats, deadline
 from torchrl_ext.transports.collective import handoffs
 from torchrl_ext.transports.collective.backends import choose_backend
@@ -47,8 +56,8 @@ class ShardedTransport(StandaloneTransport):
     """Sends each worker its slices, straight from the trainer ranks that hold them: no gather, no full tensor.
 
     Every rank of the trainer (of torch's process group; or one process without any) makes one, and calls
-    `update_weights` or `send_weights`. Ranks say which blocks they hold (`WeightSource.shards`), workers which ones they
-    need, and all make the same transfer plan of it, whose digest is compared before a byte moves.
+    `update_weights` or `send_weights`. Ranks say which blocks they hold (`WeightSource.shards`), workers which ones
+    they need, and all make the same transfer plan of it, whose digest is compared before a byte moves.
 
     Args:
         master_address: where workers and other trainer ranks reach trainer rank 0.
@@ -130,9 +139,7 @@ class ShardedTransport(StandaloneTransport):
         self._rows: list[Any] = []
 
     def _membership(self, address: str, port: int, secret: str) -> Membership:
-        return Membership(
-            address, port, secret, device=self.device, backend=self.backend, timeout_s=self.timeout_s
-        )
+        return Membership(address, port, secret, device=self.device, backend=self.backend, timeout_s=self.timeout_s)
 
     @classmethod
     def from_info(cls, info: Info) -> ShardedTransport:
@@ -171,14 +178,12 @@ class ShardedTransport(StandaloneTransport):
         elif self._trainer.rank:
             self._trainer.serve({"enter": lambda order: self._enter(order, params)})
         else:
-            failure: BaseException | None = None
             try:
                 self._host(LOBBY, self._standalone_workers(), params)
             except BaseException as error:
-                failure = error
+                self._trainer.dismiss(error)
                 raise
-            finally:
-                self._trainer.dismiss(failure)
+            self._trainer.dismiss()
 
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         if self._worker is not None or self._trainer.rank:
@@ -222,7 +227,9 @@ class ShardedTransport(StandaloneTransport):
     def _host(self, room: str, workers: int, params: tuple[ParamMeta, ...]) -> None:
         """Form the group (trainer rank 0), and hear what each worker needs."""
         notes = self._member.notes(room)
-        self._trainer.order("enter", room=room, address=notes.host, port=notes.port, secret=notes.secret, workers=workers)
+        self._trainer.order(
+            "enter", room=room, address=notes.host, port=notes.port, secret=notes.secret, workers=workers
+        )
         self._member.host(room, workers + self._trainer.size, params)
         self._trainer.answers()
         group = self._group(workers)
@@ -348,10 +355,8 @@ class ShardedTransport(StandaloneTransport):
 
     def _raise_cause(self) -> None:
         """Raise what another trainer rank met, unless it is that of a broken group, as all ranks see it."""
-        try:
+        with suppress(TransportError):
             self._trainer.answers(_LAST_WORDS_S)
-        except TransportError:
-            pass
 
     def _await_plans(self, group: Group, plan: TransferPlan) -> None:
         """Wait until every worker has made the same plan.
@@ -520,15 +525,15 @@ class ShardedTransport(StandaloneTransport):
         if self._worker is None and self._trainer.rank:
             self.follow(as_source(model_id if weights is None else weights))
             return
-        failure: BaseException | None = None
         try:
             super().send_weights(model_id, weights)
+        except ConcurrentUpdateError:
+            raise  # other ranks take part in the send that runs
         except BaseException as error:
-            failure = error
-            raise
-        finally:
             if self._worker is None:
-                self._trainer.dismiss(failure)
+                self._trainer.dismiss(error)
+            raise
+        self._trainer.dismiss()
 
     def announce(self, info: Info) -> None:
         self._member.announcements().put(info)
@@ -557,14 +562,16 @@ class ShardedTransport(StandaloneTransport):
 
     def _no_driver(self, what: str) -> TransportError:
         return TransportError(
-            f"{what} was called on a worker" if self._worker is not None else f"{what} was called on another trainer rank",
+            f"{what} was called on a worker"
+            if self._worker is not None
+            else f"{what} was called on another trainer rank",
             expected="trainer rank 0, which drives; the others call send_weights or update_weights",
             state="nothing was sent",
         )
 
 
 def _rows(plan: TransferPlan) -> Info:
-    return {"digest": plan.digest, "rows": list(plan.rows_digest())}
+    return {"digest": plan.digest, "rows": plan.rows_digest().tolist()}
 
 
 def _other_plan(who: str, plan: TransferPlan, said: Mapping[str, Any]) -> ManifestError:
@@ -572,7 +579,9 @@ def _other_plan(who: str, plan: TransferPlan, said: Mapping[str, Any]) -> Manife
     own, theirs = list(plan.rows_digest()), list(said.get("rows", ()))
     place = next((at for at, row in enumerate(own) if theirs[at : at + 1] != [row]), None)
     where = said.get("error") or (
-        "its rounds differ" if place is None else f"the first difference is in {plan.params[place].name!r}: {plan.row(place)}"
+        "its rounds differ"
+        if place is None
+        else f"the first difference is in {plan.params[place].name!r}: {plan.row(place)}"
     )
     return ManifestError(
         f"{who} has not made the same transfer plan as trainer rank 0: {where}",

@@ -1,0 +1,120 @@
+"""Trainers of several ranks and tensor-parallel engines: each worker gets its slices from the ranks that hold them.
+
+Ranks and engines are processes; an engine (`tests.transports.sharded_engine`) has two workers.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.processes import WAIT_S, running_python
+from torchrl_ext.testing import free_port
+
+ENGINE = "from tests.transports.sharded_engine import serve; serve(2)"
+
+PRELUDE = """
+import datetime, json, os, sys, torch, torch.distributed as dist, torchrl_ext as tx
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from tests.transports.sharded_engine import LineEngine, SliceLoader
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import byte_view
+from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.source import MappingSource, WeightSource, as_source
+
+rank, world, port, ports = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+dist.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+)
+torch.set_num_threads(1)
+
+def policy():
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 80), nn.LayerNorm(80), nn.Linear(80, 64, bias=False))
+    for part in (made[1], made[3], made):
+        fully_shard(part)
+    return made
+
+def step(made):
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            parameter += 0.5 + number
+
+def engines():
+    return Fleet([LineEngine(one, 2) for one in ports]) if rank == 0 else None
+
+def expected(made):
+    full = dict(as_source(made))  # a gather, for the test alone
+    found = []
+    for worker in range(2):
+        loader, held = SliceLoader(worker, 2), {}
+        for number, (name, tensor) in enumerate(full.items()):
+            block = loader.block(number, ParamMeta.of(name, tensor))
+            part = tensor[block.within(Block.whole(tensor.shape))]
+            held[name] = byte_view(part).sum(dtype=torch.int64).item()
+        found.append(held)
+    return found
+
+def sender_of(made, transport, **more):
+    sender = tx.WeightSender(transport, engines(), rank=rank, **more)
+    sender.register_model(made)
+    return sender
+"""
+
+
+@contextmanager
+def engines(count=1):
+    """Engines in processes of their own; yields their ports and processes."""
+    with ExitStack() as stack:
+        children = [stack.enter_context(running_python(ENGINE)) for _ in range(count)]
+        yield [int(child.stdout.readline()) for child in children], children
+
+
+def run_ranks(code, ports, world=2):
+    """What each rank printed, once all have ended well."""
+    port = free_port()
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(running_python(PRELUDE + code, rank, world, port, json.dumps(ports)))
+            for rank in range(world)
+        ]
+        statuses = [child.wait(WAIT_S) for child in ranks]
+        said = [child.stdout.read() for child in ranks]
+    assert statuses == [0] * world, said
+    return said
+
+
+SLICES = """
+made = policy()
+sender = sender_of(made, tx.make_transport("sharded", bucket_bytes=8192))
+for version in (1, 2, 3):
+    step(made)
+    report = sender.update_weights()
+    wanted = expected(made)
+    if rank == 0:
+        for engine in sender.engine.each():
+            state = engine.state()
+            assert state["held"] == wanted and state["version"] == version and not state["paused"], state
+        assert report.verified and report.proof == "in place", report
+        print(json.dumps([report.rank_bytes, report.worker_bytes, report.model_bytes]), flush=True)
+    else:
+        assert report.version == version
+sender.shutdown()
+"""
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_worker_gets_its_slices_and_no_more(world):
+    with engines() as (ports, _):
+        said = run_ranks(SLICES, ports, world)
+    for line in said[0].splitlines():
+        sent, received, model = json.loads(line)
+        assert len(sent) == world and len(received) == 2
+        assert max(sent) <= 1.10 * sum(sent) / world
+        assert sum(received) == sum(sent)
+        assert max(received) < 0.55 * model
