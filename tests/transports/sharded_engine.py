@@ -1,6 +1,6 @@
 """A tensor-parallel engine in a process of its own, small enough for hundreds of runs: its workers are threads.
 
-Each worker holds a slice of every tensor, lands what comes in live memory, and takes its messages from a `WorkerEnd`, as
+Each worker holds a slice of every tensor, lands what comes in live memory, and takes messages from a `WorkerEnd`, as
 in a real engine. The process is driven by JSON lines over a socket; `LineEngine` is the client.
 """
 

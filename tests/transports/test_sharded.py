@@ -48,8 +48,8 @@ def step(made):
 def engines():
     return Fleet([LineEngine(one, 2) for one in ports]) if rank == 0 else None
 
-def expected(made):
-    full = dict(as_source(made))  # a gather, for the test alone
+def expected(made, dtype=torch.float32):
+    full = {name: tensor.to(dtype) for name, tensor in as_source(made)}  # a gather, for the test alone
     found = []
     for worker in range(2):
         loader, held = SliceLoader(worker, 2), {}
@@ -118,3 +118,109 @@ def test_every_worker_gets_its_slices_and_no_more(world):
         assert max(sent) <= 1.10 * sum(sent) / world
         assert sum(received) == sum(sent)
         assert max(received) < 0.55 * model
+
+
+REPLICAS = """
+made = policy()
+transport = tx.make_transport("sharded", bucket_bytes=8192)
+sender = sender_of(made, transport, dtype=torch.bfloat16)
+report = sender.update_weights()
+if rank == 0:
+    print(json.dumps([report.rank_bytes, report.worker_bytes, report.model_bytes]), flush=True)
+wanted = expected(made, torch.bfloat16)
+if rank == 0:
+    for engine in sender.engine.each():
+        assert engine.state()["held"] == wanted, (engine.state(), wanted)
+sender.shutdown()
+"""
+
+
+def test_four_equal_engines_cost_the_trainer_no_more_than_one():
+    sent = []
+    for count in (1, 4):
+        with engines(count) as (ports, _):
+            said = run_ranks(REPLICAS, ports)
+        ranks, workers, model = json.loads(said[0])
+        assert len(workers) == 2 * count
+        assert max(workers) < 0.6 * model
+        sent.append(sum(ranks))
+    assert sent[1] <= 1.10 * sent[0]
+
+
+ELASTIC = """
+made = policy()
+transport = tx.make_transport("sharded", bucket_bytes=8192, timeout_s=20)
+sender = sender_of(made, transport)
+assert sender.update_weights().version == 1
+if rank == 0:
+    print("one", flush=True)
+    ports[:] = json.loads(sys.stdin.readline())
+    sender._connect_to(engines())
+dist.barrier()
+step(made)
+report = sender.update_weights()
+wanted = expected(made)
+if rank == 0:
+    assert [engine.state()["held"] for engine in sender.engine.each()] == [wanted] * len(ports), report
+    print(json.dumps(report.version), flush=True)
+sender.shutdown()
+"""
+
+
+def test_an_engine_that_joins_or_leaves_changes_the_plan_and_nothing_else():
+    port = free_port()
+    with engines(3) as (ports, _), ExitStack() as stack:
+        ranks = [
+            stack.enter_context(running_python(PRELUDE + ELASTIC, rank, 2, port, json.dumps(ports[:2])))
+            for rank in range(2)
+        ]
+        assert ranks[0].stdout.readline() == "one\n"
+        ranks[0].stdin.write(json.dumps(ports[1:]) + "\n")
+        ranks[0].stdin.flush()
+        assert json.loads(ranks[0].stdout.readline()) == 2
+        assert [child.wait(WAIT_S) for child in ranks] == [0, 0]
+
+
+BAD = """
+class Wrong(WeightSource):
+    def __init__(self, kind):
+        self.kind = kind
+    def params(self):
+        shape = (5, 6) if self.kind == "shapes" and rank == 1 else (5, 4)
+        name = "theirs" if self.kind == "names" and rank == 1 else "ours"
+        return (ParamMeta("first", torch.float32, (4, 4)), ParamMeta(name, torch.float32, shape))
+    def __iter__(self):
+        raise AssertionError("nothing is gathered")
+    def shards(self):
+        for meta in self.params():
+            rows = meta.shape[0]
+            first, stop = (0, 2) if rank == 0 else (2, rows)
+            if self.kind == "a hole" and meta.name == "ours" and rank == 1:
+                first = 3
+            block = Block((first, 0), (stop, meta.shape[1]))
+            yield Shard(meta, block, lambda block=block: torch.full(block.shape, 1.0 + rank))
+sender = tx.WeightSender(tx.make_transport("sharded", timeout_s=20), engines(), rank=rank)
+for kind in ("names", "shapes", "a hole"):
+    wrong = Wrong(kind)
+    try:
+        sender.update_weights(wrong)
+        print(json.dumps("accepted"), flush=True)
+    except WeightSyncError as error:
+        print(json.dumps(str(error)), flush=True)
+right = Wrong("nothing")
+report = sender.update_weights(right)
+if rank == 0:
+    assert report.verified, report
+    assert not any(engine.state()["paused"] for engine in sender.engine.each())
+sender.shutdown()
+"""
+
+
+def test_ranks_that_disagree_and_holes_are_named_on_every_rank_and_cost_nothing():
+    with engines() as (ports, _):
+        said = run_ranks(BAD, ports)
+    for lines in said:
+        names, shapes, hole = map(json.loads, lines.splitlines())
+        assert "theirs" in names and "ours" in names
+        assert "[5, 6]" in shapes and "[5, 4]" in shapes
+        assert "ours" in hole and "nobody holds" in hole

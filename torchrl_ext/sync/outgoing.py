@@ -195,6 +195,10 @@ class Ranks:
             ) from error
         return int(version), accepted == "1"
 
+    def skip(self) -> None:
+        """Count an update of which this rank need not hear: it knows that it failed."""
+        self._updates += 1
+
     def _next(self, source: Outgoing) -> str:
         """Return the store's key for this sender's next update; the same on every rank."""
         if not self._name:

@@ -225,8 +225,10 @@ class WeightSender:
             self._outputs.asked(weights, self._model())
         try:
             self._transport.follow(source)
-        finally:
-            told = None if source.store is None else self._ranks.hear(source, source.store)
+        except BaseException:
+            self._ranks.skip()
+            raise
+        told = None if source.store is None else self._ranks.hear(source, source.store)
         self.version, accepted = told or (self.version + 1, True)
         if accepted:
             bump(self._collectors)

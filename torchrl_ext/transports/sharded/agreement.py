@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import xxhash
 
 from torchrl_ext.errors import ManifestError, TransportError
 from torchrl_ext.transports.collective.group import Group
@@ -12,7 +15,7 @@ from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Description", "Needs", "described", "first_difference", "plan_of", "put_shares"]
+__all__ = ["Description", "Needs", "described", "digest_of", "first_difference", "plan_of", "put_shares"]
 
 
 class Description(NamedTuple):
@@ -72,6 +75,12 @@ def described(source: WeightSource) -> Description:
             )
         blocks[number].append(shard.block)
     return Description(params, shards, Share.of_blocks(blocks))
+
+
+def digest_of(params: Sequence[ParamMeta]) -> str:
+    """Return 32 hex digits over parameters and their order, by which ranks find out whether they have the same."""
+    rows = json.dumps([meta.to_json() for meta in params], separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(rows.encode())
 
 
 def first_difference(rank: int, own: Sequence[ParamMeta], rows: Sequence[Any]) -> ManifestError:

@@ -32,6 +32,7 @@ from torchrl_ext.transports.sharded.agreement import (
     Description,
     Needs,
     described,
+    digest_of,
     first_difference,
     plan_of,
     put_shares,
@@ -176,7 +177,7 @@ class ShardedTransport(StandaloneTransport):
             self._member.enter(LOBBY, 1 + self._worker, None, params)
             self._entered(params)
         elif self._trainer.rank:
-            self._trainer.serve({"enter": lambda order: self._enter(order, params)})
+            self._trainer.serve({"compare": lambda order: self._compare(order, params), "enter": self._enter})
         else:
             try:
                 self._host(LOBBY, self._standalone_workers(), params)
@@ -240,12 +241,16 @@ class ShardedTransport(StandaloneTransport):
         self._needs = [Needs.from_json(told[rank], params) for rank in group.workers]
         self._held, self._plan = [], None
 
-    def _enter(self, order: Info, params: tuple[ParamMeta, ...]) -> None:
+    def _compare(self, order: Info, params: tuple[ParamMeta, ...]) -> Info:
+        """Say which parameters this rank has, unless they are those of rank 0."""
+        return {} if digest_of(params) == order["digest"] else {"params": [meta.to_json() for meta in params]}
+
+    def _enter(self, order: Info) -> None:
         """Join the group as another trainer rank."""
         self._member.close()
         self._member = self._membership(order["address"], order["port"], order["secret"])
         workers, rank = order["workers"], self._trainer.rank
-        self._member.enter(order["room"], workers + rank, workers + self._trainer.size, params)
+        self._member.enter(order["room"], workers + rank, workers + self._trainer.size, ())
         self._group(workers)
         self._plan = None
 
@@ -293,17 +298,16 @@ class ShardedTransport(StandaloneTransport):
 
     def _planned(self, group: Group, own: Description) -> TransferPlan:
         """Return the plan for what all ranks hold now; make and compare it where something has changed."""
-        answers = self._trainer.ask("describe", known=self._number if self._plan is not None else 0)
+        digest = digest_of(own.params)
+        answers = self._trainer.ask("describe", known=self._number if self._plan is not None else 0, digest=digest)
         for rank, answer in enumerate(answers, 1):
             if "params" in answer:
-                rows = answer["params"]
-                if rows != [meta.to_json() for meta in own.params]:
-                    raise first_difference(rank, own.params, rows)
+                raise first_difference(rank, own.params, answer["params"])
         same = self._plan is not None and self._plan.params == own.params and self._held[:1] == [own.share]
         if same and self._plan is not None and not any("share" in answer for answer in answers):
             return self._plan
         if any("share" not in answer for answer in answers):
-            answers = self._trainer.ask("describe", known=0)
+            answers = self._trainer.ask("describe", known=0, digest=digest)
         held = [own.share, *(Share.from_json(answer["share"], own.params) for answer in answers)]
         needed = [needs.blocks(own.params) for needs in self._needs]
         self._number += 1
@@ -343,7 +347,7 @@ class ShardedTransport(StandaloneTransport):
             raise
         self._agreed = True
         self.stats = TransferStats(
-            bytes=sum(sent),
+            bytes=int(plan.rank_bytes.sum()),
             spans={"transfer": time.perf_counter() - began},
             rank_bytes=tuple(sent),
             worker_bytes=tuple(count for count in said.values() if type(count) is int),
@@ -380,7 +384,8 @@ class ShardedTransport(StandaloneTransport):
         try:
             self._trainer.serve(
                 {
-                    "enter": lambda order: self._enter(order, source.params()),
+                    "compare": lambda order: self._compare(order, source.params()),
+                    "enter": self._enter,
                     "describe": partial(self._describe, source),
                     "plan": self._make_plan,
                     "send": self._send_own,
@@ -390,12 +395,12 @@ class ShardedTransport(StandaloneTransport):
             self._description = None
 
     def _describe(self, source: WeightSource, order: Info) -> Info:
-        before = self._held
         own = self._description = described(source)
+        told = self._compare(order, own.params)
         known = self._plan is not None and order["known"] == self._number
-        if known and self._plan is not None and self._plan.params == own.params and before == [own.share]:
-            return {}
-        return {"share": own.share.to_json(), "params": [meta.to_json() for meta in own.params]}
+        if not (known and self._plan is not None and self._plan.params == own.params and self._held == [own.share]):
+            told["share"] = own.share.to_json()
+        return told
 
     def _make_plan(self, order: Info) -> Info:
         own, group = self._own(), self._member.group()
