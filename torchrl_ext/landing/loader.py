@@ -82,6 +82,9 @@ class WeightLoader(ABC):
         """Return tensors that a transport may fill directly, by checkpoint name; may be empty."""
         return {}
 
+    def by_slices(self, wanted: bool) -> None:  # noqa: B027 - most loaders take whatever comes
+        """Note whether the transport brings slices (`Transport.slices`), from the next `start` on."""
+
     def slices(self) -> Mapping[str, tuple[Block, ...]]:
         """Return the blocks of each checked parameter that land here, by name; none where nothing of it does.
 

@@ -183,6 +183,23 @@ class Sliced(Tensor):
                 )
         return _sliced(meta, tuple(parts), torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
 
+    @staticmethod
+    def cut(name: str, tensor: Tensor, blocks: Sequence[Block], into: Sliced | None = None) -> Sliced:
+        """Return copies of some blocks of a full tensor, in memory of their own or in the parts of ``into``.
+
+        Raises:
+            ConfigError: a block lies in no part of ``into``.
+        """
+        if into is None:
+            parts = [(block, tensor[block.within(Block.whole(tensor.shape))].clone()) for block in blocks]
+            return Sliced.of(ParamMeta.of(name, tensor), parts)
+        for block in blocks:
+            target = part_of(into, block)
+            if target is None:
+                raise ConfigError(f"{_spelled(block)} of {name!r} lies in none of the blocks that may be filled")
+            target.copy_(tensor[block.within(Block.whole(tensor.shape))])
+        return into
+
     def require_whole(self) -> None:
         """Raise where this is a view, and not the full tensor.
 

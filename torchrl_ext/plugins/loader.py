@@ -18,12 +18,15 @@ from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import Landing, Placement
+from torchrl_ext.landing.sliced import Sliced
+from torchrl_ext.plugins.slices import Slices, land
 from torchrl_ext.plugins.workers import combine
 from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import announced
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
+from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["UNCHANGED", "PluginLoader", "rebalanced"]
 
@@ -68,6 +71,7 @@ class PluginLoader(EngineLoader):
         self._params: tuple[ParamMeta, ...] = ()
         self._placement: Placement | None = None
         self._pieces: dict[str, list[Piece]] = {}
+        self._slices: Slices | None = None  # of this placement and these pieces, once they were asked for
         self._patcher = Patcher({})
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
         self._handed: dict[str, str] = {}
@@ -75,6 +79,7 @@ class PluginLoader(EngineLoader):
         self._expected: Mapping[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
         self._opened: Collection[nn.Module] = ()
+        self._targets: Mapping[str, Sliced] = {}
         self._loading = self._whole_model = False
 
     # what differs between engines
@@ -134,7 +139,7 @@ class PluginLoader(EngineLoader):
                     state=UNCHANGED,
                 )
         self._placement = self._placed(params)
-        self._params, self._pieces, self._patcher = params, {}, Patcher({})
+        self._params, self._pieces, self._patcher, self._slices = params, {}, Patcher({}), None
         if self._placement is not None and not self._whole_model:
             self._pieces = self._in_place(self._placement)
             self._patcher = Patcher(self._pieces)
@@ -155,7 +160,7 @@ class PluginLoader(EngineLoader):
         return name in self._patcher.pieces
 
     def land_whole(self) -> None:
-        self._pieces, self._patcher, self._whole_model = {}, Patcher({}), True
+        self._pieces, self._patcher, self._slices, self._whole_model = {}, Patcher({}), None, True
 
     def kernel(self, layer: str) -> str:
         module = self._model.get_submodule(layer)
@@ -192,6 +197,25 @@ class PluginLoader(EngineLoader):
         kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
         embedding = next((pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")), [])
         return kept | {name: embedding if self._is_tied_head(name) else [] for name in placement.nowhere()}
+
+    # which parts of tensors are needed
+
+    def slices(self) -> Mapping[str, tuple[Block, ...]]:
+        sliced = self._sliced()
+        return {} if sliced is None else sliced.blocks
+
+    def whole(self) -> Mapping[str, str]:
+        sliced = self._sliced()
+        return dict.fromkeys((meta.name for meta in self._params), _UNKNOWN) if sliced is None else sliced.whole
+
+    def targets(self) -> Mapping[str, Tensor]:
+        """Return live memory of tensors that land without the model's loader, from a `start` on that takes slices."""
+        return self._targets
+
+    def _sliced(self) -> Slices | None:
+        if self._slices is None and self._placement is not None:
+            self._slices = Slices(self._placement, self._pieces)
+        return self._slices
 
     # how what cannot land is refused
 
@@ -243,17 +267,30 @@ class PluginLoader(EngineLoader):
     def start(self) -> None:
         self.forget()
         self.touched = self.touched or not self._rehearsing
-        self._opened = self._open(None)
+        sliced = self._sliced() if self.takes_slices else None
+        self._opened = self._open(None if sliced is None or not sliced.direct else sliced.loaded)
+        self._targets = {} if sliced is None else sliced.targets(self._live())
         self._loading = True
 
-    @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        def passing() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in pairs:
-                self._handed[name] = tensor_digest(tensor) if self.vouches and not self._readable(name) else ""
-                yield name, tensor
+        """Apply every pair, by the model's own loader; where slices come, some past it (`Slices.direct`)."""
+        with torch.no_grad():
+            self._model.load_weights(self._slices_of(pairs) if self.takes_slices else self._passing(pairs))
 
-        self._model.load_weights(passing())
+    def _passing(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in pairs:
+            self._handed[name] = tensor_digest(tensor) if self.vouches and not self._readable(name) else ""
+            yield name, tensor
+
+    def _slices_of(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the model's loader takes; no digests, as the transport has checked each block."""
+        sliced = self._sliced()
+        for name, tensor in pairs:
+            self._handed[name] = ""
+            if sliced is None or name not in sliced.direct:
+                yield name, tensor
+            elif tensor is not self._targets.get(name):
+                land(tensor, self._pieces[name])
 
     def finish(self) -> None:
         """End the load: bring the layers into the form that is computed with.
@@ -271,13 +308,15 @@ class PluginLoader(EngineLoader):
                 hint="send the version again",
             )
         self._close(self._opened)
-        self._loading = False
+        self._loading, self._targets = False, {}
 
     def missing(self) -> list[str]:
         """Return the parameters of an unfinished load that did not come yet."""
         if not self._loading or self._rehearsing:
             return []
-        return [meta.name for meta in self._params if meta.name not in self._handed]
+        sliced = self._sliced() if self.takes_slices else None
+        due = (meta.name for meta in self._params if sliced is None or sliced.landing(meta.name))
+        return [name for name in due if name not in self._handed]
 
     def digests(self) -> dict[str, str]:
         found = dict(self._handed)
@@ -351,6 +390,7 @@ class PluginLoader(EngineLoader):
         return combine(own, self._patcher.pieces, self._params, self._group)
 
 
+_UNKNOWN = "layers of this model rebuild their weights after loading, so that it is not known which parts they take"
 _EVERY = "every parameter of the checkpoint that the engine was started with"
 
 

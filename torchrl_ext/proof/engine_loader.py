@@ -12,6 +12,7 @@ from torchrl_ext.errors import EngineRefusedError, IntegrityError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.placement import Landing
 from torchrl_ext.landing.runtime import Reading
+from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.proof.rehearsal import IN_PLACE, Rehearsal, rehearse
 from torchrl_ext.types import Info
 
@@ -27,12 +28,14 @@ class EngineLoader(WeightLoader):
         touched: something was loaded after the weights that the engine was started with.
         repairs: steps that `finish` and `commit` take after the engine's own processing, by name.
         vouches: digests of what is loaded will be asked for.
+        takes_slices: the transport brings slices of tensors (`torchrl_ext.landing.sliced`).
     """
 
     def __init__(self) -> None:
         self.touched, self.vouches = False, True
         self.repairs: frozenset[str] = frozenset(self.known_repairs())
-        self._rehearsed: Rehearsal | None = None
+        self.takes_slices = False
+        self._rehearsals: dict[bool, Rehearsal] = {}  # by whether slices came
         self._rehearsing = False
 
     # what an engine's loader says of its model
@@ -72,7 +75,27 @@ class EngineLoader(WeightLoader):
         """Return the repairs that the last load needed, by layer."""
         return {}
 
+    def as_sent(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors as the transport would hand them over; used between `start` and `finish`."""
+        slices, targets = (self.slices(), self.targets()) if self.takes_slices else ({}, {})
+        for name, tensor in pairs:
+            blocks = slices.get(name)
+            if blocks is None:
+                yield name, tensor
+            elif blocks:
+                into = targets.get(name)
+                yield name, Sliced.cut(name, tensor, blocks, into if isinstance(into, Sliced) else None)
+
     # what the receiver asks
+
+    def by_slices(self, wanted: bool) -> None:
+        self.takes_slices = wanted
+
+    @property
+    def _rehearsed(self) -> Rehearsal | None:
+        """What was shown of the road that updates take now, or that the engine was not brought back from another."""
+        lost = next((found for found in self._rehearsals.values() if not found.restored), None)
+        return lost or self._rehearsals.get(self.takes_slices)
 
     def vouch(self, wanted: bool) -> None:
         self.vouches = wanted
@@ -107,7 +130,7 @@ class EngineLoader(WeightLoader):
             return self.rehearsal()
         self._rehearsing = True
         try:
-            found = self._rehearsed = rehearse(self)
+            found = self._rehearsals[self.takes_slices] = rehearse(self)
         finally:
             self._rehearsing = False
         self.touched = not found.restored

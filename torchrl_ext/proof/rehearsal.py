@@ -183,7 +183,7 @@ def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
 
 def _load(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> None:
     loader.start()
-    loader.load(pairs)
+    loader.load(loader.as_sent(pairs))
     loader.finish()
 
 

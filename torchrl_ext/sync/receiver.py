@@ -137,14 +137,17 @@ class WeightReceiver:
         """
         loader = self._require_loader()
         self.check(message)
+        kind = transports.load(message.transport)
+        loader.by_slices(kind.slices)
         loader.refuse_unsound(unproved=message.unproved)
         loader.vouch(message.compares)
         if self._transport is not None:
             self._transport.shutdown()
         info = message.info()
         try:
-            self._transport = transports.load(message.transport).from_info(info)
-            self._transport.want(loader.slices(), loader.whole())
+            self._transport = kind.from_info(info)
+            if kind.slices:
+                self._transport.want(loader.slices(), loader.whole())
             self._transport.join({**info, "rank": message.rank_offset + self._rank})
         except KeyError as error:
             raise _incomplete(f"the offer of transport {message.transport!r}", error) from error

@@ -99,6 +99,9 @@ class Transport(ABC):
     name: ClassVar[str]
     proves: ClassVar[bool] = False
     """Workers check every tensor by digests that travel with the weights; a sender needs no proof of its own."""
+    slices: ClassVar[bool] = False
+    """Workers get the blocks that they `want` alone, as `torchrl_ext.landing.sliced.Sliced`; none of what they need no
+    part of."""
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -166,7 +169,7 @@ class Transport(ABC):
         return cls()
 
     def want(self, slices: Mapping[str, tuple[Block, ...]], whole: Mapping[str, str]) -> None:  # noqa: B027
-        """Take note of what this worker needs, before it joins; a transport that moves whole tensors has no use for it.
+        """Take note of what this worker needs, before it joins; asked of those whose `slices` is true.
 
         Args:
             slices: blocks of tensors by name, none where nothing lands here; a tensor that is left out is needed whole.

@@ -1,0 +1,208 @@
+"""What a worker needs of each checkpoint tensor, and where in its live parameters that may be written right away."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.kernels.base import Piece
+from torchrl_ext.landing.placement import Landing, Placement
+from torchrl_ext.landing.sliced import Sliced, Walk, walk_of
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.blocks import Block
+
+__all__ = ["Slices", "land", "merged"]
+
+
+class Slices:
+    """The blocks of checkpoint tensors that land on one worker.
+
+    Args:
+        placement: where the tensors land.
+        pieces: the copies of those that live parameters hold with the bytes that came, as far as that was shown.
+
+    Attributes:
+        blocks: checkpoint name -> disjoint blocks, none where nothing lands here; without those that come whole.
+        whole: checkpoint name -> why it has to come whole.
+        direct: names that are written into live parameters past the model's loader, as their changes are. They share no
+            layer with others, since a layer that an engine rebuilds takes all of its tensors from the loader.
+    """
+
+    def __init__(self, placement: Placement, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        self._placement = placement
+        self._metas = {meta.name: meta for meta in placement.params}
+        self._walks: dict[str, list[tuple[Walk, Landing]]] = {}
+        self.blocks: dict[str, tuple[Block, ...]] = {}
+        self.whole: dict[str, str] = {}
+        for meta in placement.params:
+            found = _walks(meta, placement.landings[meta.name])
+            if isinstance(found, str):
+                self.whole[meta.name] = found
+            else:
+                self._walks[meta.name] = found
+                self.blocks[meta.name] = merged(walk.block for walk, _ in found)
+        self.direct = self._direct({name for name, own in pieces.items() if own and self.blocks.get(name)})
+
+    def _direct(self, plain: set[str]) -> frozenset[str]:
+        layers = {
+            name: {one.param.rpartition(".")[0] for one in own} for name, own in self._placement.landings.items() if own
+        }
+        while True:
+            opened = set().union(*(own for name, own in layers.items() if name not in plain))
+            kept = {name for name in plain if not layers[name] & opened}
+            if kept == plain:
+                return frozenset(plain)
+            plain = kept
+
+    @cached_property
+    def loaded(self) -> tuple[str, ...]:
+        """The names that the model's loader takes."""
+        return tuple(
+            meta.name for meta in self._placement.params if meta.name not in self.direct and self.landing(meta.name)
+        )
+
+    def landing(self, name: str) -> bool:
+        """Return whether anything of a tensor comes to this worker."""
+        return name in self.whole or bool(self.blocks[name])
+
+    def targets(self, live: Mapping[str, Tensor]) -> dict[str, Sliced]:
+        """Return the live memory of those direct names whose blocks lie in it as a tensor of the block's shape.
+
+        Args:
+            live: the parameters and buffers that the model computes with, by runtime name.
+        """
+        found = {}
+        for name in self.direct:
+            laid = [(block, _laid(block, self._walks[name], live)) for block in self.blocks[name]]
+            parts = [(block, memory) for block, memory in laid if memory is not None]
+            if len(parts) == len(laid):
+                found[name] = Sliced.of(self._metas[name], parts)
+        return found
+
+
+@torch.no_grad()
+def land(tensor: Tensor, pieces: Iterable[Piece]) -> None:
+    """Write a checkpoint tensor, whole or `Sliced`, where pieces of it lie."""
+    for piece in pieces:
+        live = piece.destination
+        whole = tensor if isinstance(tensor, Sliced) else tensor.contiguous()
+        live.copy_(whole.as_strided(live.shape, piece.strides, whole.storage_offset() + piece.offset))
+
+
+def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Return disjoint blocks that have every element of these, in order, and as few of them as is simple.
+
+    Neighbours that make up a block become one, and so does the smallest block around those that overlap.
+    """
+    left = list(set(blocks))
+    while True:
+        left = _disjoint(grown := _grown(left))
+        if len(left) == len(grown):
+            return tuple(sorted(left))
+
+
+def _grown(blocks: list[Block]) -> list[Block]:
+    """Return the same elements as fewer blocks, each of neighbours that make up a block; only overlaps stay such."""
+    while True:
+        before = len(blocks)
+        for dim in range(len(blocks[0].start) if blocks else 0):
+            blocks = _joined(blocks, dim)
+        if len(blocks) == before:
+            return blocks
+
+
+def _joined(blocks: list[Block], dim: int) -> list[Block]:
+    """Return blocks of which no two end and begin at the same place along ``dim`` and are alike in all others."""
+    rows: dict[object, list[Block]] = {}
+    for block in blocks:
+        rest = (*block.start[:dim], *block.start[dim + 1 :]), (*block.stop[:dim], *block.stop[dim + 1 :])
+        rows.setdefault(rest, []).append(block)
+    found = []
+    for row in rows.values():
+        row.sort(key=lambda block: block.start[dim])
+        newest = row[0]
+        for block in row[1:]:
+            if block.start[dim] == newest.stop[dim]:
+                newest = _around(newest, block)
+            else:
+                found.append(newest)
+                newest = block
+        found.append(newest)
+    return found
+
+
+def _disjoint(blocks: list[Block]) -> list[Block]:
+    """Return blocks of which those that met were replaced by the one around them, once."""
+    found: list[Block] = []
+    for block in sorted(blocks):
+        meets = [one for one in found if one.meet(block) is not None]
+        for one in meets:
+            found.remove(one)
+            block = _around(block, one)
+        found.append(block)
+    return found
+
+
+def _around(one: Block, other: Block) -> Block:
+    return Block(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))
+
+
+def _walks(meta: ParamMeta, landings: Collection[Landing]) -> list[tuple[Walk, Landing]] | str:
+    """Return the ways of copies through a checkpoint tensor, each a block of it; or why that cannot be said."""
+    found = []
+    for landing in landings:
+        if not landing.exact:
+            return f"the engine's loader computes {landing.param} from it"
+        if not landing.numel:
+            continue
+        walk = walk_of(meta.shape, landing.source_offset, landing.shape, landing.source_strides)
+        if walk is None or walk.along() is None:
+            return f"what the engine's loader copies of it into {landing.param} is no block"
+        found.append((walk, landing))
+    return found
+
+
+def _laid(block: Block, walks: Iterable[tuple[Walk, Landing]], live: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the live memory of a block, seen with the block's shape; None where no strides lead through it."""
+    own = [(walk, landing) for walk, landing in walks if block.contains(walk.block)]
+    params = {landing.param for _, landing in own}
+    if len(params) != 1 or len(blocks := {walk.block for walk, _ in own}) < len(own) or _grown([*blocks]) != [block]:
+        return None  # in several parameters, or some of it twice
+    strides: dict[int, int] = {}
+    for dim, to in (pair for walk, landing in own for pair in _strides(walk, landing)):
+        if strides.setdefault(dim, to) != to:
+            return None
+    own.sort(key=lambda one: sum(map(int.__ne__, one[0].start, block.start)))
+    first = own[0][1].offset
+    for walk, landing in own:
+        steps = {dim: at - start for dim, (at, start) in enumerate(zip(walk.start, block.start, strict=True))}
+        rest = landing.offset - first - sum(by * strides.get(dim, 0) for dim, by in steps.items())
+        unknown = [dim for dim, by in steps.items() if by and dim not in strides]
+        if len(unknown) == 1 and rest > 0 and rest % steps[unknown[0]] == 0:
+            strides[unknown[0]] = rest // steps[unknown[0]]
+        elif unknown or rest:
+            return None
+    if any(size > 1 and strides.get(dim, 0) < 1 for dim, size in enumerate(block.shape)):
+        return None
+    param = live[params.pop()].detach()
+    return param.as_strided(block.shape, [strides.get(dim, 1) for dim in range(len(block.shape))], _at(param, first))
+
+
+def _strides(walk: Walk, landing: Landing) -> Iterator[tuple[int, int]]:
+    """Yield for dimensions of the checkpoint tensor how far apart their elements lie in live memory; 0 if unevenly."""
+    for dim, steps in enumerate(walk.along() or ()):
+        expected = None
+        for step in steps:
+            to = landing.strides[step.view] * (step.stride // landing.source_strides[step.view])
+            if expected is None:
+                yield dim, to
+            elif to != expected:
+                yield dim, 0
+            expected = to * step.size
+
+
+def _at(param: Tensor, offset: int) -> int:
+    return int(param.storage_offset()) + offset
