@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.landing.sliced import Sliced, part_of, region_of
+from torchrl_ext.landing.regions import region_of
+from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -32,6 +33,13 @@ def sliced(full, *blocks, name="w"):
 
 def whole(full):
     return sliced(full, Block.whole(full.shape))
+
+
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode])
+def mode(request):
+    """Engines load in either; operators come in other pieces in inference mode."""
+    with request.param():
+        yield
 
 
 VIEWS = {
@@ -71,7 +79,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_reads_what_the_same_view_of_the_full_tensor_holds(name):
+def test_a_view_reads_what_the_same_view_of_the_full_tensor_holds(name, mode):
     full, view = made((8, 6)), VIEWS[name]
     lazy, expected = view(whole(full)), view(full)
     assert lazy.shape == expected.shape and lazy.dtype == expected.dtype
@@ -84,7 +92,7 @@ def test_a_view_reads_what_the_same_view_of_the_full_tensor_holds(name):
 
 
 @pytest.mark.parametrize("name", set(VIEWS) - {"flattened columns"})
-def test_a_view_stays_one_until_it_is_read(name):
+def test_a_view_stays_one_until_it_is_read(name, mode):
     view = VIEWS[name](Sliced.of(ParamMeta("w", torch.float32, (8, 6)), []))
     assert isinstance(view, Sliced)
     if view.numel():
@@ -93,7 +101,7 @@ def test_a_view_stays_one_until_it_is_read(name):
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_no_view_reads_what_is_not_there(name):
+def test_no_view_reads_what_is_not_there(name, mode):
     full, view = made((8, 6)), VIEWS[name]
     held = Block((1, 1), (7, 5))
     try:
@@ -108,7 +116,7 @@ def test_no_view_reads_what_is_not_there(name):
         assert torch.equal(found, expected)
 
 
-def test_views_of_views_of_every_kind_agree_with_the_full_tensor():
+def test_views_of_views_of_every_kind_agree_with_the_full_tensor(mode):
     full = made((4, 6, 4))
     steps = {
         "narrow": lambda one: one.narrow(one.dim() - 1, 1, one.shape[-1] - 1),
@@ -139,7 +147,7 @@ def test_the_error_names_the_tensor_and_what_of_it_is_not_there():
     torch.empty(2, 6).copy_(part[2:4])
 
 
-def test_a_copy_casts_as_a_copy_of_a_full_tensor_does():
+def test_a_copy_casts_as_a_copy_of_a_full_tensor_does(mode):
     full = torch.randn(8, 6)
     found = torch.empty(3, 6, dtype=torch.bfloat16)
     found.copy_(whole(full)[2:5])
@@ -149,7 +157,7 @@ def test_a_copy_casts_as_a_copy_of_a_full_tensor_does():
 
 
 @pytest.mark.parametrize("change", [lambda one: one.to(torch.bfloat16), torch.clone, lambda one: one.t().contiguous()])
-def test_a_cast_of_a_tensor_that_is_there_in_part_keeps_to_what_is_there(change):
+def test_a_cast_of_a_tensor_that_is_there_in_part_keeps_to_what_is_there(change, mode):
     full = made((8, 6))
     part = change(sliced(full, ((2, 0), (4, 6)), ((6, 1), (8, 3))))
     expected = change(full)
@@ -163,7 +171,7 @@ def test_a_cast_of_a_tensor_that_is_there_in_part_keeps_to_what_is_there(change)
         part[0] + 0
 
 
-def test_a_cast_after_views_keeps_to_what_is_there():
+def test_a_cast_after_views_keeps_to_what_is_there(mode):
     full = made((4, 6, 4))
     part = sliced(full, ((1, 0, 0), (2, 6, 4)), ((3, 0, 0), (4, 6, 4)))
     view = part[1:, :, 1:3].transpose(0, 2).unsqueeze(1).to(torch.float64)
@@ -173,7 +181,7 @@ def test_a_cast_after_views_keeps_to_what_is_there():
         view[..., 1] + 0
 
 
-def test_a_tensor_without_dimensions_is_there_or_not():
+def test_a_tensor_without_dimensions_is_there_or_not(mode):
     meta, value = ParamMeta("scale", torch.float32, ()), torch.tensor(2.5)
     there = Sliced.of(meta, [(Block((), ()), value)])
     assert there.item() == 2.5 and there.view(1).shape == (1,) and float(there.reshape(1)[0]) == 2.5
@@ -198,7 +206,7 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_copy_to_where_there_is_no_memory_is_counted_and_reads_nothing():
+def test_a_copy_to_where_there_is_no_memory_is_counted_and_reads_nothing(mode):
     part = Sliced.of(ParamMeta("w", torch.float32, (8, 6)), [])
     target = torch.empty(4, 6, device="meta")
     with Counter() as counter:
@@ -210,7 +218,7 @@ def test_a_copy_to_where_there_is_no_memory_is_counted_and_reads_nothing():
         target.copy_(part[:3])
 
 
-def test_nothing_writes_into_it():
+def test_nothing_writes_into_it(mode):
     part = whole(made((8, 6)))
     for write in (lambda: part.zero_(), lambda: part[0].copy_(torch.zeros(6)), lambda: part.data.mul_(2)):
         with pytest.raises(ConfigError, match="came in slices"):

@@ -9,123 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.landing.regions import Walk, walk_of, widths_of
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["Sliced", "Walk", "part_of", "region_of", "walk_of"]
+__all__ = ["Sliced", "part_of"]
 
 _AT_ONCE = 1 << 20  # elements that are looked up one by one at once
-
-
-class Step(NamedTuple):
-    """One dimension of a walk.
-
-    Attributes:
-        size: how many elements it goes along.
-        view: which dimension of the view it is, or is a part of.
-        stride: of the view, in elements of the full tensor.
-        by: how far each step goes in every dimension of the full tensor.
-    """
-
-    size: int
-    view: int
-    stride: int
-    by: tuple[int, ...]
-
-
-class Walk(NamedTuple):
-    """A strided view of a full contiguous tensor, as steps in the coordinates of the full tensor.
-
-    Attributes:
-        start: coordinates of the first element.
-        stop: one past the greatest coordinate, in every dimension.
-        steps: the dimensions of the view in their order, each as one or several; those of one element are left out.
-    """
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-    steps: tuple[Step, ...]
-
-    @property
-    def block(self) -> Block:
-        """The smallest block that has every element."""
-        return Block(self.start, self.stop)
-
-    def along(self) -> list[list[Step]] | None:
-        """Return for each dimension of the full tensor the steps along it, the finest first; None where it is no box.
-
-        A box is walked through by steps that go along one dimension each, and that meet each element once.
-        """
-        found: list[list[Step]] = [[] for _ in self.start]
-        for step in self.steps:
-            moves = [dim for dim, by in enumerate(step.by) if by]
-            if len(moves) != 1:
-                return None
-            found[moves[0]].append(step)
-        for dim, steps in enumerate(found):
-            steps.sort(key=lambda step: step.by[dim])
-            reached = 1
-            for step in steps:
-                if step.by[dim] != reached:
-                    return None
-                reached *= step.size
-        return found
-
-
-def walk_of(shape: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Walk | None:
-    """Return a strided view of a full contiguous tensor as steps in its coordinates.
-
-    Args:
-        shape: of the full tensor.
-        offset: of the view's first element, in elements.
-        sizes, strides: of the view; it has elements.
-
-    Returns:
-        None where no steps of fixed direction lead through it (it wraps around at places that differ from row to row).
-    """
-    widths = _widths(shape)
-    if not 0 <= offset < math.prod(shape):
-        return None
-    start = _digits(offset, widths)
-    last, steps = list(start), list[Step]()
-    for view, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-        coarse = list[Step]()
-        while size > 1:
-            by = _digits(stride, widths)
-            room = [(shape[dim] - 1 - start[dim]) // one for dim, one in enumerate(by) if one]
-            fits = min([size, *(one + 1 for one in room)])
-            if fits < size:  # a flattened dimension: whole rounds of the finer one, then steps of the coarser one
-                carried = next((dim for dim, one in enumerate(by) if one), 0)
-                fits = shape[carried] // by[carried] if by[carried] else 0
-                if start[carried] or fits < 2 or size % fits or shape[carried] % by[carried]:
-                    return None
-            coarse.insert(0, Step(fits, view, stride, by))
-            size, stride = size // fits, stride * fits
-        steps += coarse
-    for step in steps:
-        last = [at + (step.size - 1) * one for at, one in zip(last, step.by, strict=True)]
-    if any(at >= size for at, size in zip(last, shape, strict=True)):
-        return None
-    return Walk(start, tuple(at + 1 for at in last), tuple(steps))
-
-
-def region_of(shape: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Block | None:
-    """Return the block of a full contiguous tensor that a strided view covers, each element once; None if it is none.
-
-    Args:
-        shape: of the full tensor.
-        offset: of the view's first element, in elements.
-        sizes, strides: of the view.
-    """
-    walk = walk_of(shape, offset, sizes, strides) if math.prod(sizes) else None
-    return None if walk is None or walk.along() is None else walk.block
 
 
 def part_of(tensor: Tensor, block: Block) -> Tensor | None:
@@ -230,7 +127,7 @@ class Sliced(Tensor):
 
     def _looked_up(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
         """Return the elements one by one, from whichever part has them."""
-        shape, widths, device = self.meta.shape, _widths(self.meta.shape), self.device
+        shape, widths, device = self.meta.shape, widths_of(self.meta.shape), self.device
         found = torch.empty(math.prod(sizes), dtype=self.meta.dtype, device=device)
         for first in range(0, found.numel(), _AT_ONCE):
             left = torch.arange(first, min(first + _AT_ONCE, found.numel()), device=device)
@@ -292,6 +189,8 @@ class Sliced(Tensor):
     ) -> Any:
         """Follow views, do nothing for copies to where there are no data, and read the region for all else."""
         kwargs = kwargs or {}
+        if func._can_decompose():  # in inference mode what is made of other operators comes as one
+            return func.decompose(*args, **kwargs)
         first = args[0] if args else None
         written = [
             args[index]
@@ -314,9 +213,11 @@ class Sliced(Tensor):
         return func(*_read(args), **_read(kwargs))
 
     def _viewed(self, region: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        found = tree_flatten(region)[0]
-        if any(one.dtype != self.meta.dtype or one.is_conj() or one.is_neg() for one in found):
-            return func(*_read(args), **_read(kwargs))  # the same bytes seen otherwise
+        memory = self._region.untyped_storage()._cdata
+        for one in tree_flatten(region)[0]:
+            seen_otherwise = one.dtype != self.meta.dtype or one.is_conj() or one.is_neg()
+            if seen_otherwise or one.untyped_storage()._cdata != memory:
+                return func(*_read(args), **_read(kwargs))
         return tree_map_only(Tensor, lambda one: _sliced(self.meta, self.parts, one), region)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own would read the values
@@ -360,23 +261,6 @@ def _walked(walk: Walk, data: Tensor, sizes: tuple[int, ...]) -> Tensor:
     strides = [sum(by * stride for by, stride in zip(step.by, data.stride(), strict=True)) for step in walk.steps]
     found = data.as_strided([step.size for step in walk.steps], strides, data.storage_offset())
     return found.reshape(sizes)
-
-
-def _widths(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    found = [1]
-    for size in reversed(shape[1:]):
-        found.append(found[-1] * size)
-    return tuple(reversed(found)) if shape else ()
-
-
-def _digits(offset: int, widths: Sequence[int]) -> tuple[int, ...]:
-    """Return the coordinates of an element, or how far a stride goes in each dimension."""
-    found = []
-    for width in widths:
-        digit, offset = divmod(offset, width)
-        found.append(digit)
-    return tuple(found)
 
 
 def _spelled(block: Block) -> str:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.placement import Landing, Placement
-from torchrl_ext.landing.sliced import Sliced, Walk, walk_of
+from torchrl_ext.landing.regions import Walk, walk_of
+from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
