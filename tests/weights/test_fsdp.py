@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import socket
-from contextlib import ExitStack
-
 import pytest
 import torch
 
-from tests.processes import WAIT_S, running_python
+from tests.weights.ranks import outcomes_of, require_passed
 
 PRELUDE = """
-import datetime, sys, torch, torch.distributed as dist, torchrl_ext as tx
+import torchrl_ext as tx
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source, checked
-
-rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-dist.init_process_group(
-    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
-)
 
 class Policy(nn.Module):
     def __init__(self):
@@ -293,40 +284,13 @@ dist.barrier()
 }
 
 
-LOOP = """
-import json, traceback
-outcomes = {}
-for number, (name, scenario) in enumerate(json.loads(sys.stdin.read()).items()):
-    folder = f"{sys.argv[4]}/{number}"
-    try:
-        exec(scenario, globals() | {"folder": folder})
-        dist.barrier()
-        outcomes[name] = "passed"
-    except BaseException:
-        outcomes[name] = traceback.format_exc()
-        break  # the ranks are out of step now
-print(json.dumps(outcomes))
-"""
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """What became of each scenario on each rank; two processes run them one after the other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("ranks")
-    with ExitStack() as ends:
-        ranks = [ends.enter_context(running_python(PRELUDE + LOOP, rank, "2", port, folder)) for rank in range(2)]
-        for rank in ranks:
-            rank.stdin.write(json.dumps(TWO_RANKS))
-            rank.stdin.close()
-        return [json.loads(rank.stdout.read().splitlines()[-1]) for rank in ranks if rank.wait(WAIT_S) == 0]
+    return outcomes_of(TWO_RANKS, PRELUDE, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("scenario", TWO_RANKS)
 def test_with_two_ranks(scenario, outcomes):
-    assert len(outcomes) == 2, "a rank died"
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.get(scenario, "never reached") == "passed", f"rank {rank}: {outcome}"
+    require_passed(scenario, outcomes, 2)

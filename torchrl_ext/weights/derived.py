@@ -89,7 +89,10 @@ class CastSource(WeightSource):
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the blocks that this rank holds, not cast yet: the copy to where they are sent from casts them."""
+        """Yield the blocks that this rank holds, not cast yet: the copy to where they are sent from casts them.
+
+        It rounds as a cast of the whole does, bit by bit; only the payload of a NaN that is widened may be another.
+        """
         for shard in self._source.shards():
             yield replace(shard, meta=self._cast(shard.meta))
 

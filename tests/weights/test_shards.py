@@ -1,0 +1,500 @@
+"""Which blocks of tensors a trainer's ranks hold: together they are what a gather gives, and nothing is gathered."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.models import converted_model
+from tests.processes import python
+from tests.weights.ranks import outcomes_of, require_passed
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.sync.outgoing import Outgoing
+from torchrl_ext.testing import same_bits
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights import groups
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.derived import ConvertedSource
+from torchrl_ext.weights.groups import Part
+from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
+from torchrl_ext.weights.shards.parts import place_of
+from torchrl_ext.weights.source import MappingSource, WeightSource, as_source
+
+WORLD = 4
+
+PRELUDE = """
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from tests.models import converted_model
+from tests.weights.ranks import no_collectives, require_assembled
+from torchrl_ext.sync.outgoing import Outgoing
+from torchrl_ext.testing import any_bits, same_bits
+from torchrl_ext.weights.derived import CastSource, RenamedSource
+from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.source import as_source
+
+line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.one = nn.Parameter(torch.randn(1, 3))
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("nothing", torch.empty(0, 2))
+
+def policy(**how):
+    torch.manual_seed(0)
+    made = Policy()
+    fully_shard(made.body, **how)
+    fully_shard(made, **how)
+    return made
+
+def names(shards):
+    return [shard.meta.name for shard in shards]
+"""
+
+RANKS = {
+    "FSDP2 holds rows, split as evenly as they can be, and some ranks hold nothing": """
+model = policy()
+shards = require_assembled(as_source(model))
+expected = ["embed.weight", "one", *(name for name, _ in model.body.named_parameters(prefix="body")), "steps"]
+held = [name for name in expected if name == "steps" or model.get_parameter(name).to_local().numel()]
+assert sorted(names(shards)) == sorted(held) and ("one" in names(shards)) == (rank == 0), names(shards)
+assert "head.weight" not in names(shards)
+assert {shard.meta.name: shard.block for shard in shards}["steps"] == Block((), ())
+""",
+    "what is taken is the live memory as it is then, without the padding that FSDP2 adds": """
+model = policy()
+shards = list(as_source(model).shards())
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.mul_(-2)
+for shard in shards:
+    if shard.meta.name != "steps":
+        local = model.get_parameter(shard.meta.name).to_local()
+        assert shard.take().data_ptr() == local.data_ptr() and same_bits(shard.take(), local.detach())
+        assert shard.block.shape == tuple(local.shape)
+model.load_state_dict(policy().state_dict())
+require_assembled(as_source(model))
+""",
+    "FSDP2 holds columns where it is told to": """
+model = policy()
+require_assembled(as_source(model))
+wide = nn.Linear(8, 3)
+fully_shard(wide, shard_placement_fn=lambda parameter: Shard(1) if parameter.ndim > 1 else None)
+(columns, *_) = require_assembled(as_source(wide))
+assert columns.block == Block((0, 2 * rank), (3, 2 * rank + 2))
+""",
+    "replicas of HSDP are told by every rank that has one": """
+model = policy(mesh=square)
+shards = require_assembled(as_source(model))
+blocks = [None] * world
+dist.all_gather_object(blocks, [(shard.meta.name, shard.block) for shard in shards])
+assert blocks[0] == blocks[2] and blocks[1] == blocks[3] and blocks[0] != blocks[1]
+""",
+    "tensor parallel layers hold rows and columns": """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.LayerNorm(7))
+parallelize_module(model, line, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+shards = require_assembled(as_source(model))
+assert names(shards)[-1] == "2.bias"
+""",
+    "any placement on one or two dimensions of a mesh": """
+torch.manual_seed(0)
+kinds = {line: [[Shard(0)], [Shard(1)], [Shard(2)], [Replicate()]]}
+kinds[square] = [
+    [Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Replicate(), Shard(2)], [Shard(1), Replicate()]
+]
+weights = {}
+for mesh, several in kinds.items():
+    for placements in several:
+        for shape in ((1, 2, 3), (4, 5, 8), (9, 7, 2), (0, 3, 4)):
+            weights[f"{mesh.ndim}{placements}{shape}"] = distribute_tensor(torch.randn(shape), mesh, placements)
+weights["one"] = distribute_tensor(torch.tensor(2.5), line, [Replicate()])
+require_assembled(as_source(weights))
+""",
+    "FSDP2 over tensor parallel layers, split unevenly": """
+def split(rows):
+    made = nn.Module()
+    full = torch.arange(rows * 4.0).view(rows, 4)
+    made.rows = nn.Parameter(distribute_tensor(full, square["tensor"], [Shard(0)]))
+    made.columns = nn.Parameter(distribute_tensor(full, square["tensor"], [Shard(1)]))
+    made.both = nn.Parameter(distribute_tensor(full, square["tensor"], [Replicate()]))
+    fully_shard(made, mesh=square["data"])
+    assert type(made.rows.placements[0]) is _StridedShard
+    return made
+for rows in (1, 2, 3, 5, 7, 8):
+    require_assembled(as_source(split(rows)))
+""",
+    "a strided block is yielded piece by piece": """
+weights = {"three": distribute_tensor(torch.arange(48.0).view(24, 2), line, [_StridedShard(0, split_factor=3)])}
+shards = require_assembled(as_source(weights))
+assert [shard.block.start for shard in shards] == [(at + 2 * rank, 0) for at in (0, 8, 16)]
+pointers = {shard.take().untyped_storage().data_ptr() for shard in shards}
+assert pointers == {weights["three"].to_local().untyped_storage().data_ptr()}
+""",
+    "what placements do not tell is gathered, in order, and says why": """
+mine = torch.arange(6.0).view(2, 3) * (rank + 1)
+weights = {
+    "a": distribute_tensor(torch.arange(5.0), line, [Shard(0)]),
+    "b": DTensor.from_local(mine, line, [Partial()]),
+    "c": torch.arange(3.0),
+    "d": DTensor.from_local(mine, square, [Partial(), Shard(0)]),
+}
+shards = require_assembled(as_source(weights), gathers={"b", "d"})
+assert ["sum" in shard.why for shard in shards if shard.gathers] == [True, True]
+try:
+    with no_collectives():
+        shards[-1].take()
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a gather was not noticed")
+""",
+    "a local tensor that is not what its placement says is refused by name": """
+from torchrl_ext.errors import ManifestError
+wrong = DTensor.from_local(torch.ones(rank + 1, 2), line, [Shard(0)], run_check=False, shape=(10, 2), stride=(2, 1))
+try:
+    list(as_source({"odd": wrong}).shards())
+except ManifestError as error:
+    assert "odd" in str(error) and rank != 2, error  # rank 2 holds three rows either way
+else:
+    assert rank == 2
+""",
+    "ranks outside of a tensor's mesh hold nothing of it": """
+from torch.distributed.device_mesh import DeviceMesh
+pair = DeviceMesh("cpu", [1, 2])
+full = torch.arange(10.0).view(5, 2)
+held = {"pair": distribute_tensor(full, pair, [Shard(0)]), "sum": DTensor.from_local(full, pair, [Partial()])}
+shards = list(as_source(held).shards())
+assert [shard.block for shard in shards if not shard.gathers] == {
+    1: [Block((0, 0), (3, 2))], 2: [Block((3, 0), (5, 2))]
+}.get(rank, [])
+assert names(shards) == (["pair", "sum"] if rank in (1, 2) else [])
+""",
+    "a cast of a block is the block of the cast": """
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+    anything = any_bits(dtype, 37, 11)
+    if dtype is torch.float16:  # to widen it, torch's vectors and its loop over the rest make NaNs of other payloads
+        anything = torch.where(anything.isnan(), torch.inf, anything)
+    weights = {
+        "any": distribute_tensor(anything, line, [Shard(0)]),
+        "wide": distribute_tensor(torch.randn(8, 64).mul(1e3).to(dtype), line, [Shard(1)]),
+        "whole": any_bits(dtype, 5),
+        "count": distribute_tensor(torch.arange(10), line, [Shard(0)]),
+    }
+    for target in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2):
+        shards = require_assembled(CastSource(as_source(weights), target))
+        assert {shard.meta.dtype for shard in shards} == {target, torch.int64}
+        assert {shard.take().dtype for shard in shards} == {dtype, torch.int64}
+""",
+    "float32 masters of mixed precision are cast as they are copied, and an update counts them": """
+model = policy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+source = Outgoing(as_source(model), model, mapper={"(.*)weight": r"it.\\1w"}, dtype=torch.bfloat16)
+shards = require_assembled(source)
+assert "it.embed.w" in [meta.name for meta in source.params()]
+list(source.shards())
+assert source.count == len(source.params()) and source.bytes == source.model_bytes
+by_name = {shard.meta.name: shard for shard in shards}
+assert by_name["it.embed.w"].meta.dtype == torch.bfloat16 and by_name["it.embed.w"].take().dtype == torch.float32
+""",
+    "models that transformers converts are told under the names of their checkpoints": """
+for kind in ("qwen3_moe", "deepseek_v3", "qwen2_5_vl", "hrm_text"):
+    model = converted_model(kind)
+    inner = getattr(model.model, "language_model", model.model)
+    for layer in getattr(inner, "layers", ()):
+        fully_shard(layer)
+    fully_shard(model)
+    source = as_source(model)
+    gathered = {shard.meta.name for shard in source.shards() if shard.gathers}
+    assert bool(gathered) == (kind == "hrm_text"), (kind, gathered)
+    shards = require_assembled(source, gathers=gathered)
+    require_assembled(CastSource(source, torch.bfloat16), gathers=gathered)
+    if kind == "qwen3_moe":
+        experts = {name.split(".experts.")[1].split(".")[0] for name in names(shards) if ".experts." in name}
+        assert experts == {str(rank)}, experts  # as many as ranks
+""",
+    "stacked experts that are split along any dimension": """
+for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(2)], [Shard(2), Replicate()], [Shard(1), Shard(1)]):
+    model = converted_model("qwen3_moe")
+    for name, parameter in list(model.named_parameters()):
+        if ".experts." in name:
+            owner, _, last = name.rpartition(".")
+            split = nn.Parameter(distribute_tensor(parameter.detach(), square, placements))
+            setattr(model.get_submodule(owner), last, split)
+    require_assembled(as_source(model))
+""",
+    "weights into which adapters are merged are gathered, the others are not": """
+import peft
+torch.manual_seed(0)
+base = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5))
+model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["1"], init_lora_weights=False))
+fully_shard(model)
+shards = require_assembled(as_source(model), gathers={"1.weight"})
+assert [shard.why for shard in shards if shard.gathers] == ["adapters are merged into it"]
+from torchrl_ext.weights.adapter import as_adapter
+require_assembled(as_adapter(model))
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What became of each scenario on each rank; four processes run them one after the other."""
+    return outcomes_of(RANKS, PRELUDE, WORLD, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("scenario", RANKS)
+def test_with_four_ranks(scenario, outcomes):
+    require_passed(scenario, outcomes, WORLD)
+
+
+def test_fully_shard_over_many_ranks_holds_what_it_says():
+    """Each rank in a process of its own that talks to nobody: splits by up to three dimensions of a mesh."""
+    python("""
+import multiprocessing, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchrl_ext.weights.source import as_source
+
+SIZES = (1, 2, 3, 5, 7, 11, 12, 13, 24, 31)
+
+def rows(size):
+    return 1 + torch.arange(size * 3.0).view(size, 3)
+
+def held(told):
+    shape, inner, rank = told
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=torch.Size(shape).numel())
+    names = ("data", "one", "two")[: len(shape)]
+    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=names), []
+    for size in SIZES:
+        model = nn.Module()
+        split = distribute_tensor(rows(size), mesh[names[1:]], list(map(Shard, inner)), src_data_rank=None)
+        model.rows = nn.Parameter(split)
+        fully_shard(model, mesh=mesh["data"])
+        for shard in as_source(model).shards():
+            assert not shard.gathers, shard.why
+            found.append((size, shard.block.start, shard.block.stop, shard.take().tolist()))
+    return found
+
+with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+    for shape, inner in (((3, 2), (0,)), ((2, 3), (1,)), ((3, 2, 2), (0, 0))):
+        whole = {size: torch.zeros(size, 3) for size in SIZES}
+        ranks = range(torch.Size(shape).numel())
+        for found in pool.imap(held, [(shape, inner, rank) for rank in ranks], chunksize=1):
+            for size, start, stop, values in found:
+                where = whole[size][tuple(map(slice, start, stop))]
+                assert not where.any(), "an element is on two ranks"
+                where += torch.tensor(values)
+        for size, tensor in whole.items():
+            assert torch.equal(tensor, rows(size)), (shape, size)
+""")
+
+
+# without other ranks
+
+
+def test_a_plain_module_is_held_as_a_whole_in_its_own_memory():
+    model = nn.Linear(3, 2)
+    shards = list(as_source(model).shards())
+    assert [(shard.block, shard.gathers) for shard in shards] == [
+        (Block((0, 0), (2, 3)), False),
+        (Block((0,), (2,)), False),
+    ]
+    with torch.no_grad():
+        model.weight.fill_(7)
+    assert shards[0].take().data_ptr() == model.weight.data_ptr()
+    assert bool((shards[0].take() == 7).all())
+
+
+def test_experts_of_a_plain_model_are_views():
+    model = converted_model("qwen3_moe")
+    live = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    expected = dict(as_source(model))
+    for shard in as_source(model).shards():
+        taken = shard.take()
+        assert same_bits(taken, expected.pop(shard.meta.name))
+        assert taken.untyped_storage().data_ptr() in live
+    assert not expected
+
+
+def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeypatch):
+    made = []
+
+    def revert(model, tensors):
+        made.append(model)
+        return {"x": torch.cat([*tensors.values()]), "y": torch.cat([*tensors.values()][::-1])}
+
+    monkeypatch.setattr(groups, "_revert", revert)
+    part, sources = Part((4,), (1,), 0), {"in.a": ((2,), (1,)), "in.b": ((2,), (1,))}
+    model = nn.Linear(1, 1)
+    group = groups.Group(
+        sources=sources, results={"x": part, "y": part}, copied=True, prefix="in.", model=weakref.ref(model)
+    )
+    live = {"in.a": torch.zeros(2), "in.b": torch.ones(2), "kept": torch.ones(3)}
+    shards = list(Outgoing(ConvertedSource(MappingSource(live), [group])).shards())
+    assert [(shard.meta.name, shard.gathers) for shard in shards] == [("x", True), ("y", True), ("kept", False)]
+    assert "copy" in shards[0].why
+    assert not made
+    live["in.a"].fill_(5)
+    assert [shard.take().tolist() for shard in shards] == [[5, 5, 1, 1], [1, 1, 5, 5], [1, 1, 1]]
+    assert made == [model]
+
+
+def test_a_checkpoint_is_read_when_it_is_taken(tmp_path):
+    model = nn.Linear(3, 2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    shards = list(CheckpointSource(tmp_path).shards())
+    with torch.no_grad():
+        model.weight.fill_(3)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = {shard.meta.name: shard.take() for shard in reversed(shards)}  # in any order
+    assert not any(shard.gathers for shard in shards)
+    assert same_bits(found["weight"], model.weight.detach())
+
+
+class Made(WeightSource):
+    def __init__(self):
+        self.passes = 0
+
+    def params(self):
+        return (ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.float32, (0,)))
+
+    def __iter__(self):
+        self.passes += 1
+        yield "a", torch.ones(2)
+        yield "b", torch.ones(0)
+
+
+def test_a_source_of_another_kind_gives_whole_tensors_of_one_pass():
+    source = Made()
+    shards = list(Outgoing(source).shards())
+    assert [shard.gathers for shard in shards] == [True, True]
+    assert [shard.take().numel() for shard in shards] == [2, 0]
+    assert source.passes == 1
+
+
+META = ParamMeta("w", torch.float32, (4, 6))
+NEXT = ParamMeta("x", torch.float32, ())
+
+
+def shard(start, stop, meta=META, **how):
+    return Shard(meta, Block(start, stop), lambda: torch.zeros(()), **how)
+
+
+def test_blocks_that_touch_are_apart():
+    several = [shard((2, 0), (4, 3)), shard((0, 3), (4, 6)), shard((0, 0), (2, 3))]
+    scalar = shard((), (), NEXT)
+    assert list(checked_shards([*several, scalar], [META, NEXT])) == [(META, tuple(several)), (NEXT, (scalar,))]
+    assert list(checked_shards([], [META, NEXT])) == [(META, ()), (NEXT, ())]
+
+
+@pytest.mark.parametrize(
+    ("shards", "what"),
+    [
+        ([shard((0, 0), (2, 6)), shard((1, 5), (4, 6))], "share elements: [0:2, 0:6] and [1:4, 5:6]"),
+        ([shard((0, 0), (4, 1)), shard((1, 1), (2, 2)), shard((3, 0), (4, 6))], "share elements"),
+        ([shard((), (), NEXT), shard((), (), NEXT)], "share elements: [] and []"),
+        ([shard((0, 0), (5, 6))], "is [0:5, 0:6]"),
+        ([shard((-1, 0), (2, 6))], "is [-1:2, 0:6]"),
+        ([shard((0,), (4,))], "is [0:4]"),
+        ([shard((1, 0), (1, 6))], "which is empty"),
+        ([shard((3, 0), (1, 6))], "which is empty"),
+        ([shard((), (), NEXT), shard((0, 0), (4, 6))], "out of order"),
+        ([shard((0, 0), (4, 6), ParamMeta("w", torch.bfloat16, (4, 6)))], "out of order"),
+    ],
+)
+def test_shards_that_are_not_sound_are_refused_by_name(shards, what):
+    with pytest.raises(ManifestError) as caught:
+        list(checked_shards(shards, [META, NEXT]))
+    assert what in str(caught.value)
+    assert shards[-1].meta.name in str(caught.value)
+
+
+# parts of tensors
+
+
+def _viewed(random_, tensor):
+    """A view of ``tensor`` by a few random steps that keep it a box."""
+    for _ in range(random_.randrange(5)):
+        dim = random_.randrange(max(1, tensor.dim()))
+        size = tensor.shape[dim] if tensor.dim() else 1
+        kind = random_.choice(["narrow", "step", "select", "swap", "one"])
+        if kind == "one" or not tensor.dim():
+            tensor = tensor.unsqueeze(dim if tensor.dim() else 0)
+        elif kind == "narrow":
+            start = random_.randrange(size)
+            tensor = tensor.narrow(dim, start, random_.randint(1, size - start))
+        elif kind == "step":
+            tensor = tensor[(slice(None),) * dim + (slice(random_.randrange(size), None, random_.randint(1, 3)),)]
+        elif kind == "select":
+            tensor = tensor.select(dim, random_.randrange(size))
+        else:
+            tensor = tensor.transpose(dim, random_.randrange(tensor.dim()))
+    return tensor
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_of_a_part_are_those_of_its_tensor(seed):
+    random_ = random.Random(seed)
+    shape = [random_.randint(1, 6) for _ in range(random_.randint(1, 4))]
+    order = random_.sample(range(len(shape)), len(shape))
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape).permute(order)  # of any strides
+    view = _viewed(random_, tensor)
+    part = Part(tuple(view.shape), view.stride(), int(view.storage_offset()))
+    place = place_of(part, tuple(tensor.shape), tensor.stride())
+    assert place is not None
+    meta, found = ParamMeta("part", tensor.dtype, tuple(view.shape)), torch.full_like(view, -1)
+    cuts = [sorted({0, size, random_.randint(0, size)}) for size in tensor.shape]
+    blocks = [((), ())]
+    for cut in cuts:
+        blocks = [((*a, low), (*b, high)) for a, b in blocks for low, high in pairwise(cut)]
+    boxes = [Block(*bounds) for bounds in blocks]
+    whole = Block.whole(tensor.shape)
+    shards = [Shard(meta, box, lambda box=box: tensor[box.within(whole)]) for box in boxes]
+    for one in place.shards(meta, shards):
+        where = found[tuple(map(slice, one.block.start, one.block.stop))]
+        assert bool((where == -1).all())
+        assert one.take().shape == one.block.shape
+        assert one.take().untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        where.copy_(one.take())
+    assert torch.equal(found, view)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda tensor: tensor.view(12, 5), id="dimensions in one"),
+        pytest.param(lambda tensor: tensor.view(3, 2, 2, 5), id="a dimension in two"),
+        pytest.param(lambda tensor: tensor.diagonal(0, 0, 1), id="a diagonal"),
+        pytest.param(lambda tensor: tensor[:, :1].expand(3, 4, 5), id="one element often"),
+        pytest.param(lambda tensor: tensor.as_strided((2, 3), (5, 7)), id="steps across dimensions"),
+    ],
+)
+def test_a_part_that_is_no_box_has_no_place(view):
+    tensor = torch.arange(60).view(3, 4, 5)
+    part = view(tensor)
+    assert place_of(Part(tuple(part.shape), part.stride(), 0), (3, 4, 5), tensor.stride()) is None
+
+
+def test_parts_of_a_tensor_whose_elements_share_memory_have_no_place():
+    assert place_of(Part((2,), (1,), 0), (2, 3), (0, 1)) is None
