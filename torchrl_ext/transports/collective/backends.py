@@ -30,14 +30,21 @@ _CREATING = threading.Lock()
 """Devices are created one group at a time, so that a group knows its own listening sockets."""
 
 
-def choose_backend(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
+def choose_backend(
+    device: torch.device | str | int | None, backend: str | None, known: Sequence[str] = ("gloo", "nccl")
+) -> tuple[torch.device, str]:
     """Return the device of the tensors that travel, and their backend: gloo on the CPU, NCCL on CUDA.
+
+    Args:
+        device: by default the current CUDA device, or the CPU without one or with gloo.
+        backend: one of ``known``; by default gloo or NCCL.
+        known: backends that will do.
 
     Raises:
         ConfigError: no such backend, or one that cannot move tensors of this device; or there is no such device.
     """
-    if backend not in (None, "gloo", "nccl"):
-        raise ConfigError(f"there is no collective backend {backend!r}", expected="'gloo' or 'nccl'")
+    if backend is not None and backend not in known:
+        raise ConfigError(f"there is no collective backend {backend!r}", expected=" or ".join(map(repr, known)))
     if device is None:
         device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
     chosen = known_device(device) if backend == "gloo" else usable_device(device)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
@@ -10,9 +14,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.transports.collective.backends import brief
 from torchrl_ext.transports.collective.notes import NoteStore
+from torchrl_ext.transports.collective.sockets import await_calls
 
-__all__ = ["Carrier"]
+__all__ = ["Carrier", "Move"]
+
+_LOOK_S = 0.1
+_TEARDOWN_S = 2.0
+
+
+class Move:
+    """A transfer between this rank and a peer.
+
+    Args:
+        flat: the memory, which is held until nothing uses it any more.
+        peer: the other rank.
+        sends: whether this rank sends.
+
+    Attributes:
+        nbytes: in all.
+        landed: bytes that are there.
+        failure: what the transfer met, if it failed.
+        done: set once ``flat`` is free again, well or badly.
+        counted: whether its bytes are in the carrier's counters.
+    """
+
+    def __init__(self, flat: Tensor, peer: int, sends: bool) -> None:
+        self.flat: Tensor | None = flat
+        self.peer, self.sends, self.nbytes = peer, sends, flat.numel()
+        self.landed, self.counted = 0, False
+        self.failure: BaseException | None = None
+        self.done = threading.Event()
+
+    def is_completed(self) -> bool:
+        """Return whether ``flat`` is free again, well or badly."""
+        return self.done.is_set()
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """Let go of the memory, and of those who wait."""
+        self.failure = self.failure or failure
+        self.flat = None
+        self.done.set()
 
 
 class Carrier(ABC):
@@ -34,7 +78,7 @@ class Carrier(ABC):
         alive: whether the group can be used.
         world_size: number of ranks.
         workers: ranks other than 0.
-        sent, received: bytes by peer, of the transfers that are done, as this end counts them.
+        sent, received: bytes by peer, of the transfers that were waited for, as this end counts them.
     """
 
     def __init__(
@@ -53,11 +97,7 @@ class Carrier(ABC):
         self.alive, self.workers = True, range(1, len(peers))
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
-
-    @property
-    def whole(self) -> bool:
-        """Whether no peer closed a connection, as far as that can be told."""
-        return self.alive
+        self._lock = threading.RLock()
 
     @abstractmethod
     def send(self, flat: Tensor, to: int) -> Any:
@@ -75,7 +115,6 @@ class Carrier(ABC):
     def receive(self, flat: Tensor, source: int) -> Any:
         """Begin to fill ``flat`` with what a rank sends next, and return the work to `wait` for; as `send`."""
 
-    @abstractmethod
     def wait(self, work: Any) -> None:
         """Wait until a transfer is done; one that is done may be waited for again.
 
@@ -83,6 +122,33 @@ class Carrier(ABC):
             TransportError: a connection broke, a peer is gone, or another thread aborted.
             DeadlineError: nothing moved for `timeout_s`; names the peer.
         """
+        move: Move = work
+        landed, until = -1, 0.0
+        while not move.done.wait(_LOOK_S) and move.failure is None:
+            if move.landed != landed:
+                landed, until = move.landed, time.monotonic() + self.timeout_s
+            if self._over:
+                raise TransportError("the transfer was aborted")
+            lost = self._lost()
+            if lost and not move.done.wait(_LOOK_S):  # its last bytes may be on their way from the kernel to us
+                raise TransportError(f"{lost} closed its connection while bytes moved {self._way(move)}")
+            if time.monotonic() >= until:
+                raise DeadlineError(f"nothing moved {self._way(move)} for {self.timeout_s:g} s")
+        if move.failure is not None:
+            raise self._broken(move, move.failure) from move.failure
+        with self._lock:
+            if not move.counted:
+                (self.sent if move.sends else self.received)[move.peer] += move.landed
+                move.counted = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether no peer closed a connection, as far as that can be told."""
+        return not self._lost()
+
+    @abstractmethod
+    def _lost(self) -> str:
+        """Return how to call a peer that closed its connection; "" where none did, as far as that can be told."""
 
     def call(self, ranks: Iterable[int]) -> str:
         """Return ranks as messages name them: ``"rank 2 (pid 17 on host)"``."""
@@ -91,3 +157,29 @@ class Carrier(ABC):
     @abstractmethod
     def sever(self) -> None:
         """End the group at once, here and at its peers, and every wait in other threads. May be called twice."""
+
+    @property
+    def _over(self) -> bool:
+        return self.notes.stop.is_set() or not self.alive
+
+    def _way(self, move: Move) -> str:
+        return f"{'to' if move.sends else 'from'} {self.call([move.peer])}"
+
+    def _broken(self, move: Move, error: BaseException) -> TransportError:
+        if self._over:
+            return TransportError("the transfer was aborted")
+        return TransportError(f"a connection broke while bytes moved {self._way(move)}: {brief(error)}")
+
+    def _end_with_process(self) -> None:
+        """Sever at the end of the process, before its modules go."""
+        _CARRIERS.add(self)
+
+
+_CARRIERS: weakref.WeakSet[Carrier] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_carriers() -> None:
+    for carrier in list(_CARRIERS):
+        carrier.sever()
+    await_calls(_TEARDOWN_S)

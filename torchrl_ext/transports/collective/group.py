@@ -5,11 +5,9 @@ Every `Group` is a generation of its own, so that a failed one leaves nothing be
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
@@ -30,9 +28,9 @@ from torchrl_ext.transports.collective.backends import (
     made_in_time,
     torch_store,
 )
-from torchrl_ext.transports.collective.carrier import Carrier
+from torchrl_ext.transports.collective.carrier import Carrier, Move
 from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import await_calls, carried, connected, run_beside, shut_down
+from torchrl_ext.transports.collective.sockets import carried, connected, run_beside, shut_down
 from torchrl_ext.waiting import pauses
 
 __all__ = ["Group"]
@@ -40,7 +38,6 @@ __all__ = ["Group"]
 _SLICE = timedelta(seconds=0.1)
 _PAUSE_S, _LONGEST_S = 0.0005, 0.01
 _GLOO_THREADS = 8
-_TEARDOWN_S = 2.0
 _LATER_S = 5.0
 """Seconds by which gloo's deadline comes after ours: ours raises the error, and gloo's only frees its threads."""
 _NEVER = timedelta(days=365)
@@ -68,7 +65,7 @@ class Group(Carrier):
         timeout_s: float,
     ) -> None:
         super().__init__(notes, generation, rank, peers, device=device, timeout_s=timeout_s)
-        self.backend, self._lock = backend, threading.Lock()
+        self.backend = backend
         self._begun: deque[Any] = deque()
         self._calls: dict[tuple[int, bool], futures.Future[Any]] = {}
         self._second: Any = None
@@ -77,7 +74,7 @@ class Group(Carrier):
         until = time.monotonic() + timeout_s
         make = self._nccl(until) if backend == "nccl" else self._gloo(until)
         self._pg: Any = made_in_time(make, until, timeout_s, notes.stop)
-        _GROUPS.add(self)
+        self._end_with_process()
         try:
             for peer in range(self.world_size if backend == "gloo" else 0):
                 self._listeners |= _endpoints(notes.get(f"listeners/{generation}/{peer}"))
@@ -126,11 +123,6 @@ class Group(Carrier):
         if self.rank == 0:  # every rank is past them, since it took part
             self.notes.sweep(*(f"{kind}/{self.generation}/" for kind in ("group", "listeners", "ready")))
 
-    @property
-    def whole(self) -> bool:
-        """Whether no peer closed a connection, as far as that can be told."""
-        return self._count_connections() >= self._connections
-
     def moved(self) -> tuple[int, int]:
         """Return the bytes that all ranks of this process sent and received by this group, as the kernel counts them.
 
@@ -163,31 +155,32 @@ class Group(Carrier):
                 self._begun.popleft()
             self._begun.append(work)
 
-    def _move(self, flat: Tensor, peer: int, *, sends: bool) -> _Move:
+    def _move(self, flat: Tensor, peer: int, *, sends: bool) -> _Parts:
         pg = self._living()
-        move = _Move(flat, peer, self.sent if sends else self.received, "to" if sends else "from")
-        try:
-            if self.backend == "nccl":
-                self._begin_nccl(pg, move, flat, sends)
-            else:
-                call, until = pg.send if sends else pg.recv, timedelta(seconds=self.timeout_s + _LATER_S)
-                for number, part in enumerate(flat.split(_SLICE_BYTES)):  # a tag picks the device
-                    work = call([part], peer, number % GLOO_DEVICES)
-                    move.parts.append((partial(work.wait, until), part.numel()))
-        except RuntimeError as error:
-            raise self._broken(move, error) from error
-        finally:
-            self._keep(move)  # also one that was begun in part
+        move = _Parts(flat, peer, sends)
+        with self._lock:  # the parts of two transfers must not mix
+            try:
+                if self.backend == "nccl":
+                    self._begin_nccl(pg, move, flat)
+                else:
+                    call, until = pg.send if sends else pg.recv, timedelta(seconds=self.timeout_s + _LATER_S)
+                    for number, part in enumerate(flat.split(_SLICE_BYTES)):  # a tag picks the device
+                        work = call([part], peer, number % GLOO_DEVICES)
+                        move.parts.append((partial(work.wait, until), part.numel()))
+            except RuntimeError as error:
+                raise self._broken(move, error) from error
+            finally:
+                self._keep(move)  # also one that was begun in part
         return move
 
-    def _begin_nccl(self, pg: Any, move: _Move, flat: Tensor, sends: bool) -> None:
+    def _begin_nccl(self, pg: Any, move: _Parts, flat: Tensor) -> None:
         """Begin a transfer on the device, in a thread where it is the first of its kind with this peer.
 
         NCCL then makes a communicator of the two, which blocks until the peer does so too; ranks that meet their peers
         in different orders would wait for each other. Each direction has communicators of its own, since what is begun
         on one runs in order: two ranks that both send first would both wait for a receiver.
         """
-        line = (move.peer, sends)
+        line, sends = (move.peer, move.sends), move.sends
         before = self._calls.get(line)
         upwards = sends == (self.rank < move.peer)
         ready = torch.cuda.Event()
@@ -219,35 +212,11 @@ class Group(Carrier):
         move.parts.append((finish, flat.numel()))
 
     def wait(self, work: Any) -> None:
-        if isinstance(work, _Move):
-            self._wait_move(work)
+        if isinstance(work, _Parts):
+            work.finish()
+            super().wait(work)
         else:
             self._wait_broadcast(work)
-
-    def _wait_move(self, move: _Move) -> None:
-        """Wait for a transfer; gloo's own wait closes every connection at its deadline, so a thread waits there."""
-        job, landed, until = move.finish(), -1, 0.0
-        while not futures.wait([job], _SLICE.total_seconds()).done and move.failure is None:
-            if move.landed != landed:
-                landed, until = move.landed, time.monotonic() + self.timeout_s
-            if self.notes.stop.is_set() or not self.alive:
-                raise TransportError("the transfer was aborted")
-            if not self.whole and not futures.wait([job], _SLICE.total_seconds()).done:
-                raise TransportError(f"a peer closed its connection while bytes moved {self._name(move)}")
-            if time.monotonic() >= until:
-                raise DeadlineError(f"nothing moved {self._name(move)} for {self.timeout_s:g} s")
-        if move.failure is not None:
-            raise self._broken(move, move.failure) from move.failure
-        with self._lock:
-            move.count()
-
-    def _broken(self, move: _Move, error: BaseException) -> TransportError:
-        if self.notes.stop.is_set() or not self.alive:
-            return TransportError("the transfer was aborted")
-        return TransportError(f"a connection broke while bytes moved {self._name(move)}: {brief(error)}")
-
-    def _name(self, move: _Move) -> str:
-        return f"{move.way} {self.call([move.peer])}"
 
     def _wait_broadcast(self, work: Any) -> None:
         until = time.monotonic() + self.timeout_s
@@ -270,6 +239,9 @@ class Group(Carrier):
                 raise TransportError("a peer closed its connection")
             if time.monotonic() >= until:
                 raise DeadlineError(f"nothing moved for {self.timeout_s:g} s")
+
+    def _lost(self) -> str:
+        return "" if self._count_connections() >= self._connections else "a peer"
 
     def _count_connections(self) -> int:
         return sum(1 for _ in connected(self._listeners))
@@ -295,45 +267,26 @@ class Group(Carrier):
         run_beside(partial(_destroy_later, remains))
 
 
-class _Move:
-    """A transfer between this rank and a peer, in parts that land one after the other.
+class _Parts(Move):
+    """A transfer in parts that land one after the other; arguments as for `Move`.
 
-    Args:
-        flat: the memory, which is held until the last part has landed or failed.
-        peer: the other rank.
-        counter: bytes by peer.
-        way: ``"to"`` or ``"from"`` the peer.
+    gloo's own wait closes every connection at its deadline, and NCCL's only orders streams: a thread waits there.
 
     Attributes:
         parts: a call that waits for each part, and its bytes.
-        landed: bytes of the parts that are done.
-        failure: what the first part met that failed, if any did.
     """
 
-    def __init__(self, flat: Tensor, peer: int, counter: Counter[int], way: str) -> None:
-        self.flat: Tensor | None = flat
-        self.peer, self.way, self.landed = peer, way, 0
+    def __init__(self, flat: Tensor, peer: int, sends: bool) -> None:
+        super().__init__(flat, peer, sends)
         self.parts: list[tuple[Callable[[], Any], int]] = []
-        self.failure: BaseException | None = None
-        self._counter: Counter[int] | None = counter
-        self._job: futures.Future[None] | None = None
-        self._lock = threading.Lock()
+        self._finishing, self._lock = False, threading.Lock()
 
-    def finish(self) -> futures.Future[None]:
-        """Wait for the parts in a thread, and return the future of their end."""
+    def finish(self) -> None:
+        """Have a thread wait for the parts."""
         with self._lock:
-            self._job = self._job or run_beside(self._run)
-            return self._job
-
-    def is_completed(self) -> bool:
-        """Return whether nothing runs any more, well or badly."""
-        return self._job is not None and self._job.done()
-
-    def count(self) -> None:
-        """Count the bytes, once."""
-        counter, self._counter = self._counter, None
-        if counter is not None:
-            counter[self.peer] += self.landed
+            begun, self._finishing = self._finishing, True
+        if not begun:
+            run_beside(self._run)
 
     def _run(self) -> None:
         for wait, nbytes in self.parts:
@@ -343,7 +296,7 @@ class _Move:
             except BaseException as error:  # noqa: BLE001 - raised by who waits; other parts may still use the memory
                 self.failure = self.failure or error
         self.parts.clear()
-        self.flat = None
+        self.end()
 
 
 def _endpoints(said: Any) -> set[tuple[Any, ...]]:
@@ -355,9 +308,6 @@ def _endpoints(said: Any) -> set[tuple[Any, ...]]:
     return {(host, port) for host, port in said}
 
 
-_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
-
-
 def _destroy_later(remains: list[Any]) -> None:
     """Destroy a backend once nothing runs on it.
 
@@ -366,16 +316,9 @@ def _destroy_later(remains: list[Any]) -> None:
     """
     begun, pause = remains[0], threading.Event()
     while begun:
-        if isinstance(begun[0], _Move):
+        if isinstance(begun[0], _Parts):
             begun[0].finish()
         while not begun[0].is_completed():
             pause.wait(0.01)
         begun.popleft()
     remains.clear()
-
-
-@atexit.register
-def _end_groups() -> None:
-    for group in list(_GROUPS):
-        group.sever()
-    await_calls(_TEARDOWN_S)

@@ -1,0 +1,370 @@
+"""What every carrier promises: bytes from rank to rank in the order of each pair, and an end to every wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.processes import finished, running_python
+from tests.transports.members import SHORT_S, WAIT_S, beside, free_port
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.transports.collective import sockets
+from torchrl_ext.transports.collective.group import Group
+from torchrl_ext.transports.collective.meeting import LOBBY, Membership
+from torchrl_ext.transports.sharded import nixl
+from torchrl_ext.waiting import wait_until
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+RANKS = 3
+
+
+def installed():
+    try:
+        return nixl.load_nixl() is not None
+    except ConfigError:
+        return False
+
+
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not installed(), reason="pip install 'torchrl_ext[nixl]'"))
+BACKENDS = ["gloo", NIXL]
+
+
+def membership(port, backend, timeout_s=WAIT_S):
+    return Membership("127.0.0.1", port, "", device=CPU, backend=backend, timeout_s=timeout_s)
+
+
+@contextmanager
+def carriers(backend, size=RANKS, timeout_s=WAIT_S):
+    """The ends of a group, all of them in this process."""
+    port = free_port()
+    members = [membership(port, backend, timeout_s) for _ in range(size)]
+    host = [lambda: members[0].host(LOBBY, size, ())]
+    enter = [lambda rank=rank: members[rank].enter(LOBBY, rank, size, ()) for rank in range(1, size)]
+    try:
+        assert beside(*host, *enter) == [None] * size
+        yield [member.carrier() for member in members]
+    finally:
+        for member in members:
+            member.close()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def group(request):
+    """A group that no test breaks."""
+    with carriers(request.param) as ends:
+        yield ends
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def filled(nbytes, seed):
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def blank(nbytes):
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, MIB, 8 * MIB + 1, 64 * MIB])
+def test_every_byte_arrives_and_is_counted_once(group, nbytes):
+    first, second, _ = group
+    before = first.sent[1], second.received[0], second.sent[0]
+    sent, read = filled(nbytes, nbytes), blank(nbytes)
+
+    def send():
+        work = first.send(sent, 1)
+        first.wait(work)
+        first.wait(work)
+
+    def receive():
+        work = second.receive(read, 0)
+        second.wait(work)
+        second.wait(work)
+
+    assert beside(send, receive) == [None, None]
+    assert torch.equal(read, sent)
+    assert (first.sent[1], second.received[0], second.sent[0]) == (before[0] + nbytes, before[1] + nbytes, before[2])
+
+
+def test_what_one_rank_sends_another_arrives_in_order_with_many_in_flight(group):
+    sizes = [1, 9 * MIB, 3, 70_000, 17 * MIB, 2, 1, 33, MIB] * 3
+    sent = [filled(nbytes, seed) for seed, nbytes in enumerate(sizes)]
+    read = [blank(nbytes) for nbytes in sizes]
+
+    def run(end, call, flats, peer):
+        for work in [call(flat, peer) for flat in flats]:
+            end.wait(work)
+
+    assert beside(lambda: run(group[2], group[2].send, sent, 1), lambda: run(group[1], group[1].receive, read, 2)) == [
+        None,
+        None,
+    ]
+    assert all(map(torch.equal, read, sent))
+
+
+def test_works_may_be_waited_for_in_any_order(group):
+    sent, read = [filled(MIB, seed) for seed in range(6)], [blank(MIB) for _ in range(6)]
+
+    def send():
+        for work in [group[0].send(flat, 2) for flat in sent][::-1]:
+            group[0].wait(work)
+
+    def receive():
+        works = [group[2].receive(flat, 0) for flat in read]
+        for index in (3, 0, 5, 1, 4, 2):
+            group[2].wait(works[index])
+
+    assert beside(send, receive) == [None, None]
+    assert all(map(torch.equal, read, sent))
+
+
+def test_all_pairs_move_both_ways_at_once_and_each_rank_meets_the_others_in_its_own_order(group):
+    nbytes = 12 * MIB + 5
+    orders = {0: (2, 1), 1: (0, 2), 2: (1, 0)}
+    before = [(dict(end.sent), dict(end.received)) for end in group]
+
+    def run(rank):
+        end, read = group[rank], {}
+        works = [end.send(filled(nbytes, 10 * rank + other), other) for other in orders[rank]]
+        for other in reversed(orders[rank]):
+            read[other] = blank(nbytes)
+            works.append(end.receive(read[other], other))
+        for work in works:
+            end.wait(work)
+        return [torch.equal(flat, filled(nbytes, 10 * other + rank)) for other, flat in read.items()]
+
+    assert beside(*(lambda rank=rank: run(rank) for rank in range(RANKS))) == [[True, True]] * RANKS
+    for rank, end in enumerate(group):
+        for other in orders[rank]:
+            assert end.sent[other] - before[rank][0].get(other, 0) == nbytes
+            assert end.received[other] - before[rank][1].get(other, 0) == nbytes
+
+
+def test_memory_is_free_once_the_wait_is_over(group):
+    sent, read = filled(MIB, 1), blank(MIB)
+    for seed in range(20):
+        expected = filled(MIB, seed)
+        sent.copy_(expected)
+
+        def send():
+            group[0].wait(group[0].send(sent, 1))
+            sent.zero_()
+
+        assert beside(send, lambda: group[1].wait(group[1].receive(read, 0))) == [None, None]
+        assert torch.equal(read, expected)
+
+
+def test_new_memory_for_each_transfer_is_as_good_as_kept_memory(group):
+    for seed in range(40):  # what is freed comes back at the same address, for other bytes
+        sent, read = filled(5 * MIB, seed), blank(5 * MIB)
+        assert beside(
+            lambda sent=sent: group[0].wait(group[0].send(sent, 2)),
+            lambda read=read: group[2].wait(group[2].receive(read, 0)),
+        ) == [None, None]
+        assert torch.equal(read, sent)
+
+
+# what the kernel says
+
+KERNEL = """
+import sys, torch
+from tests.transports.test_carriers import LOBBY, MIB, blank, filled, membership
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+member = membership(port, "gloo")
+member.host(LOBBY, 3, ()) if rank == 0 else member.enter(LOBBY, rank, 3, ())
+group = member.carrier()
+for line in sys.stdin:
+    if line == "move\\n":
+        works = [group.send(blank(16 * MIB), (rank + 1) % 3), group.receive(blank(16 * MIB), (rank + 2) % 3)]
+        for work in works:
+            group.wait(work)
+    print(*group.moved(), sum(group.sent.values()), sum(group.received.values()), flush=True)
+"""
+
+
+def test_the_counters_of_gloo_are_those_of_the_kernel_but_for_the_protocol():
+    port = free_port()
+    with (
+        running_python(KERNEL, 0, port) as first,
+        running_python(KERNEL, 1, port) as second,
+        running_python(KERNEL, 2, port) as third,
+    ):
+        children = (first, second, third)
+
+        def ask(what):
+            for child in children:
+                child.stdin.write(f"{what}\n")
+                child.stdin.flush()
+            return [[int(word) for word in child.stdout.readline().split()] for child in children]
+
+        def arrived():
+            rows = ask("look")  # a byte is sent, for the kernel, once its receipt is known
+            return all(row[0] - old[0] >= 16 * MIB for row, old in zip(rows, before, strict=True)) and rows
+
+        before, counted = ask("look"), ask("move")
+        moved = wait_until(arrived, WAIT_S, lambda: AssertionError("the kernel does not say that it arrived"))
+        for row, old, own in zip(moved, before, counted, strict=True):
+            assert own[2:] == [16 * MIB] * 2
+            for kernel in (row[0] - old[0], row[1] - old[1]):
+                assert 16 * MIB <= kernel <= 16.02 * MIB
+
+
+def test_a_connection_counts_once_however_many_descriptors_it_has():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+        other, _ = listener.accept()
+        copies = [os.dup(one.fileno()) for _ in range(3)]
+        assert len(list(sockets.connected({listener.getsockname()}))) == 2
+        one.sendall(b"12345")
+        assert other.recv(5, socket.MSG_WAITALL) == b"12345"
+        assert sockets.carried({listener.getsockname()})[1] == 5
+        for copy in copies:
+            os.close(copy)
+        other.close()
+
+
+# failures
+
+
+def test_a_peer_that_does_not_come_is_named_at_the_deadline(backend):
+    with carriers(backend, timeout_s=SHORT_S) as (first, _, third):
+        work, back = first.send(filled(MIB, 0), 2), third.receive(blank(MIB), 1)
+        late = beside(lambda: first.wait(work), lambda: third.wait(back))
+        assert [type(one) for one in late] == [DeadlineError, DeadlineError]
+        assert "to rank 2 (pid" in str(late[0]) and "from rank 1 (pid" in str(late[1])
+        for end in (first, third):
+            end.sever()
+
+
+def test_an_abort_ends_waits_of_other_threads_and_those_of_peers(backend):
+    with carriers(backend) as (first, second, third):
+        works = [(first, first.receive(blank(MIB), 1)), (first, first.send(filled(40 * MIB, 0), 2))]
+        works += [(second, second.receive(blank(MIB), 0)), (third, third.send(filled(40 * MIB, 0), 1))]
+        waiting = threading.Barrier(len(works) + 1)
+
+        def wait(end, work):
+            waiting.wait(WAIT_S)
+            end.wait(work)
+
+        def abort():
+            waiting.wait(WAIT_S)
+            first.sever()
+
+        began = time.monotonic()
+        *ended, _ = beside(*(lambda one=one: wait(*one) for one in works), abort)
+        assert time.monotonic() - began < WAIT_S / 2
+        assert [type(one) for one in ended] == [TransportError] * 4
+        assert [("aborted" in str(one)) for one in ended[:2]] == [True, True]
+        assert "from rank 0 (pid" in str(ended[2])
+
+
+def test_an_end_that_was_severed_twice_says_so_when_it_is_used(backend):
+    with carriers(backend, size=2) as (first, second):
+        begun = first.receive(blank(8), 1)
+        first.sever()
+        first.sever()
+        assert not first.alive
+        for call in (lambda: first.send(blank(8), 1), lambda: first.receive(blank(8), 1), lambda: first.wait(begun)):
+            with pytest.raises(TransportError, match="aborted"):
+                call()
+        with pytest.raises(TransportError, match=r"rank 0 \(pid"):
+            second.wait(second.receive(blank(8), 0))
+
+
+PEER = """
+import sys, torch
+from tests.transports.test_carriers import LOBBY, MIB, blank, membership
+member = membership(int(sys.argv[2]), sys.argv[1])
+member.enter(LOBBY, 1, 2, ())
+group = member.carrier()
+group.wait(group.receive(blank(MIB), 0))
+work = group.receive(blank(256 * MIB), 0) if sys.argv[3] == "receiver" else group.send(blank(256 * MIB), 0)
+print("half", flush=True)
+sys.stdin.readline()
+group.wait(work)
+"""
+
+
+@pytest.mark.parametrize("role", ["receiver", "sender"])
+def test_a_peer_that_is_killed_in_the_middle_is_named_long_before_the_deadline(backend, role):
+    port = free_port()
+    member = membership(port, backend)
+    with running_python(PEER, backend, port, role) as child:
+        member.host(LOBBY, 2, ())
+        group = member.carrier()
+        group.wait(group.send(filled(MIB, 0), 1))
+        assert child.stdout.readline() == "half\n"
+        flats = [blank(256 * MIB), blank(MIB)]
+        works = [(group.send if role == "receiver" else group.receive)(flat, 1) for flat in flats]
+        began = time.monotonic()
+        child.send_signal(signal.SIGKILL)
+        with pytest.raises(TransportError, match=rf"rank 1 \(pid {child.pid}") as caught:
+            for work in works:
+                group.wait(work)
+        assert not isinstance(caught.value, NotConnectedError)
+        assert time.monotonic() - began < WAIT_S / 2
+        member.close()
+
+
+LEFT = """
+import sys
+from tests.transports.test_carriers import MIB, blank, carriers
+with carriers(sys.argv[1], size=2) as (first, second):
+    works = [first.send(blank(64 * MIB), 1), first.receive(blank(8), 1)]
+    if sys.argv[2] == "exit":
+        print("left", flush=True)
+        sys.exit(3)
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("exit", 3), ("close", 0)])
+def test_a_process_that_leaves_transfers_half_way_ends_in_peace(backend, how, status):
+    done = finished(LEFT, backend, how)
+    assert (done.stdout, done.returncode) == ("left\n", status), done.stderr[-2000:]
+
+
+# one of them alone
+
+
+@pytest.mark.skipif(not installed(), reason="pip install 'torchrl_ext[nixl]'")
+def test_nixl_refuses_a_transfer_whose_ends_have_different_sizes():
+    with carriers("nixl", size=2) as (first, second):
+        works = [(first, first.send(blank(10), 1)), (second, second.receive(blank(8), 0))]
+        sent, received = beside(*(lambda one=one: one[0].wait(one[1]) for one in works), second.sever)[:2]
+        assert isinstance(sent, TransportError)
+        assert isinstance(received, TransportError)
+
+
+def test_without_nixl_its_group_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(nixl, "_MODULES", ("no_such_module",))
+    with pytest.raises(ConfigError, match=r"pip install 'torchrl_ext\[nixl\]'"):
+        nixl.load_nixl()
+
+
+def test_a_group_over_gloo_carries_and_broadcasts_in_between():
+    with carriers("gloo", size=2) as ends:
+        assert all(type(end) is Group for end in ends)
+        sent, read = filled(MIB, 1), blank(MIB)
+
+        def run(end, flats):
+            works = [end.broadcast(flats[0]), (end.send if end.rank == 0 else end.receive)(flats[1], 1 - end.rank)]
+            for work in [*works, end.broadcast(flats[2])]:
+                end.wait(work)
+
+        outs = [blank(MIB) for _ in range(2)]
+        assert beside(lambda: run(ends[0], [sent, sent, sent]), lambda: run(ends[1], [outs[0], read, outs[1]])) == [
+            None,
+            None,
+        ]
+        assert all(torch.equal(out, sent) for out in (*outs, read))
