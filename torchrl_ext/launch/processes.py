@@ -1,4 +1,4 @@
-"""Run servers as child processes, with a log, a health check with a deadline, and an end that leaves nothing behind."""
+"""Run child processes, servers as a rule: a log, a health check with a deadline, an end that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrl_ext.waiting import wait_until
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ServerProcess", "free_port", "reachable"]
+__all__ = ["GuardedProcess", "ServerProcess", "free_port", "reachable"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -40,33 +40,29 @@ _ERRORS = 3
 _ERROR_LINE = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
 
 
-class ServerProcess:
-    """Starts a server, and waits until it answers its health route; a context manager.
+class GuardedProcess:
+    """Runs a program that ends with this process; a context manager.
 
-    The server runs under `torchrl_ext.launch.guard`, in a session of its own: Ctrl-C in a terminal reaches only this
-    process, and the server ends with this process however that dies.
+    It runs under `torchrl_ext.launch.guard`, in a session of its own: Ctrl-C in a terminal reaches only this process,
+    and the program ends with this process however that dies.
 
     Args:
         command: program and arguments.
         name: for messages.
-        url: base address.
         environ: variables on top of this process's own.
-        health: route that answers 200 when the server is ready.
-        log_path: file for what the server prints; None takes a temporary one.
-        start_timeout_s: deadline of the start, in seconds.
-        cancel: set by another thread that wants the start given up.
-        shared_memory: first letters of the names of files in /dev/shm that the server's processes make, and may leave
-            behind: those that they have mapped when they are ended are removed.
-        folder: one that is for the server alone, and is removed when it has ended.
+        log_path: file for what the program prints; None takes a temporary one.
+        start_timeout_s: until when it has to run, in seconds.
+        shared_memory: first letters of the names of files in /dev/shm that its processes make, and may leave behind:
+            those that they have mapped when they are ended are removed.
+        folder: one that is for the program alone, and is removed when it has ended.
 
     Attributes:
-        url: base address.
-        pid: of the server.
+        pid: of the program.
         log_path: file with what it prints.
 
     Raises:
-        EngineError: it ended while starting, or was given up; the message has the end of its log.
-        DeadlineError: it was not healthy in time, and was ended.
+        EngineError: it could not be started; the message has the end of its log.
+        DeadlineError: it was not started in time, and was ended.
     """
 
     def __init__(
@@ -74,16 +70,13 @@ class ServerProcess:
         command: Sequence[str],
         *,
         name: str,
-        url: str,
         environ: Mapping[str, str] | None = None,
-        health: str = "/health",
         log_path: str | Path | None = None,
         start_timeout_s: float = 300.0,
-        cancel: threading.Event | None = None,
         shared_memory: tuple[str, ...] = (),
         folder: Path | None = None,
     ) -> None:
-        self.name, self.url, self._shared_memory, self._folder = name, url, shared_memory, folder
+        self.name, self._shared_memory, self._folder = name, shared_memory, folder
         if log_path is None:
             handle, log_path = tempfile.mkstemp(prefix=f"torchrl-ext-{name}-", suffix=".log")
             os.close(handle)
@@ -99,23 +92,22 @@ class ServerProcess:
             )
         try:
             self.pid = self._first_word(start_timeout_s)
-            self._wait_until_healthy(health, start_timeout_s, cancel or threading.Event())
         except BaseException:
             self.stop()
             raise
 
     def alive(self) -> bool:
-        """Return whether the server runs."""
+        """Return whether it runs."""
         return self._guard.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the server ends, at most ``timeout_s`` seconds, and return whether it did."""
+        """Wait until it ends, at most ``timeout_s`` seconds, and return whether it did."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(timeout_s)
         return not self.alive()
 
     def log(self) -> str:
-        """Return what the server has printed so far, at most the last 4000 characters."""
+        """Return what it has printed so far, at most the last 4000 characters."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_CHARS))
             return log.read().decode(errors="replace").strip()
@@ -131,14 +123,14 @@ class ServerProcess:
         return "; ".join(list(dict.fromkeys(found))[-_ERRORS:])
 
     def stop(self) -> None:
-        """End the server and whatever it started, and wait for it. May be called twice."""
+        """End it and whatever it started, and wait for it. May be called twice."""
         guard = self._guard
         left = _mapped(guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
         if guard.stdin is not None and not guard.stdin.closed:
             with contextlib.suppress(OSError):  # a byte, since forked children of ours may keep the pipe open
                 os.write(guard.stdin.fileno(), b"\n")
             guard.stdin.close()
-            if not self.alive() and guard.returncode < 0:  # the guard was killed, and could not end the server
+            if not self.alive() and guard.returncode < 0:  # the guard was killed, and could not end its program
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(guard.pid, signal.SIGKILL)
         if not self.wait(2 * _GRACE_S):
@@ -161,7 +153,7 @@ class ServerProcess:
         self.stop()
 
     def _first_word(self, timeout_s: float) -> int:
-        """Return the server's process id, which its guard prints first."""
+        """Return the program's process id, which its guard prints first."""
         said = self._guard.stdout
         if said is not None and not select.select([said], [], [], timeout_s)[0]:
             raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
@@ -169,6 +161,46 @@ class ServerProcess:
         if not first.isdigit():
             raise EngineError(f"{self.name} could not be started: {self.log()}")
         return int(first)
+
+
+class ServerProcess(GuardedProcess):
+    """Starts a server under a guard, and waits until it answers its health route; a context manager.
+
+    Args:
+        command: program and arguments.
+        name: for messages.
+        url: base address.
+        health: route that answers 200 when the server is ready.
+        start_timeout_s: deadline of the start, in seconds.
+        cancel: set by another thread that wants the start given up.
+        settings: others of `GuardedProcess`.
+
+    Attributes:
+        url: base address.
+
+    Raises:
+        EngineError: it ended while starting, or was given up; the message has the end of its log.
+        DeadlineError: it was not healthy in time, and was ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        url: str,
+        health: str = "/health",
+        start_timeout_s: float = 300.0,
+        cancel: threading.Event | None = None,
+        **settings: Any,
+    ) -> None:
+        self.url = url
+        super().__init__(command, name=name, start_timeout_s=start_timeout_s, **settings)
+        try:
+            self._wait_until_healthy(health, start_timeout_s, cancel or threading.Event())
+        except BaseException:
+            self.stop()
+            raise
 
     def _wait_until_healthy(self, route: str, timeout_s: float, cancel: threading.Event) -> None:
         def healthy() -> bool:
