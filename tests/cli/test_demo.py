@@ -52,6 +52,19 @@ def test_the_demo_follows_by_disk_with_engines_that_run_already(server):
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "3", "paused": False}
 
 
+def test_a_sharded_trainer_of_two_ranks_takes_the_steps_of_one_and_proves_the_same(server):
+    told = {}
+    for ranks in (1, 2):
+        done = run("demo", "--engines", server.url, "--trainer-ranks", ranks, "--steps", "2", "--json")
+        assert done.returncode == 0, done.stderr
+        told[ranks] = document(done)
+    assert told[2]["verified"] and told[2]["weights_equal"] and told[2]["greedy_equal"]
+    assert (told[2]["trainer_ranks"], told[2]["tp"], told[1]["trainer_ranks"]) == (2, 1, 1)
+    assert all(report["verified"] for report in told[2]["syncs"]) and len(told[2]["syncs"]) == 3
+    assert told[2]["rewards"] == pytest.approx(told[1]["rewards"])
+    assert told[2]["losses"] == pytest.approx(told[1]["losses"], abs=1e-4)
+
+
 def test_without_json_the_demo_prints_nothing_on_standard_output(server):
     done = run("demo", "--engines", server.url, "--steps", "1")
     assert done.returncode == 0 and done.stdout == ""
@@ -65,6 +78,9 @@ def test_without_json_the_demo_prints_nothing_on_standard_output(server):
         (["--transport", "memory"], "within one process"),
         (["--engine", "steam"], "embedded, sglang, vllm"),
         (["--steps", "0"], "at least 1"),
+        (["--trainer-ranks", "0"], "--trainer-ranks is 0"),
+        (["--tp", "2"], "never shared by several workers"),
+        (["--tp", "2", "--engine", "vllm", "--engines", "127.0.0.1:9"], "some that run already"),
         (["--engines", "127.0.0.1:9"], "http://127.0.0.1:9"),
     ],
 )
@@ -106,8 +122,16 @@ class Demo:
     def children(self):
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def rank(self):
+        """The one other rank of the trainer; before it in the list is what guards it."""
+        return [child for child in self.children() if "torchrl_ext.cli.demo.ranks" in child.cmdline()][-1]
+
     def interrupt(self, number=signal.SIGINT):
         self.process.send_signal(number)
+        return self.ended()
+
+    def ended(self):
+        """The document that it prints at its end."""
         self.process.stderr.read()
         self.process.wait(WAIT_S)
         self._out.seek(0)
@@ -115,15 +139,49 @@ class Demo:
 
 
 @pytest.mark.parametrize(
-    ("moment", "number"), [("starting the embedded engine", signal.SIGINT), ("step 2", signal.SIGTERM)]
+    ("moment", "number", "ranks"),
+    [
+        ("starting the embedded engine", signal.SIGINT, 1),
+        ("step 2", signal.SIGTERM, 1),
+        ("step 1", signal.SIGINT, 2),
+    ],
 )
-def test_an_interrupt_leaves_no_process_behind(moment, number):
-    with Demo() as demo:
+def test_an_interrupt_leaves_no_process_behind(moment, number, ranks):
+    with Demo("--trainer-ranks", ranks) as demo:
         demo.read_until(moment)
         children = demo.children()
         assert demo.interrupt(number)["error"] == "interrupted"
         assert demo.process.returncode == 130
         assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
+
+
+def test_a_rank_of_the_trainer_that_dies_ends_the_demo_and_leaves_no_process_behind():
+    with Demo("--trainer-ranks", "2", "--transport", "disk") as demo:
+        demo.read_until("step 1")
+        children = demo.children()
+        demo.rank().kill()
+        told = demo.ended()
+        assert told["type"] == "TransportError" and told["error"].startswith("trainer rank 1 ended")
+        assert demo.process.returncode == 1
+        assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
+
+
+def test_a_rank_of_the_trainer_that_fails_says_why(tmp_path):
+    done = finished(
+        "import sys\n"
+        "from torchrl_ext.cli.demo.ranks import Seat, Team\n"
+        "from torchrl_ext.waiting import pauses\n"
+        "missing = sys.argv[1] + '/missing'\n"
+        "seat = Seat(ranks=2, folder=sys.argv[1], model_dir=missing, seed=0, transport='disk',\n"
+        "            settings={'root': missing}, threads=1)\n"
+        "with Team(seat) as team:\n"
+        "    team.meet()\n"
+        "    for _ in pauses(60):\n"
+        "        team.tell('whole')\n",
+        tmp_path,
+    )
+    assert done.returncode == 1
+    assert "TransportError: trainer rank 1 ended" in done.stderr and "/missing" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("moment", ["bringing the engine", "step 3"])

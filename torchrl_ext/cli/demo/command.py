@@ -18,17 +18,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.cli.demo.terminal import Progress
 from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import EngineInfo, Info, SyncReport
 
+if TYPE_CHECKING:
+    from torchrl_ext.cli.demo.ranks import Team
+
 __all__ = ["add_parser", "run"]
 
-_GROUP = 16
 _MAX_TOKENS = 24
+_TENSOR_PARALLEL = "tensor_parallel_size"
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -45,6 +48,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--root", help="directory for transports that use files, seen by trainer and engines")
     parser.add_argument("--steps", type=int, default=12, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and sampling (default: %(default)s)")
+    parser.add_argument(
+        "--trainer-ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the policy, sharded by FSDP2 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="workers that share the started engine's model (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
     return parser
 
@@ -75,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         progress = stack.enter_context(Progress(args.steps))
         progress.say("preparing the model")
         urls, model_dir = _engines(args, Path(root), stack, progress)
-        kinds, result = _train(args, urls, model_dir, args.root or str(Path(root) / "updates"), progress, interrupts)
+        team = stack.enter_context(_team(args, Path(root), model_dir, progress))
+        kinds, result = _train(args, urls, team, progress, interrupts)
         progress.conclude(result.verified, result.weights_equal, result.greedy_equal, result.rewards)
     if args.json:
         print(json.dumps(_document(args, kinds, urls, result, time.perf_counter() - started)))
@@ -91,9 +105,17 @@ def _check(args: argparse.Namespace) -> None:
             "transport 'memory' works within one process, and the demo's engine is a process of its own",
             expected=f"one of {', '.join(sorted(set(transports.names()) - {'memory'}))}",
         )
-    launchers.load(args.engine)
-    if args.steps < 1:
-        raise ConfigError(f"--steps is {args.steps}", expected="at least 1")
+    for flag, given in (("--steps", args.steps), ("--trainer-ranks", args.trainer_ranks), ("--tp", args.tp)):
+        if given < 1:
+            raise ConfigError(f"{flag} is {given}", expected="at least 1")
+    launcher = launchers.load(args.engine)
+    if args.tp > 1 and args.engines:
+        raise ConfigError("--tp is of an engine that the demo starts, and --engines names some that run already")
+    if args.tp > 1 and _TENSOR_PARALLEL not in launcher.settings():
+        raise ConfigError(
+            f"--tp is {args.tp}, and a model of the {args.engine} engine is never shared by several workers",
+            expected="1, or --engine vllm or sglang",
+        )
 
 
 def _engines(
@@ -110,6 +132,7 @@ def _engines(
     cls = launchers.load(args.engine)
     threads = None if args.model else 1
     wanted = {"dtype": "float32", "threads": threads, "log_path": root / "engine.log", "report": progress.say}
+    wanted[_TENSOR_PARALLEL] = args.tp
     server = cls(model_dir, **{name: value for name, value in wanted.items() if name in cls.settings()})
     return [stack.enter_context(server).url], model_dir
 
@@ -131,8 +154,28 @@ def _served_model(args: argparse.Namespace) -> str:
     return model
 
 
+def _team(args: argparse.Namespace, folder: Path, model_dir: str, progress: Progress) -> Team:
+    """Return the ranks that train, of which this process is the first."""
+    from torchrl_ext.cli.demo.ranks import Seat, Team
+    from torchrl_ext.registry import transports
+
+    if args.trainer_ranks > 1:
+        progress.say(f"starting {args.trainer_ranks - 1} more trainer rank(s)")
+    return Team(
+        Seat(
+            ranks=args.trainer_ranks,
+            folder=str(folder),
+            model_dir=model_dir,
+            seed=args.seed,
+            transport=args.transport,
+            settings=_taken(transports.load(args.transport), root=args.root or str(folder / "updates")),
+            threads=None if args.model else 1,
+        )
+    )
+
+
 def _train(
-    args: argparse.Namespace, urls: Sequence[str], model_dir: str, root: str, progress: Progress, interrupts: Interrupts
+    args: argparse.Namespace, urls: Sequence[str], team: Team, progress: Progress, interrupts: Interrupts
 ) -> tuple[list[str], _Result]:
     import torch
     from tensordict import set_list_to_stack
@@ -140,8 +183,8 @@ def _train(
     from transformers.utils import logging as transformers_logging
 
     import torchrl_ext as tx
+    from torchrl_ext.cli.demo.ranks import GROUP
     from torchrl_ext.cli.demo.training import Trainer
-    from torchrl_ext.registry import transports
     from torchrl_ext.rollout.torchrl.lag import MaxLag
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it so
@@ -149,10 +192,9 @@ def _train(
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)  # standard output is for our document alone
     torch.manual_seed(args.seed)
-    trainer = Trainer(model_dir, group=_GROUP)
     if not args.model:
         torch.set_num_threads(1)  # products this small lose more to waiting threads than they gain
-    transport = tx.make_transport(args.transport, **_taken(transports.load(args.transport), root=root))
+    transport = tx.make_transport(args.transport, **team.seat.settings)
     fleet = tx.connect(*urls)
     infos = fleet.infos()
     for info in infos:
@@ -160,6 +202,7 @@ def _train(
             raise ConfigError(
                 f"{info.url} cannot follow by {args.transport!r}", expected=f"one of {', '.join(info.transports)}"
             )
+    trainer = Trainer(team.seat.model_dir, group=GROUP, seed=args.seed, mesh=team.meet())
     sender = tx.WeightSender(transport, fleet)
     sender.register_model(trainer.model)
     client = tx.InferenceClient(list(urls), kind=[info.kind for info in infos])
@@ -185,19 +228,25 @@ def _train(
         try:
             with interrupts.deferred("the first update"):
                 progress.say("bringing the engine to the trainer's weights")
+                team.tell("update")
                 result.syncs.append(sender.update_weights())
             for step, rollouts in enumerate(collector, 1):
+                team.tell("step", rollouts)
                 reward, loss = trainer.step(rollouts)
                 with interrupts.deferred("the update under way"):
+                    team.tell("update")
                     report = sender.update_weights()
                 result.rewards.append(reward)
                 result.losses.append(loss)
                 result.syncs.append(report)
                 progress.step(step, reward, loss, report)
             progress.say("comparing the engine with the trainer")
+            team.tell("whole")
+            model = trainer.whole()
+            team.end()
             result.on_policy = fresh.seen > 0 and fresh.stale == 0
-            result.weights_equal = _same_weights(trainer.model, urls, result.syncs[-1])
-            result.greedy_equal = all(_same_greedy(trainer, info) for info in infos)
+            result.weights_equal = _same_weights(model, urls, result.syncs[-1])
+            result.greedy_equal = all(_same_greedy(model, trainer.task.prompts, info) for info in infos)
             return [info.kind for info in infos], result
         finally:
             sender.shutdown()
@@ -230,14 +279,15 @@ def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
     return last.verified
 
 
-def _same_greedy(trainer: Any, engine: EngineInfo) -> bool:
-    """Return whether ``engine`` continues every prompt as the trainer does."""
+def _same_greedy(model: Any, prompts: Sequence[Sequence[int]], engine: EngineInfo) -> bool:
+    """Return whether ``engine`` continues every prompt as ``model`` does."""
+    from torchrl_ext.cli.demo.training import greedy
     from torchrl_ext.rollout.client import InferenceClient
 
     client = InferenceClient(engine.url, kind=engine.kind)
-    found = client.generate(trainer.task.prompts, max_tokens=_MAX_TOKENS, temperature=0.0)
+    found = client.generate(list(prompts), max_tokens=_MAX_TOKENS, temperature=0.0)
     client.close()
-    return [one.token_ids for one in found] == [trainer.greedy(prompt, _MAX_TOKENS) for prompt in trainer.task.prompts]
+    return [one.token_ids for one in found] == [greedy(model, prompt, _MAX_TOKENS) for prompt in prompts]
 
 
 def _document(
@@ -251,6 +301,8 @@ def _document(
         "transport": args.transport,
         "engine": ", ".join(dict.fromkeys(kinds)),
         "engines": list(urls),
+        "trainer_ranks": args.trainer_ranks,
+        "tp": args.tp,
         "steps": args.steps,
         "seed": args.seed,
         "rewards": result.rewards,

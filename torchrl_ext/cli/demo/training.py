@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,7 +16,10 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-__all__ = ["DigitsReward", "DigitsTask", "Trainer"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DigitsReward", "DigitsTask", "Trainer", "greedy"]
 
 _PROMPTS = (
     "Count to ten: ",
@@ -89,25 +92,41 @@ class DigitsTask:
 class Trainer:
     """Trains a causal LM on rollouts, by GRPO.
 
+    Several ranks can train one model, sharded by FSDP2. All of them take the same steps on the same rollouts.
+
     Args:
         model_dir: Hugging Face checkpoint directory, where training starts.
         group: generations per prompt; rewards are compared within a group.
         learning_rate: of Adam.
         epochs: passes over each batch.
+        seed: of the order of minibatches; the same on every rank.
+        mesh: the ranks that share the model; None for this process alone.
     """
 
-    def __init__(self, model_dir: str | Path, *, group: int, learning_rate: float = 1e-2, epochs: int = 2) -> None:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
-        self.model: Any = model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it so
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        group: int,
+        learning_rate: float = 1e-2,
+        epochs: int = 2,
+        seed: int = 0,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self._model_dir, self._mesh = model_dir, mesh
+        self.model: Any = _read(model_dir)
+        if mesh is not None:
+            _shard(self.model, mesh)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self.task = DigitsTask(self.tokenizer, self.model.get_input_embeddings().weight.shape[0], group=group)
         actor = TransformersWrapper(self.model, tokenizer=self.tokenizer, input_mode="tokens", generate=False)
         self._loss = GRPOLoss(actor, clip_epsilon=0.2, entropy_coeff=0.001, masking_strategy="sft")
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate)
         self._group, self._epochs = group, epochs
+        self._seed, self._steps = seed, 0
 
     def step(self, batch: TensorDictBase) -> tuple[float, float]:
-        """Take policy-gradient steps on fresh rollouts.
+        """Take policy-gradient steps on fresh rollouts; every rank calls this with the same ones.
 
         Args:
             batch: rollouts of an `LLMCollector`, those of each prompt together.
@@ -115,6 +134,7 @@ class Trainer:
         Returns:
             Mean reward of the rollouts, mean loss.
         """
+        self._steps += 1
         rollouts = batch.reshape(-1)
         buffer = ReplayBuffer(
             storage=LazyStackStorage(len(rollouts)),
@@ -124,20 +144,55 @@ class Trainer:
         )
         buffer.extend(rollouts)
         losses = []
-        for _ in range(self._epochs):
-            for minibatch in buffer:
-                out = self._loss(minibatch)
-                loss = out.loss_objective + out.loss_entropy
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-                losses.append(loss.item())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed * 1_000_003 + self._steps)  # so every rank takes the same minibatches
+            for _ in range(self._epochs):
+                for minibatch in buffer:
+                    out = self._loss(minibatch)
+                    loss = out.loss_objective + out.loss_entropy
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self._optimizer.step()
+                    self._optimizer.zero_grad()
+                    losses.append(loss.item())
         return rollouts["next", "reward"].mean().item(), sum(losses) / len(losses)
 
-    @torch.no_grad()
-    def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """Continue ``prompt`` greedily with the trainer's own model, by `transformers`."""
-        ids = torch.tensor([list(prompt)])
-        settings = {"do_sample": False, "max_new_tokens": max_tokens, "attention_mask": torch.ones_like(ids)}
-        return tuple(self.model.generate(ids, **settings)[0, ids.shape[1] :].tolist())
+    def whole(self) -> Any:
+        """Return the model in one piece: the live one, or a copy of one that is sharded; every rank calls this.
+
+        On ranks other than 0 the copy is None.
+        """
+        if self._mesh is None:
+            return self.model
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        tensors = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if self._mesh.get_rank() != 0:
+            return None
+        model = _read(self._model_dir)
+        model.load_state_dict(tensors)
+        return model
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """Continue ``prompt`` greedily with a model that is in one piece, by `transformers`."""
+    ids = torch.tensor([list(prompt)])
+    settings = {"do_sample": False, "max_new_tokens": max_tokens, "attention_mask": torch.ones_like(ids)}
+    return tuple(model.generate(ids, **settings)[0, ids.shape[1] :].tolist())
+
+
+def _read(model_dir: str | Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    return model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it so
+
+
+def _shard(model: Any, mesh: DeviceMesh) -> None:
+    """Shard ``model`` by FSDP2: each decoder layer by itself, and what is left with the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    layers = set(model._no_split_modules or ())
+    for part in list(model.modules()):
+        if type(part).__name__ in layers:
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
