@@ -91,7 +91,7 @@ def run_ranks(code, ports, world=2):
 
 SLICES = """
 made = policy()
-sender = sender_of(made, tx.make_transport("sharded", bucket_bytes=8192))
+sender = sender_of(made, tx.make_transport("sharded", bucket_bytes=8192, carrier=CARRIER))
 for version in (1, 2, 3):
     step(made)
     report = sender.update_weights()
@@ -108,10 +108,12 @@ sender.shutdown()
 """
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_worker_gets_its_slices_and_no_more(world):
+@pytest.mark.parametrize(("world", "carrier"), [(2, "nixl"), (4, "group")])
+def test_every_worker_gets_its_slices_and_no_more(world, carrier):
+    if carrier == "nixl":
+        pytest.importorskip("nixl_cu12", reason="pip install torchrl_ext[nixl]")
     with engines() as (ports, _):
-        said = run_ranks(SLICES, ports, world)
+        said = run_ranks(f"CARRIER = {carrier!r}\n{SLICES}", ports, world)
     for line in said[0].splitlines():
         sent, received, model = json.loads(line)
         assert len(sent) == world and len(received) == 2

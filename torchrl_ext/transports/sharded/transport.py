@@ -92,6 +92,7 @@ class ShardedTransport(StandaloneTransport):
 
     name: ClassVar[str] = "sharded"
     proves: ClassVar[bool] = True
+    slices: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -117,7 +118,11 @@ class ShardedTransport(StandaloneTransport):
             )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        self.device, self.backend = choose_backend(device, "nixl" if carrier == "nixl" else backend)
+        if carrier == "nixl" and backend is not None:
+            raise ConfigError(f"carrier 'nixl' takes no backend {backend!r}", hint="leave it out")
+        self.device, self.backend = choose_backend(device, backend)
+        if carrier == "nixl":
+            self.backend = carrier
         self.carrier, self.bucket_bytes = carrier, bucket_bytes
         self._worker, self._workers = worker, workers
         self._member = self._membership(master_address, int(master_port), secret)
