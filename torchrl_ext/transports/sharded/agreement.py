@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import xxhash
 
 from torchrl_ext.errors import ManifestError, TransportError
-from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.sharded.plan import Share, TransferPlan, make_plan
+from torchrl_ext.transports.collective.carrier import Carrier
+from torchrl_ext.transports.sharded.plan import TransferPlan, make_plan
+from torchrl_ext.transports.sharded.shares import Share
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Description", "Needs", "described", "digest_of", "first_difference", "plan_of", "put_shares"]
+__all__ = ["Description", "Needs", "described", "digest_of", "first_difference", "plan_of", "put_shares", "rows_of"]
 
 
 class Description(NamedTuple):
@@ -103,7 +104,7 @@ def first_difference(rank: int, own: Sequence[ParamMeta], rows: Sequence[Any]) -
     )
 
 
-def put_shares(group: Group, number: int, held: Sequence[Share], needed: Sequence[Share]) -> None:
+def put_shares(group: Carrier, number: int, held: Sequence[Share], needed: Sequence[Share]) -> None:
     """Leave what every member holds or needs where all find it, equal shares once (trainer rank 0)."""
     distinct: list[Share] = []
     places: dict[int, int] = {}
@@ -123,7 +124,7 @@ def put_shares(group: Group, number: int, held: Sequence[Share], needed: Sequenc
 
 
 def plan_of(
-    group: Group, number: int, params: tuple[ParamMeta, ...], until: float, *, bucket_bytes: int, own: Share | None
+    group: Carrier, number: int, params: tuple[ParamMeta, ...], until: float, *, bucket_bytes: int, own: Share | None
 ) -> TransferPlan:
     """Make the plan from what rank 0 left under its number.
 
@@ -158,5 +159,10 @@ def plan_of(
     return make_plan(params, held, needed, bucket_bytes=bucket_bytes)
 
 
-def _key(group: Group, number: int) -> str:
+def rows_of(plan: TransferPlan) -> Info:
+    """Return what a member says of a plan that differs from rank 0's."""
+    return {"digest": plan.digest, "rows": plan.rows_digest().tolist()}
+
+
+def _key(group: Carrier, number: int) -> str:
     return f"shares/{group.generation}/{number}"

@@ -1,0 +1,58 @@
+"""What both ends of the sharded transport share: how they meet, and the memory of their messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torchrl_ext.transports.collective.meeting import Membership
+from torchrl_ext.transports.copies import BufferPool
+from torchrl_ext.transports.sharded.plan import TransferPlan
+
+__all__ = ["End", "Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of one end; those of `ShardedTransport`, checked.
+
+    Attributes:
+        carrier: ``"group"`` or ``"nixl"``.
+        device: where tensors travel from and to.
+        backend: of the group that the carrier is.
+        bucket_bytes: bound on what a rank sends, and a worker receives, in one round.
+        timeout_s: deadline of every wait, in seconds.
+    """
+
+    carrier: str
+    device: torch.device
+    backend: str
+    bucket_bytes: int
+    timeout_s: float
+
+
+class End:
+    """A member of the group.
+
+    Args:
+        settings: of the transport.
+        address, port: where trainer rank 0 is reached.
+        secret: as in `VLLMCollectiveTransport`.
+
+    Attributes:
+        member: meets the others.
+        plan: the last one that was made; None where none is valid.
+        number: of that plan.
+    """
+
+    def __init__(self, settings: Settings, address: str, port: int, secret: str) -> None:
+        self.settings = settings
+        self.member = self._membership(address, port, secret)
+        self.plan: TransferPlan | None = None
+        self.number = 0
+        self._pool = BufferPool(settings.device)
+
+    def _membership(self, address: str, port: int, secret: str) -> Membership:
+        own = self.settings
+        return Membership(address, port, secret, device=own.device, backend=own.backend, timeout_s=own.timeout_s)
