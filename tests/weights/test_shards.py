@@ -213,7 +213,7 @@ by_name = {shard.meta.name: shard for shard in shards}
 assert by_name["it.embed.w"].meta.dtype == torch.bfloat16 and by_name["it.embed.w"].take().dtype == torch.float32
 """,
     "models that transformers converts are told under the names of their checkpoints": """
-for kind in ("qwen3_moe", "deepseek_v3", "qwen2_5_vl", "hrm_text"):
+for kind in ("qwen3_moe", "hrm_text"):
     model = converted_model(kind)
     inner = getattr(model.model, "language_model", model.model)
     for layer in getattr(inner, "layers", ()):

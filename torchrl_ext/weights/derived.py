@@ -57,9 +57,8 @@ class RenamedSource(WeightSource):
             yield self._mapper(name), tensor
 
     def shards(self) -> Iterator[Shard]:
-        renamed = dict(zip(self._source.params(), self.params(), strict=True))
         for shard in self._source.shards():
-            yield replace(shard, meta=renamed[shard.meta])
+            yield shard.under(replace(shard.meta, name=self._mapper(shard.meta.name)))
 
     def held(self) -> Mapping[str, Tensor]:
         return {self._mapper(name): tensor for name, tensor in self._source.held().items()}
@@ -94,7 +93,7 @@ class CastSource(WeightSource):
         It rounds as a cast of the whole does, bit by bit; only the payload of a NaN that is widened may be another.
         """
         for shard in self._source.shards():
-            yield replace(shard, meta=self._cast(shard.meta))
+            yield shard.under(self._cast(shard.meta))
 
     def held(self) -> Mapping[str, Tensor]:
         return {

@@ -79,6 +79,10 @@ class Shard:
     gathers: bool = False
     why: str = ""
 
+    def under(self, meta: ParamMeta) -> Shard:
+        """Return this shard as one of another name or dtype."""
+        return Shard(meta, self.block, self.take, self.gathers, self.why)
+
 
 def checked_shards(
     shards: Iterable[Shard], params: Iterable[ParamMeta]
@@ -121,7 +125,7 @@ def _require_apart(meta: ParamMeta, shards: Sequence[Shard]) -> None:
         block = shard.block
         if len(block.start) != len(whole.start) or len(block.stop) != len(whole.stop) or not whole.contains(block):
             raise ManifestError(f"a shard of {meta} is {_words(block)}", expected=f"a block within {_words(whole)}")
-        if not block.numel and not shard.gathers:
+        if not shard.gathers and not all(map(int.__lt__, block.start, block.stop)):
             raise ManifestError(f"a shard of {meta} is {_words(block)}, which is empty", hint="yield none in its place")
         before = [other for other in before if not block.start or other.stop[0] > block.start[0]]
         for other in before:

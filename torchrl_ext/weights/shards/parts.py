@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -24,41 +24,41 @@ class Place:
 
     Attributes:
         first: index of its first element there.
-        axes: for each dimension of the checkpoint tensor, the one of the module's that it runs along, and the step;
-            None where its size is 1.
+        axes: for each dimension of the module's tensor, the size of the checkpoint tensor's that runs along it, and the
+            step; None where none does.
+        order: of the dimensions that have one, as the checkpoint tensor has them.
+        ones: what puts dimensions of size 1 between those, as an index.
     """
 
     first: tuple[int, ...]
     axes: tuple[tuple[int, int] | None, ...]
+    order: tuple[int, ...]
+    ones: tuple[slice | None, ...]
 
     def shard(self, meta: ParamMeta, shard: Shard) -> Shard | None:
         """Return what a shard of the module's tensor holds of the checkpoint tensor ``meta``; None where nothing."""
-        along = {axis[0]: (size, axis[1]) for size, axis in zip(meta.shape, self.axes, strict=True) if axis}
-        found: dict[int, tuple[int, int]] = {}  # by dimension of the module's tensor: start and stop in the other
         cut: list[int | slice] = []
-        for dim, (first, start, stop) in enumerate(zip(self.first, shard.block.start, shard.block.stop, strict=True)):
-            if dim not in along:
+        found: list[tuple[int, int]] = []  # start and stop in the checkpoint tensor
+        for first, axis, start, stop in zip(self.first, self.axes, *shard.block, strict=True):
+            if axis is None:
                 if not start <= first < stop:
                     return None
                 cut.append(first - start)
                 continue
-            size, step = along[dim]
+            size, step = axis
             low, high = max(0, -((first - start) // step)), min(size, -((first - stop) // step))
             if low >= high:
                 return None
-            found[dim] = low, high
+            found.append((low, high))
             begin = first + low * step - start
             cut.append(slice(begin, begin + (high - low - 1) * step + 1, step))
-        bounds = [found[axis[0]] if axis else (0, 1) for axis in self.axes]
-        there, kept = tuple(cut), sorted(found)
-        order = [kept.index(axis[0]) for axis in self.axes if axis]
-        ones = tuple(slice(None) if axis else None for axis in self.axes)
+        bounds = iter([found[index] for index in self.order])
+        whole = [(0, 1) if one is None else next(bounds) for one in self.ones]
+        block = Block(tuple([low for low, _ in whole]), tuple([high for _, high in whole]))
+        return Shard(meta, block, partial(self._view, shard.take, tuple(cut)), shard.gathers, shard.why)
 
-        def take() -> Tensor:
-            return shard.take()[there].permute(order)[ones]
-
-        block = Block(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
-        return replace(shard, meta=meta, block=block, take=take)
+    def _view(self, take: Callable[[], Tensor], cut: tuple[int | slice, ...]) -> Tensor:
+        return take()[cut].permute(self.order)[self.ones]
 
     def shards(self, meta: ParamMeta, shards: list[Shard]) -> Iterator[Shard]:
         """Yield what shards of the module's tensor hold of the checkpoint tensor ``meta``."""
@@ -87,15 +87,19 @@ def place_of(part: Part, shape: tuple[int, ...], strides: tuple[int, ...]) -> Pl
         first[dim], rest = divmod(rest, strides[dim])
     if rest or any(first[dim] >= shape[dim] for dim in dims):
         return None
-    axes: list[tuple[int, int] | None] = []
+    axes: dict[int, tuple[int, int]] = {}  # by dimension of the module's tensor, in the order of the part's
     for size, stride in zip(part.shape, part.strides, strict=True):
         if size == 1:
-            axes.append(None)
             continue
         dim = next((dim for dim in dims if stride and strides[dim] <= stride), -1)
         step, uneven = divmod(stride, strides[dim]) if dim >= 0 else (0, 1)
-        known = {axis[0] for axis in axes if axis}
-        if uneven or dim in known or first[dim] + (size - 1) * step >= shape[dim]:
+        if uneven or dim in axes or first[dim] + (size - 1) * step >= shape[dim]:
             return None
-        axes.append((dim, step))
-    return Place(tuple(first), tuple(axes))
+        axes[dim] = size, step
+    kept = sorted(axes)
+    return Place(
+        first=tuple(first),
+        axes=tuple(axes.get(dim) for dim in range(len(shape))),
+        order=tuple(map(kept.index, axes)),
+        ones=tuple(None if size == 1 else slice(None) for size in part.shape),
+    )
