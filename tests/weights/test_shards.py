@@ -156,6 +156,15 @@ weights = {
 }
 shards = require_assembled(as_source(weights), gathers={"b", "d"})
 assert ["sum" in shard.why for shard in shards if shard.gathers] == [True, True]
+from torch.distributed.tensor import _dtensor_spec as specs
+if "ShardOrderEntry" in vars(specs):  # since torch 2.10: first by the second dimension of the mesh
+    full, (at, first) = torch.arange(8.0), square.get_coordinate()
+    turned = specs.DTensorSpec(
+        square, (Shard(0), Shard(0)), specs.TensorMeta(full.shape, full.stride(), full.dtype),
+        shard_order=(specs.ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),), use_strided_shard_as_shard_order=False,
+    )
+    local = full.chunk(2)[first].chunk(2)[at].clone()
+    require_assembled(as_source({"turned": DTensor(local, turned, requires_grad=False)}), gathers={"turned"})
 try:
     with no_collectives():
         shards[-1].take()
