@@ -313,6 +313,30 @@ def test_a_rehearsal_finds_live_memory_that_is_not_what_is_computed_with(rank, t
     assert loader.proof() == "sent"
 
 
+def test_where_only_a_whole_load_rebuilds_a_derived_copy_no_slice_lands_past_the_loader(rank, tmp_path):
+    def derive(model):
+        model.qkv.copy = model.qkv.weight.data.clone()
+        return model
+
+    class Deriving(Loader):
+        def _open(self, names):
+            return [*super()._open(names), *([self._model] if names is None else [])]
+
+        def _close(self, layers):
+            for layer in layers:
+                derive(layer) if layer is self._model else pack(layer)
+
+    save_file(weights(0), tmp_path / "model.safetensors")
+    loader = Deriving(derive(cold(rank, 0)), tmp_path)
+    loader.by_slices(True)
+    loader.check(as_source(weights(0)).params())
+    assert loader._sliced().direct
+    loader.rehearse()
+    assert loader.proof() == "rehearsed" and not loader._sliced().direct
+    updated(loader, 1)
+    assert_is(loader._model, derive(cold(rank, 1)))
+
+
 def test_neighbours_become_one_block_and_so_does_what_overlaps():
     def box(*bounds):
         return Block(tuple(one[0] for one in bounds), tuple(one[1] for one in bounds))

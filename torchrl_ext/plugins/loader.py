@@ -14,23 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import Landing, Placement
 from torchrl_ext.landing.sliced import Sliced
+from torchrl_ext.plugins import refusals
 from torchrl_ext.plugins.slices import Slices, land
 from torchrl_ext.plugins.workers import combine
 from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import announced
-from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["UNCHANGED", "PluginLoader", "rebalanced"]
-
-UNCHANGED = "nothing was changed; the engine serves what it served"
+__all__ = ["PluginLoader"]
 
 
 class PluginLoader(EngineLoader):
@@ -133,11 +132,7 @@ class PluginLoader(EngineLoader):
         for meta in params:  # loaders of sharded layers narrow before they compare, and would let a larger one pass
             expected = self._shapes.get(meta.name, meta.shape)
             if expected != meta.shape:
-                raise ManifestError(
-                    f"parameter {meta.name!r} arrives with shape {list(meta.shape)}",
-                    expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
-                    state=UNCHANGED,
-                )
+                raise refusals.misshapen(meta, expected)
         self._placement = self._placed(params)
         self._params, self._pieces, self._patcher, self._slices = params, {}, Patcher({}), None
         if self._placement is not None and not self._whole_model:
@@ -230,37 +225,21 @@ class PluginLoader(EngineLoader):
         for name in placement.nowhere():
             elsewhere = shared and (name in self._shapes or not self._shapes)
             if not (elsewhere or self._is_tied_head(name) or name.endswith("rotary_emb.inv_freq")):
-                raise ManifestError(
-                    f"the engine's model has no parameter {name!r}",
-                    expected="the names of the checkpoint that the engine was started with",
-                    state=UNCHANGED,
-                    hint="map the trainer's names with WeightSender(..., mapper=...)",
-                )
+                raise refusals.unknown(name)
         names = {meta.name for meta in placement.params}
         for param, numel in needed.items():
             written = placement.written[param]
             if written < numel and (written or not self._is_tied_head(param)):  # a tied head has no memory of its own
                 prefix = param.rpartition(".")[0].rpartition(".")[0]
                 self._refuse_absent(name for name in self._shapes if name not in names and name.startswith(prefix))
-                sources = ", ".join(placement.sources(param)) or "no parameter of the update"
-                raise ManifestError(
-                    f"the update leaves parameter {param!r} of the engine's model incomplete: "
-                    f"{written} of {numel} elements, from {sources}",
-                    expected=_EVERY,
-                    state=UNCHANGED,
-                )
+                raise refusals.incomplete(param, written, numel, placement.sources(param))
         for meta, landing in placement.lossy():
-            raise ManifestError(
-                f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
-                expected=f"{dtype_name(landing.dtype)}, in which the engine computes",
-                state=UNCHANGED,
-                hint=f"give WeightSender dtype=torch.{dtype_name(landing.dtype)}, or the engine another --dtype",
-            )
+            raise refusals.rounded(meta, landing.dtype)
 
     def _refuse_absent(self, names: Iterable[str]) -> None:
         for name in names:
             if not self._is_tied_head(name):
-                raise ManifestError(f"parameter {name!r} is missing from the update", expected=_EVERY, state=UNCHANGED)
+                raise refusals.absent(name)
 
     # whole versions
 
@@ -391,7 +370,6 @@ class PluginLoader(EngineLoader):
 
 
 _UNKNOWN = "layers of this model rebuild their weights after loading, so that it is not known which parts they take"
-_EVERY = "every parameter of the checkpoint that the engine was started with"
 
 
 def _shapes_of(checkpoint: str) -> dict[str, tuple[int, ...]]:
@@ -400,13 +378,3 @@ def _shapes_of(checkpoint: str) -> dict[str, tuple[int, ...]]:
         return {meta.name: meta.shape for meta in CheckpointSource(checkpoint).params()}
     except (ConfigError, IntegrityError):
         return {}
-
-
-def rebalanced() -> ConfigError:
-    """Return the refusal of an engine that moves experts between its workers (EPLB)."""
-    return ConfigError(
-        "this engine moves experts between its workers while it serves (EPLB)",
-        expected="an engine started without --enable-eplb",
-        state=UNCHANGED,
-        hint="where an expert's weights lie changes from step to step, so that no update could be proved",
-    )

@@ -11,7 +11,9 @@ is tried with weights that are known:
 4. the start checkpoint itself is loaded whole: the same again.
 
 A loader that fails in 2 or 4 is tried again without the repairs that it knows; where that does not help either, the
-engine is refused, with the layers' names. One that fails in 3 only lands changes as whole loads from then on.
+engine is refused, with the layers' names. One that fails in 3 only lands changes as whole loads from then on. Where
+workers get slices, so do these loads; one that fails with slices in live memory is tried again with all of them through
+the model's loader.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
     start = _Start(loader, cold)
     known = tuple(loader.known_repairs())
     loads, attempt = 0, _Attempt()
-    for repairs in dict.fromkeys((known, ())):
+    for repairs in _ways(loader, known):
         loader.repairs = frozenset(repairs)
         attempt = _attempt(loader, start, cold)
         loads += attempt.loads
@@ -125,6 +127,16 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         seconds=time.perf_counter() - began,
         loads=loads,
     )
+
+
+def _ways(loader: EngineLoader, known: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the repairs to try with; where slices land past the model's loader, first so and then by it alone."""
+    yield known
+    if loader.takes_slices:
+        loader.land_whole()
+        yield known
+    if known:
+        yield ()
 
 
 @dataclass

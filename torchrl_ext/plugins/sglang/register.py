@@ -191,7 +191,7 @@ def _worker(runner: Any) -> Any:
     """Return the `SGLangWorker` that keeps this runner's model up to date; there is one per model and process."""
     from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
-    from torchrl_ext.plugins.loader import UNCHANGED, rebalanced
+    from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
     from torchrl_ext.plugins.sglang.worker import SGLangWorker
 
     model = runner.model

@@ -34,7 +34,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading
-from torchrl_ext.plugins.loader import PluginLoader, rebalanced
+from torchrl_ext.plugins.loader import PluginLoader
+from torchrl_ext.plugins.refusals import rebalanced
 from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, made_up, readings
 from torchrl_ext.types import ParamMeta
 

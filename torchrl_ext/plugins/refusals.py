@@ -1,0 +1,75 @@
+"""Why an engine's worker takes no update, or not this one: errors that say what it expected instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.types import ParamMeta, dtype_name
+
+__all__ = ["UNCHANGED", "absent", "incomplete", "misshapen", "rebalanced", "rounded", "unknown"]
+
+UNCHANGED = "nothing was changed; the engine serves what it served"
+_EVERY = "every parameter of the checkpoint that the engine was started with"
+
+
+def misshapen(meta: ParamMeta, expected: Sequence[int]) -> ManifestError:
+    """Return the refusal of a parameter of another shape than in the start checkpoint."""
+    return ManifestError(
+        f"parameter {meta.name!r} arrives with shape {list(meta.shape)}",
+        expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
+        state=UNCHANGED,
+    )
+
+
+def unknown(name: str) -> ManifestError:
+    """Return the refusal of a name that lands nowhere."""
+    return ManifestError(
+        f"the engine's model has no parameter {name!r}",
+        expected="the names of the checkpoint that the engine was started with",
+        state=UNCHANGED,
+        hint="map the trainer's names with WeightSender(..., mapper=...)",
+    )
+
+
+def absent(name: str) -> ManifestError:
+    """Return the refusal of an update without a parameter that is needed."""
+    return ManifestError(f"parameter {name!r} is missing from the update", expected=_EVERY, state=UNCHANGED)
+
+
+def incomplete(param: str, written: int, numel: int, sources: Sequence[str]) -> ManifestError:
+    """Return the refusal of an update that would fill a runtime parameter in part.
+
+    Args:
+        param: the runtime parameter.
+        written, numel: elements that the update brings, and that it has.
+        sources: names of checkpoint tensors that land in it.
+    """
+    return ManifestError(
+        f"the update leaves parameter {param!r} of the engine's model incomplete: "
+        f"{written} of {numel} elements, from {', '.join(sources) or 'no parameter of the update'}",
+        expected=_EVERY,
+        state=UNCHANGED,
+    )
+
+
+def rounded(meta: ParamMeta, own: torch.dtype) -> ManifestError:
+    """Return the refusal of values that do not fit the dtype in which the engine computes."""
+    return ManifestError(
+        f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
+        expected=f"{dtype_name(own)}, in which the engine computes",
+        state=UNCHANGED,
+        hint=f"give WeightSender dtype=torch.{dtype_name(own)}, or the engine another --dtype",
+    )
+
+
+def rebalanced() -> ConfigError:
+    """Return the refusal of an engine that moves experts between its workers (EPLB)."""
+    return ConfigError(
+        "this engine moves experts between its workers while it serves (EPLB)",
+        expected="an engine started without --enable-eplb",
+        state=UNCHANGED,
+        hint="where an expert's weights lie changes from step to step, so that no update could be proved",
+    )
