@@ -7,12 +7,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import torchrl_ext as tx
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.landing.placement import record
 from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.plugins.loader import PluginLoader
 from torchrl_ext.plugins.slices import merged
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import as_source
 
@@ -335,6 +337,40 @@ def test_where_only_a_whole_load_rebuilds_a_derived_copy_no_slice_lands_past_the
     assert loader.proof() == "rehearsed" and not loader._sliced().direct
     updated(loader, 1)
     assert_is(loader._model, derive(cold(rank, 1)))
+
+
+def test_a_transport_that_brings_slices_is_told_what_is_wanted_and_updates_go_the_way_that_was_rehearsed(
+    loader, rank, monkeypatch
+):
+    wanted = {}
+
+    def want(self, slices, whole):
+        wanted.update(slices=dict(slices), whole=dict(whole))
+
+    def receive(self, info, into):
+        for name, tensor in whole_tensors(self, info, {}):
+            blocks = wanted["slices"].get(name)
+            if blocks is None:
+                yield name, tensor
+            elif blocks:
+                yield name, Sliced.cut(name, tensor, blocks, into.get(name))
+
+    whole_tensors = tx.MemoryTransport.receive
+    loader.by_slices(False)
+    engine = InProcessEngine(tx.WeightReceiver(loader))
+    sender = tx.WeightSender(tx.make_transport("memory"), engine)
+    assert sender.update_weights(weights(0)).proof == "rehearsed" and not wanted and loader.opened[-1] is None
+    loader.touched = False  # they were the weights that it was started with
+    with monkeypatch.context() as patch:
+        for name, value in {"slices": True, "proves": True, "want": want, "receive": receive}.items():
+            patch.setattr(tx.MemoryTransport, name, value)
+        sender = tx.WeightSender(tx.make_transport("memory"), engine)
+        for seed in (1, 2):
+            report = sender.update_weights(weights(seed))
+            assert report.proof == "rehearsed" and report.verified
+            assert_is(loader._model, cold(rank, seed))
+    assert wanted == {"slices": loader.slices(), "whole": loader.whole()}
+    assert loader.opened[-1] == ["corner", "decay", "down"]
 
 
 def test_neighbours_become_one_block_and_so_does_what_overlaps():
