@@ -34,6 +34,7 @@ SHAPES = {
     "twice": (HIDDEN,),
     "decay": (HIDDEN,),
     "corner": (HIDDEN, HIDDEN),
+    "heads": (4 * 3 * 2, HIDDEN),
     "norm": (HIDDEN,),
     "scale": (),
 }
@@ -65,6 +66,7 @@ class Model(nn.Module):
         self.turned = Layer(weight=(HIDDEN, 6))
         self.twice = Layer(first=(HIDDEN,), second=(HIDDEN,))
         self.mixer = Layer(decay=(HIDDEN,), corner=(HIDDEN,))
+        self.heads = Layer(weight=(3, 2 * 2, HIDDEN))  # q, k and v lie head by head in the checkpoint, and apart here
         self.norm = Layer(weight=(HIDDEN,), scale=(1,))
         self.handed = []
 
@@ -103,6 +105,10 @@ class Model(nn.Module):
             self.mixer.decay.data.copy_(-torch.exp(tensor.float()))
         elif name == "corner":
             self.mixer.corner.data.copy_(tensor.diagonal())
+        elif name == "heads":
+            own = tensor.view(4, 3, 2, HIDDEN).chunk(RANKS, 0)[rank]
+            for part in range(3):
+                self.heads.weight.data[part].view(2, 2, HIDDEN).copy_(own[:, part])
         elif name == "norm":
             self.norm.weight.data.copy_(tensor)
         else:
@@ -212,9 +218,10 @@ def test_each_worker_names_the_blocks_that_land_on_it(loader, rank):
     assert held == {2 * rank, 2 * rank + 1}
     assert found["turned"] == (Block((6 * rank, 0), (6 * rank + 6, HIDDEN)),)
     assert found["twice"] == (Block((0,), (HIDDEN,)),) and found["scale"] == (Block((), ()),)
+    assert found["heads"] == (Block((12 * rank, 0), (12 * rank + 12, HIDDEN)),)
     whole = loader.whole()
     assert whole.keys() == {"decay", "corner"} and found.keys() == SHAPES.keys() - whole.keys()
-    assert "computes mixer.decay" in whole["decay"] and "no block" in whole["corner"]
+    assert "computes mixer.decay" in whole["decay"] and "far apart" in whole["corner"]
 
 
 @pytest.mark.parametrize("by_targets", [True, False])

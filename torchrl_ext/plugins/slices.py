@@ -17,6 +17,9 @@ from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["Slices", "land", "merged"]
 
+_WASTE = 2
+"""A tensor comes whole where the blocks around what is needed of it have more than so many times its elements."""
+
 
 class Slices:
     """The blocks of checkpoint tensors that land on one worker.
@@ -43,8 +46,12 @@ class Slices:
             if isinstance(found, str):
                 self.whole[meta.name] = found
             else:
-                self._walks[meta.name] = found
-                self.blocks[meta.name] = merged(walk.block for walk, _ in found)
+                blocks = merged(walk.block for walk, _ in found)
+                used = {(landing.source_offset, landing.source_strides): landing.numel for _, landing in found}
+                if sum(block.numel for block in blocks) > _WASTE * sum(used.values()):
+                    self.whole[meta.name] = "the engine's loader takes elements of it that lie far apart"
+                    continue
+                self._walks[meta.name], self.blocks[meta.name] = found, blocks
         self.direct = self._direct({name for name, own in pieces.items() if own and self.blocks.get(name)})
 
     def _direct(self, plain: set[str]) -> frozenset[str]:
@@ -152,7 +159,7 @@ def _around(one: Block, other: Block) -> Block:
 
 
 def _walks(meta: ParamMeta, landings: Collection[Landing]) -> list[tuple[Walk, Landing]] | str:
-    """Return the ways of copies through a checkpoint tensor, each a block of it; or why that cannot be said."""
+    """Return the ways of copies through a checkpoint tensor; or why these cannot be said."""
     found = []
     for landing in landings:
         if not landing.exact:
@@ -160,8 +167,8 @@ def _walks(meta: ParamMeta, landings: Collection[Landing]) -> list[tuple[Walk, L
         if not landing.numel:
             continue
         walk = walk_of(meta.shape, landing.source_offset, landing.shape, landing.source_strides)
-        if walk is None or walk.along() is None:
-            return f"what the engine's loader copies of it into {landing.param} is no block"
+        if walk is None:
+            return f"what the engine's loader copies of it into {landing.param} lies in no block"
         found.append((walk, landing))
     return found
 
@@ -170,6 +177,8 @@ def _laid(block: Block, walks: Iterable[tuple[Walk, Landing]], live: Mapping[str
     """Return the live memory of a block, seen with the block's shape; None where no strides lead through it."""
     own = [(walk, landing) for walk, landing in walks if block.contains(walk.block)]
     params = {landing.param for _, landing in own}
+    if any(walk.along() is None for walk, _ in own):
+        return None  # there are others' elements between its own
     if len(params) != 1 or len(blocks := {walk.block for walk, _ in own}) < len(own) or _grown([*blocks]) != [block]:
         return None  # in several parameters, or some of it twice
     strides: dict[int, int] = {}
