@@ -9,7 +9,9 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import ROOT
+from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.weights.checkpoint import CheckpointSource
 
 pytestmark = pytest.mark.engine
 
@@ -35,3 +37,33 @@ def test_the_demo_proves_itself_on_vllm(vllm, transport):
     told = json.loads(done.stdout)
     assert told["verified"] and told["engine"] == "vllm" and not vllm.paused()
     assert len(told["syncs"]) == 3
+
+
+def held_by_worker(model_dir, workers):
+    """Bytes of a Qwen3 that one of ``workers`` tensor-parallel workers holds: all of a norm, its part of the rest."""
+    whole, parts = 0, 0
+    for name, tensor in CheckpointSource(model_dir):
+        if name.endswith("norm.weight"):
+            whole += tensor.nbytes
+        else:
+            parts += tensor.nbytes
+    return whole + parts // workers
+
+
+def test_two_trainer_ranks_send_two_workers_their_slices_and_nothing_else(tmp_path):
+    command = [sys.executable, "-m", "torchrl_ext.cli.main", "demo", "--transport", "sharded", "--trainer-ranks", "2"]
+    command += ["--engine", "vllm", "--tp", "2", "--steps", "2", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout)
+    assert told["verified"] and told["weights_equal"] and told["greedy_equal"]
+    assert (told["engine"], told["trainer_ranks"], told["tp"]) == ("vllm", 2, 2)
+    checkpoint = make_tiny_lm(tmp_path)
+    held = held_by_worker(checkpoint, 2)
+    model_bytes = sum(tensor.nbytes for _, tensor in CheckpointSource(checkpoint))
+    assert model_bytes / 2 < held < 0.6 * model_bytes
+    assert len(told["syncs"]) == 3
+    for report in told["syncs"]:
+        assert report["verified"] and report["model_bytes"] == model_bytes and not report["whole"]
+        assert len(report["worker_bytes"]) == 2 and max(report["worker_bytes"]) <= 1.02 * held
+        assert len(report["rank_bytes"]) == 2 and max(report["rank_bytes"]) <= 1.1 * sum(report["rank_bytes"]) / 2
