@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.weights.ranks import outcomes_of, require_passed
+from tests.weights.shards.ranks import outcomes_of, require_passed
 
 PRELUDE = """
 import torchrl_ext as tx

@@ -1,0 +1,139 @@
+"""Which shards sources without other ranks yield, and which shards are refused."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.models import converted_model
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.sync.outgoing import Outgoing
+from torchrl_ext.testing import same_bits
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights import groups
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.derived import ConvertedSource
+from torchrl_ext.weights.groups import Part
+from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
+from torchrl_ext.weights.source import MappingSource, WeightSource, as_source
+
+
+def test_a_plain_module_is_held_as_a_whole_in_its_own_memory():
+    model = nn.Linear(3, 2)
+    shards = list(as_source(model).shards())
+    assert [(shard.block, shard.gathers) for shard in shards] == [
+        (Block((0, 0), (2, 3)), False),
+        (Block((0,), (2,)), False),
+    ]
+    with torch.no_grad():
+        model.weight.fill_(7)
+    assert shards[0].take().data_ptr() == model.weight.data_ptr()
+    assert bool((shards[0].take() == 7).all())
+
+
+def test_experts_of_a_plain_model_are_views():
+    model = converted_model("qwen3_moe")
+    live = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    expected = dict(as_source(model))
+    for shard in as_source(model).shards():
+        taken = shard.take()
+        assert same_bits(taken, expected.pop(shard.meta.name))
+        assert taken.untyped_storage().data_ptr() in live
+    assert not expected
+
+
+def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeypatch):
+    made = []
+
+    def revert(model, tensors):
+        made.append(model)
+        return {"x": torch.cat([*tensors.values()]), "y": torch.cat([*tensors.values()][::-1])}
+
+    monkeypatch.setattr(groups, "_revert", revert)
+    part, sources = Part((4,), (1,), 0), {"in.a": ((2,), (1,)), "in.b": ((2,), (1,))}
+    model = nn.Linear(1, 1)
+    group = groups.Group(
+        sources=sources, results={"x": part, "y": part}, copied=True, prefix="in.", model=weakref.ref(model)
+    )
+    live = {"in.a": torch.zeros(2), "in.b": torch.ones(2), "kept": torch.ones(3)}
+    shards = list(Outgoing(ConvertedSource(MappingSource(live), [group])).shards())
+    assert [(shard.meta.name, shard.gathers) for shard in shards] == [("x", True), ("y", True), ("kept", False)]
+    assert "copy" in shards[0].why
+    assert not made
+    live["in.a"].fill_(5)
+    assert [shard.take().tolist() for shard in shards] == [[5, 5, 1, 1], [1, 1, 5, 5], [1, 1, 1]]
+    assert made == [model]
+
+
+def test_a_checkpoint_is_read_when_it_is_taken(tmp_path):
+    model = nn.Linear(3, 2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    shards = list(CheckpointSource(tmp_path).shards())
+    with torch.no_grad():
+        model.weight.fill_(3)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = {shard.meta.name: shard.take() for shard in reversed(shards)}  # in any order
+    assert not any(shard.gathers for shard in shards)
+    assert same_bits(found["weight"], model.weight.detach())
+
+
+class Made(WeightSource):
+    def __init__(self):
+        self.passes = 0
+
+    def params(self):
+        return (ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.float32, (0,)))
+
+    def __iter__(self):
+        self.passes += 1
+        yield "a", torch.ones(2)
+        yield "b", torch.ones(0)
+
+
+def test_a_source_of_another_kind_gives_whole_tensors_of_one_pass():
+    source = Made()
+    shards = list(Outgoing(source).shards())
+    assert [shard.gathers for shard in shards] == [True, True]
+    assert [shard.take().numel() for shard in shards] == [2, 0]
+    assert source.passes == 1
+
+
+META = ParamMeta("w", torch.float32, (4, 6))
+NEXT = ParamMeta("x", torch.float32, ())
+
+
+def shard(start, stop, meta=META, **how):
+    return Shard(meta, Block(start, stop), lambda: torch.zeros(()), **how)
+
+
+def test_blocks_that_touch_are_apart():
+    several = [shard((2, 0), (4, 3)), shard((0, 3), (4, 6)), shard((0, 0), (2, 3))]
+    scalar = shard((), (), NEXT)
+    assert list(checked_shards([*several, scalar], [META, NEXT])) == [(META, tuple(several)), (NEXT, (scalar,))]
+    assert list(checked_shards([], [META, NEXT])) == [(META, ()), (NEXT, ())]
+
+
+@pytest.mark.parametrize(
+    ("shards", "what"),
+    [
+        ([shard((0, 0), (2, 6)), shard((1, 5), (4, 6))], "share elements: [0:2, 0:6] and [1:4, 5:6]"),
+        ([shard((0, 0), (4, 1)), shard((1, 1), (2, 2)), shard((3, 0), (4, 6))], "share elements"),
+        ([shard((), (), NEXT), shard((), (), NEXT)], "share elements: [] and []"),
+        ([shard((0, 0), (5, 6))], "is [0:5, 0:6]"),
+        ([shard((-1, 0), (2, 6))], "is [-1:2, 0:6]"),
+        ([shard((0,), (4,))], "is [0:4]"),
+        ([shard((1, 0), (1, 6))], "which is empty"),
+        ([shard((3, 0), (1, 6))], "which is empty"),
+        ([shard((), (), NEXT), shard((0, 0), (4, 6))], "out of order"),
+        ([shard((0, 0), (4, 6), ParamMeta("w", torch.bfloat16, (4, 6)))], "out of order"),
+    ],
+)
+def test_shards_that_are_not_sound_are_refused_by_name(shards, what):
+    with pytest.raises(ManifestError) as caught:
+        list(checked_shards(shards, [META, NEXT]))
+    assert what in str(caught.value)
+    assert shards[-1].meta.name in str(caught.value)
