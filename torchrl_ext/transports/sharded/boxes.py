@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["as_array", "as_block", "cells", "chunks", "cut", "first_overlap", "meets", "missing", "volumes"]
 
-_MOST_CELLS = 1 << 16
+_MOST_CELLS = 1 << 14
+_AT_ONCE = 1 << 20  # pairs of boxes that are compared at once, so that memory is bounded
 _EVEN = 16  # rows per part from which parts are equal to within a sixteenth
 
 
@@ -38,28 +39,29 @@ def volumes(boxes: np.ndarray) -> np.ndarray:
     return np.asarray(sizes.prod(axis=-1, dtype=np.int64))
 
 
-def common(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return what each box has in common with each other one, int64 of shape (boxes, others, 2, dimensions)."""
-    start = np.maximum(boxes[:, None, 0], others[None, :, 0])
-    return np.stack([start, np.minimum(boxes[:, None, 1], others[None, :, 1])], axis=2)
-
-
 def meets(boxes: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return each pair of boxes that meet, as two arrays of indices, and what they have in common."""
-    shared = common(boxes, others)
-    first, second = np.nonzero((shared[:, :, 0] < shared[:, :, 1]).all(axis=-1))
-    return first, second, shared[first, second]
+    found = list(_meets(boxes, others)) or [(np.zeros(0, dtype=np.int64),) * 2 + (others[:0],)]
+    first, second, shared = (np.concatenate(column) for column in zip(*found, strict=True))
+    return first, second, shared
 
 
 def first_overlap(boxes: np.ndarray) -> tuple[int, int] | None:
     """Return the first two boxes that have an element in common; None where all are disjoint."""
-    step = max(1, (1 << 20) // max(1, len(boxes)))
-    for low in range(0, len(boxes), step):
-        first, second, _ = meets(boxes[low : low + step], boxes)
-        clash = np.flatnonzero(first + low < second)
+    for first, second, _ in _meets(boxes, boxes):
+        clash = np.flatnonzero(first < second)
         if len(clash):
-            return int(first[clash[0]]) + low, int(second[clash[0]])
+            return int(first[clash[0]]), int(second[clash[0]])
     return None
+
+
+def _meets(boxes: np.ndarray, others: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    step = max(1, _AT_ONCE // max(1, len(others)))
+    for low in range(0, len(boxes), step):
+        slab = boxes[low : low + step, None]
+        start, stop = np.maximum(slab[:, :, 0], others[None, :, 0]), np.minimum(slab[:, :, 1], others[None, :, 1])
+        first, second = np.nonzero((start < stop).all(axis=-1))
+        yield first + low, second, np.stack([start[first, second], stop[first, second]], axis=1)
 
 
 def cells(owned: Mapping[Block, Sequence[int]], ndim: int) -> list[tuple[Block, tuple[int, ...]]]:

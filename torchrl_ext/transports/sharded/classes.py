@@ -19,6 +19,7 @@ __all__ = ["Moves", "Pattern", "held_and_needed", "make_pattern"]
 
 _WORTH_CUTTING_BYTES = 64 << 10
 _UNEVEN = 1.05  # the busiest holder may send that many times the mean of one tensor
+_MOST_REGIONS = 1 << 10  # different needs of one tensor, above which it is cut without a look at them
 _FINEST = 8  # pieces per bucket, where a tensor is larger than one
 
 
@@ -218,7 +219,7 @@ def _parts(
         return [parts]
     which, want, shared = meets(as_array(parts, ndim), wants)
     sent = np.bincount(which, volumes(shared) * fans[want], len(parts))
-    if sent.max() * ranks <= _UNEVEN * sent.sum():
+    if len(wants) > _MOST_REGIONS or sent.max() * ranks <= _UNEVEN * sent.sum():
         return [parts]
     regions: dict[Block, list[int]] = {}
     for block, workers in needed.items():

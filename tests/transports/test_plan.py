@@ -1,0 +1,201 @@
+"""Plans of transfers: each element that a worker needs comes once, in bounded rounds, from ranks that share a load."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import random
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from tests.transports.plans import Layout, carry_out, random_case, shares, stretch
+from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.transports.sharded.plan import Share, TransferPlan, make_plan
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.blocks import Block
+
+MODEL = [
+    ParamMeta(f"layers.{layer}.{name}", torch.bfloat16, shape)
+    for layer in range(7)
+    for name, shape in {"norm": (64,), "q": (512, 256), "gate": (8, 32), "down": (256, 512), "post": (48,)}.items()
+]
+
+
+def layout(members: int, how) -> Layout:
+    return [[how(meta.shape, member) for meta in MODEL] for member in range(members)]
+
+
+WHOLE = lambda shape, _: [Block.whole(shape)]  # noqa: E731 - a table of layouts
+FSDP_4 = layout(4, lambda shape, rank: stretch(shape, 0, rank, 4))
+HSDP_2X2 = layout(4, lambda shape, rank: stretch(shape, 0, rank % 2, 2))
+REPLICATED_4 = layout(4, WHOLE)
+TP_2 = layout(2, lambda shape, worker: stretch(shape, 1, worker, 2) if len(shape) > 1 else WHOLE(shape, 0))
+
+
+def plan_of(held: Layout, needed: Layout, bucket_bytes: int = 1 << 20, params=MODEL) -> TransferPlan:
+    return make_plan(params, shares(held), shares(needed), bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("tens", range(12))
+def test_each_worker_gets_each_element_that_it_needs_once_within_the_bounds(tens):
+    for seed in range(10 * tens, 10 * tens + 10):
+        params, held, needed, bucket_bytes = random_case(seed)
+        carry_out(plan_of(held, needed, bucket_bytes, params), held, needed)
+
+
+@pytest.mark.parametrize("held", [FSDP_4, HSDP_2X2, REPLICATED_4], ids=["FSDP 4", "HSDP 2x2", "replicated 4"])
+@pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 18, 1 << 30])
+def test_no_rank_sends_a_tenth_more_than_the_mean(held, bucket_bytes):
+    plan = plan_of(held, TP_2, bucket_bytes)
+    carry_out(plan, held, TP_2)
+    assert plan.rank_bytes.max() <= 1.1 * plan.rank_bytes.mean()
+
+
+def test_replicas_share_what_few_workers_need():
+    rows = layout(3, lambda shape, worker: stretch(shape, 0, min(worker, 1), 4))  # of the first half, a part by two
+    rows[2] = [[*one, *other] for one, other in zip(rows[0], rows[1], strict=True)]
+    plan = plan_of(REPLICATED_4, rows)
+    carry_out(plan, REPLICATED_4, rows)
+    assert plan.rank_bytes.max() <= 1.1 * plan.rank_bytes.mean()
+
+
+def test_a_rank_that_holds_all_shares_the_load_with_those_that_hold_parts():
+    held = [REPLICATED_4[0], *FSDP_4[1:]]
+    held[1] = [[*one, *other] for one, other in zip(FSDP_4[0], FSDP_4[1], strict=True)]
+    plan = plan_of(held, TP_2)
+    carry_out(plan, held, TP_2)
+    assert plan.rank_bytes.min() > 0
+
+
+def test_equal_workers_form_a_chain_and_cost_the_trainer_one_send():
+    alone, four = plan_of(FSDP_4, TP_2), plan_of(FSDP_4, [*TP_2, *TP_2, *TP_2, *TP_2])
+    assert np.array_equal(alone.rank_bytes, four.rank_bytes)
+    assert np.array_equal(four.worker_bytes, np.tile(alone.worker_bytes, 4))
+    assert [four.leader(worker) for worker in range(8)] == [0, 1] * 4
+    assert [four.successor(worker) for worker in range(8)] == [2, 3, 4, 5, 6, 7, None, None]
+    assert [four.predecessor(worker) for worker in range(8)] == [None, None, 0, 1, 2, 3, 4, 5]
+    assert not any(four.link(0, worker, at) for worker in range(2, 8) for at in range(four.rounds))
+
+
+def test_parameters_go_in_order_and_the_chunks_of_a_large_one_in_rounds_that_follow_each_other():
+    plan = plan_of(FSDP_4, TP_2, 1 << 13)
+    spans = [plan.span(at) for at in range(plan.rounds)]
+    assert spans == sorted(spans) and all(a[1] - 1 <= b[0] for a, b in itertools.pairwise(spans))
+    rounds = {send["round"] for send in plan.row(1)["sends"]}
+    assert len(rounds) > 1 and rounds == set(range(min(rounds), max(rounds) + 1))
+    least = max(plan.rank_bytes.max(), plan.worker_bytes.max()) / plan.bucket_bytes
+    assert least <= plan.rounds <= 1.5 * least
+
+
+def test_a_plan_does_not_depend_on_the_order_in_which_blocks_are_named():
+    params, held, needed, bucket_bytes = random_case(3)
+    shuffled = [[random.Random(0).sample(blocks, len(blocks)) for blocks in member] for member in held]
+    told = [Share.from_json(json.loads(json.dumps(share.to_json())), params) for share in shares(needed)]
+    one = plan_of(held, needed, bucket_bytes, params)
+    other = make_plan(params, shares(shuffled), told, bucket_bytes=bucket_bytes)
+    assert one.digest == other.digest and len(one.digest) == 32
+    assert np.array_equal(one.rows_digest(), other.rows_digest())
+
+
+def test_two_plans_that_differ_tell_by_which_row():
+    plan = plan_of(FSDP_4, TP_2)
+    fewer = [[list(blocks) for blocks in member] for member in TP_2]
+    fewer[1][11] = []
+    renamed = [ParamMeta("other" if at == 11 else meta.name, meta.dtype, meta.shape) for at, meta in enumerate(MODEL)]
+    moved = [[list(blocks) for blocks in member] for member in FSDP_4]
+    moved[0][11], moved[1][11] = moved[1][11], moved[0][11]
+    for other in (plan_of(FSDP_4, fewer), plan_of(FSDP_4, TP_2, params=renamed), plan_of(moved, TP_2)):
+        assert other.digest != plan.digest
+        assert np.flatnonzero(other.rows_digest() != plan.rows_digest()).tolist() == [11]
+        assert other.row(11) != plan.row(11) and other.row(10) == plan.row(10)
+    bound = plan_of(FSDP_4, TP_2, 1 << 19)
+    assert bound.digest != plan.digest and np.array_equal(bound.rows_digest(), plan.rows_digest())
+
+
+def test_elements_that_nobody_holds_are_named_even_where_nobody_needs_them():
+    held = [[list(blocks) for blocks in member] for member in FSDP_4]
+    held[2][6] = [Block((256, 0), (384, 100))]
+    with pytest.raises(ManifestError, match=r"nobody holds elements \[256:384, 100:256\] of layers\.1\.q bfloat16"):
+        plan_of(held, [[[] for _ in MODEL]])
+
+
+def test_what_is_no_part_of_a_parameter_is_refused_by_name():
+    needed = [[list(blocks) for blocks in member] for member in TP_2]
+    needed[1][6] = [Block((0, 0), (513, 1))]
+    with pytest.raises(ManifestError, match=r"worker 1 names the block from \[0, 0\] to \[513, 1\] of layers\.1\.q"):
+        plan_of(FSDP_4, needed)
+    with pytest.raises(ManifestError, match="trainer rank 3 speaks of 34 parameters"):
+        plan_of([*FSDP_4[:3], FSDP_4[3][:-1]], TP_2)
+    with pytest.raises(ConfigError, match="bucket_bytes is 1"):
+        plan_of(FSDP_4, TP_2, 1)
+    with pytest.raises(ConfigError, match="needs trainer ranks and workers"):
+        plan_of(FSDP_4, [])
+
+
+def test_a_model_without_parameters_or_that_nobody_needs_has_no_rounds():
+    assert plan_of([[]], [[]], params=[]).rounds == 0
+    idle = plan_of(FSDP_4, [[[] for _ in MODEL]])
+    assert idle.rounds == 0 and not idle.rank_bytes.any() and idle.row(3)["sends"] == []
+
+
+def test_a_share_says_equal_patterns_once():
+    share = Share.of_blocks([[Block((0,), (2,)), Block((4,), (4,))], [], [Block((0,), (2,))]])
+    assert share.patterns == ((Block((0,), (2,)),), ()) and share.of.tolist() == [0, 1, 0]
+    assert share.blocks(0) == (Block((0,), (2,)),) and share.blocks(1) == ()
+    assert share.of.dtype == np.int32 and not share.of.flags.writeable
+
+
+def test_blocks_of_one_parameter_that_overlap_are_named():
+    with pytest.raises(ManifestError, match=r"from \[0, 0\] to \[2, 2\], and from \[1, 1\] to \[3, 3\]"):
+        Share.of_blocks([[Block((1, 1), (3, 3)), Block((0, 0), (2, 2))]])
+    with pytest.raises(ManifestError, match=r"\[1, 2\] dimensions"):
+        Share.of_blocks([[Block((1, 1), (3, 3)), Block((0,), (1,))]])
+
+
+def packed(*of: int) -> str:
+    return base64.b64encode(zlib.compress(np.array(of, dtype="<i4").tobytes())).decode()
+
+
+TWO = [ParamMeta("a", torch.float32, (4, 4)), ParamMeta("b", torch.float32, (2,))]
+GOOD = {"patterns": [[[[0, 0], [2, 4]]], [[[0], [2]]]], "of": packed(0, 1)}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        [],
+        {},
+        {"patterns": GOOD["patterns"]},
+        GOOD | {"patterns": {"0": 1}},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], None]},
+        GOOD | {"patterns": [[[[0, 0], [2, 5]]], [[[0], [2]]]]},  # beyond the shape
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[-1], [2]]]]},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [True]]]]},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1.0]]]]},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], ["2"]]]]},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1 << 70]]]]},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[2], [0]]]]},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1, 2]]]]},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0, 0], [1, 2]]]]},  # of two dimensions, for one
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [2]], [[1], [2]]]]},  # overlap
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1], [2]]]]},
+        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[at], [at + 1]] for at in range(5000)]]},
+        GOOD | {"of": packed(0, 2)},
+        GOOD | {"of": packed(0, -1)},
+        GOOD | {"of": packed(0)},
+        GOOD | {"of": packed(0, 1, 1)},
+        GOOD | {"of": base64.b64encode(zlib.compress(bytes(1 << 20))).decode()},
+        GOOD | {"of": base64.b64encode(b"no zlib").decode()},
+        GOOD | {"of": "nor base64!"},
+        GOOD | {"of": 7},
+    ],
+)
+def test_a_malformed_share_is_refused(told):
+    assert Share.from_json(json.loads(json.dumps(GOOD)), TWO).blocks(1) == (Block((0,), (2,)),)
+    with pytest.raises(ManifestError):
+        Share.from_json(told, TWO)
