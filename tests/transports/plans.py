@@ -54,6 +54,8 @@ def random_case(seed: int) -> tuple[list[ParamMeta], Layout, Layout, int]:
 def carry_out(plan: TransferPlan, held: Layout, needed: Layout) -> None:
     """Move every element as the plan says, and hold it against what workers need and what the plan promises."""
     sent = np.zeros((plan.ranks, plan.workers), dtype=np.int64)
+    begun: set[int] = set()
+    over = {at: set[int]() for at in range(plan.rounds)}  # parameters of which something comes in this round, or later
     got = [[np.zeros(meta.shape, dtype=np.int64) for meta in plan.params] for _ in range(plan.workers)]
     for at in range(plan.rounds):
         in_round = np.zeros_like(sent)
@@ -71,8 +73,13 @@ def carry_out(plan: TransferPlan, held: Layout, needed: Layout) -> None:
                     in_round[rank, worker] += block.numel * meta.dtype.itemsize
                     seen.add(index)
         assert max(in_round.sum(axis=0).max(), in_round.sum(axis=1).max()) <= plan.bucket_bytes
-        assert (min(seen), max(seen) + 1) == plan.span(at)
+        begun |= seen
+        first, stop = plan.span(at)
+        assert first <= min(seen) and max(begun) < stop
+        for earlier in range(at + 1):
+            over[earlier] |= seen
         sent += in_round
+    assert all(plan.span(at)[0] == min(params) for at, params in over.items())  # what lies before is complete
     assert np.array_equal(sent, plan.link_bytes()) and np.array_equal(sent.sum(axis=1), plan.rank_bytes)
     for worker in range(plan.workers):
         leader = plan.leader(worker)

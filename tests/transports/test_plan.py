@@ -91,6 +91,16 @@ def test_parameters_go_in_order_and_the_chunks_of_a_large_one_in_rounds_that_fol
     assert least <= plan.rounds <= 1.5 * least
 
 
+def test_ranks_that_hold_whole_experts_send_at_the_same_time():
+    experts = [ParamMeta(f"experts.{at}", torch.bfloat16, (64, 32)) for at in range(32)]
+    held = [[[Block.whole((64, 32))] if at // 8 == rank else [] for at in range(32)] for rank in range(4)]
+    needed = [[stretch((64, 32), 0, worker, 16) for _ in experts] for worker in range(16)]
+    plan = plan_of(held, needed, 2 * experts[0].nbytes, experts)
+    carry_out(plan, held, needed)
+    assert np.array_equal(plan.round_bytes()[:, :4].sum(axis=0), plan.rank_bytes)
+    assert plan.round_bytes().max(axis=1).sum() == plan.rank_bytes.max()  # not four times that
+
+
 def test_a_plan_does_not_depend_on_the_order_in_which_blocks_are_named():
     params, held, needed, bucket_bytes = random_case(3)
     shuffled = [[random.Random(0).sample(blocks, len(blocks)) for blocks in member] for member in held]

@@ -16,8 +16,8 @@ import numpy as np
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.transports.sharded.boxes import as_block
 from torchrl_ext.transports.sharded.classes import Moves, held_and_needed, make_pattern
-from torchrl_ext.transports.sharded.shares import Share, shape_ids
-from torchrl_ext.types import Info, ParamMeta, dtype_name
+from torchrl_ext.transports.sharded.shares import Share, checksums, shape_ids
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["Share", "Transfer", "TransferPlan", "make_plan"]
@@ -46,7 +46,7 @@ class _Outcome(NamedTuple):
         kind: of every parameter, int64.
         moves: of every kind.
         loads: of every kind, as `Moves.loads` gives them.
-        item_param, item_chunk: what is sent, in order: chunks of parameters, int64 of shape (items,).
+        item_param, item_chunk: what is sent, round by round: chunks of parameters, int64 of shape (items,).
         starts: the first item of each round, and behind the last round the number of items.
     """
 
@@ -86,6 +86,11 @@ class TransferPlan:
         self.rank_bytes: np.ndarray = total[:ranks]
         self.worker_bytes: np.ndarray = total[ranks:][outcome.leaders]
         self._times = times
+        if self.rounds:
+            params_of, starts = outcome.item_param, outcome.starts[:-1]
+            self._first = np.minimum.accumulate(np.minimum.reduceat(params_of, starts)[::-1])[::-1]
+            self._last = np.maximum.accumulate(np.maximum.reduceat(params_of, starts))
+        self._latest: tuple[int, list[tuple[int, int, int]]] = (-1, [])
         self._blocks_of: dict[tuple[int, int, int, int], tuple[Block, ...]] = {}
         self.digest = self._digest()
 
@@ -112,9 +117,12 @@ class TransferPlan:
         return self._others(round, "rank", rank, "worker")
 
     def span(self, round: int) -> tuple[int, int]:
-        """Return the first parameter that has a part in a round, and the one behind the last."""
-        first, stop = self._found.starts[round : round + 2]
-        return int(self._found.item_param[first]), int(self._found.item_param[stop - 1]) + 1
+        """Return a stretch of parameters in which all lie that have a part in a round: the first, and the one behind.
+
+        Neither number is smaller than in the round before. What lies before the stretch is complete when the round
+        begins, and of what lies behind it nothing has come when the round ends.
+        """
+        return int(self._first[round]), int(self._last[round]) + 1
 
     def leader(self, worker: int) -> int:
         """Return the worker that gets these bytes from the trainer: the first that needs the same; may be itself."""
@@ -136,6 +144,16 @@ class TransferPlan:
         for count, moves in zip(self._times, self._found.moves, strict=True):
             np.add.at(found, (moves.rank, moves.worker), count * moves.nbytes)
         return found
+
+    def round_bytes(self) -> np.ndarray:
+        """Return what each rank sends, and then what each leader gets, in every round: int64 of shape
+        (rounds, ranks + workers).
+        """
+        if not self.rounds:
+            return np.zeros((0, self.ranks + self.workers), dtype=np.int64)
+        table, first = np.concatenate(self._found.loads), np.cumsum([0, *map(len, self._found.loads)])
+        rows = table[first[self._found.kind[self._found.item_param]] + self._found.item_chunk]
+        return np.asarray(np.add.reduceat(rows, self._found.starts[:-1], axis=0))
 
     def row(self, index: int) -> Info:
         """Return who sends what of a parameter to whom, in words that show a difference between two plans."""
@@ -162,6 +180,11 @@ class TransferPlan:
 
     def _items(self, round: int) -> list[tuple[int, int, int]]:
         """Return parameter, kind and chunk of each item of a round."""
+        if round != self._latest[0]:
+            self._latest = round, self._items_of(round)
+        return self._latest[1]
+
+    def _items_of(self, round: int) -> list[tuple[int, int, int]]:
         first, stop = self._found.starts[round : round + 2]
         params = self._found.item_param[first:stop]
         columns = params, self._found.kind[params], self._found.item_chunk[first:stop]
@@ -228,10 +251,9 @@ def make_plan(
         for one, first in zip(moves, np.unique(kind, return_index=True)[1], strict=True)
     ]
     loads = [one.loads(len(held), len(needed)) for one in cut]
-    items = _items(kind, cut)
-    starts = _rounds(kind, loads, *items, bucket_bytes)
-    rows = _checksums(params, (*held, *needed))
-    return TransferPlan(params, len(held), bucket_bytes, _Outcome(rows, leaders, kind, cut, loads, *items, starts))
+    order = _rounds(kind, loads, len(held), bucket_bytes)
+    rows = checksums(params, (*held, *needed))
+    return TransferPlan(params, len(held), bucket_bytes, _Outcome(rows, leaders, kind, cut, loads, *order))
 
 
 def _kinds(
@@ -270,43 +292,54 @@ def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> tuple[np.n
     return number[inverse], np.sort(first).tolist()
 
 
-def _items(kind: np.ndarray, moves: Sequence[Moves]) -> tuple[np.ndarray, np.ndarray]:
-    """Return parameter and chunk of everything that is sent, in order; a parameter that nobody needs is left out."""
-    chunks = np.array([int(one.chunk.max()) + 1 if len(one.chunk) else 0 for one in moves], dtype=np.int64)
+def _rounds(
+    kind: np.ndarray, loads: Sequence[np.ndarray], ranks: int, bucket_bytes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return in which order everything is sent, and where each round starts.
+
+    Consecutive parameters of which no worker needs more than a bucket in all make a window. Within it each rank sends
+    its own parts in order, as many to a round as fit, whatever the others do: where each expert lies on one rank, ranks
+    would else take turns. A worker never has more than a window that waits for what comes before it.
+
+    Args:
+        kind: of every parameter, an index into ``loads``.
+        loads: for every kind the bytes of each of its chunks out of every rank, and then into every worker: int64 of
+            shape (chunks, ranks + workers).
+        ranks: how many there are.
+        bucket_bytes: the most for a rank or a worker in one round.
+
+    Returns:
+        Parameter and chunk of each item, int64 of shape (items,), round by round and in order within one; and the first
+        item of each round, with the number of items behind the last. A parameter that nobody needs is no item.
+    """
+    if not loads:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    table = np.concatenate(loads)
+    chunks = np.array([len(one) if one.any() else 0 for one in loads], dtype=np.int64)
     times = chunks[kind]
     param = np.repeat(np.arange(len(kind)), times)
-    return param, np.arange(len(param)) - np.repeat(np.cumsum(times) - times, times)
-
-
-def _rounds(
-    kind: np.ndarray, loads: Sequence[np.ndarray], item_param: np.ndarray, item_chunk: np.ndarray, bucket_bytes: int
-) -> np.ndarray:
-    """Return the first item of each round, and the number of items: as many to a round as fit."""
-    if not len(item_param):
-        return np.zeros(1, dtype=np.int64)
-    table = np.concatenate(loads)
-    first = np.cumsum([len(one) for one in loads]) - [len(one) for one in loads]
-    at = first[kind[item_param]] + item_chunk
-    starts, load = [0], np.zeros(table.shape[1], dtype=np.int64)
-    for item, row in enumerate(at.tolist()):
-        load += table[row]
-        if load.max() > bucket_bytes:
-            starts.append(item)
-            load = table[row].copy()
-    return np.array([*starts, len(at)], dtype=np.int64)
-
-
-def _checksums(params: Sequence[ParamMeta], shares: Sequence[Share]) -> np.ndarray:
-    """Return a checksum per parameter over its name, dtype and shape, and the blocks of every member; uint64."""
-    words = [f"{meta.name}\0{dtype_name(meta.dtype)}{list(meta.shape)}" for meta in params]
-    found = np.array([_checksum(word) for word in words], dtype=np.uint64)
-    for share in shares:
-        of_pattern = np.array([_checksum(repr([tuple(b) for b in one])) for one in share.patterns], dtype=np.uint64)
-        found ^= found >> np.uint64(29)
-        found *= np.uint64(0x9E3779B97F4A7C15)  # odd, so that nothing is lost; wraps around
-        found += of_pattern[share.of] if len(params) else found
-    return found
-
-
-def _checksum(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    chunk = np.arange(len(param)) - np.repeat(np.cumsum(times) - times, times)
+    at = (np.cumsum([len(one) for one in loads]) - [len(one) for one in loads])[kind[param]] + chunk
+    sends, gets = np.split(table, [ranks], axis=1)
+    senders = [np.flatnonzero(row) for row in sends]
+    found, used = [], 0
+    window = np.zeros(gets.shape[1], dtype=np.int64)
+    clock = np.zeros(ranks, dtype=np.int64)  # of each rank: its round * bucket_bytes + what it sends in this round
+    for row, several in zip(at.tolist(), (times[param] > 1).tolist(), strict=True):
+        window += gets[row]
+        if window.max() > bucket_bytes:
+            window, clock[:] = gets[row].copy(), used * bucket_bytes
+        every = several or len(senders[row]) == ranks  # chunks of one tensor follow each other
+        mine, more = (slice(ranks), sends[row]) if every else (senders[row], sends[row, senders[row]])
+        number = int(clock[mine].max()) // bucket_bytes
+        then = np.maximum(clock[mine], number * bucket_bytes) + more
+        if then.max() > (number + 1) * bucket_bytes:
+            number += 1
+            then = number * bucket_bytes + more
+        clock[mine] = then
+        found.append(number)
+        used = max(used, number + 1)
+    rounds = np.array(found, dtype=np.int64)
+    order = np.argsort(rounds, kind="stable")
+    starts = np.searchsorted(rounds[order], np.arange(used + 1))
+    return param[order], chunk[order], starts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, final
@@ -12,10 +13,10 @@ import numpy as np
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.transports.sharded.boxes import as_array, first_overlap
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["Share", "check_block", "shape_ids"]
+__all__ = ["Share", "check_block", "checksums", "shape_ids"]
 
 _MOST_BLOCKS, _MOST_IN_ALL = 1 << 12, 1 << 20  # of one parameter, and of all patterns, as others tell them
 _LARGEST = 1 << 48  # as in `ParamMeta.from_json`
@@ -122,6 +123,22 @@ def check_block(block: Block, meta: ParamMeta, who: str = "a member of the group
             f"{who} names the block from {list(block.start)} to {list(block.stop)} of {meta}",
             expected="a block of its elements",
         )
+
+
+def checksums(params: Sequence[ParamMeta], shares: Sequence[Share]) -> np.ndarray:
+    """Return a checksum per parameter over its name, dtype and shape, and the blocks of every member; uint64."""
+    words = [f"{meta.name}\0{dtype_name(meta.dtype)}{list(meta.shape)}" for meta in params]
+    found = np.array([_checksum(word) for word in words], dtype=np.uint64)
+    for share in shares:
+        of_pattern = np.array([_checksum(repr([tuple(b) for b in one])) for one in share.patterns], dtype=np.uint64)
+        found ^= found >> np.uint64(29)
+        found *= np.uint64(0x9E3779B97F4A7C15)  # odd, so that nothing is lost; wraps around
+        found += of_pattern[share.of] if len(params) else found
+    return found
+
+
+def _checksum(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _check_disjoint(pattern: tuple[Block, ...]) -> None:
