@@ -47,7 +47,10 @@ def test_delta_over_a_group_broadcasts():
         ({"update_weight_transport": "disk"}, "no directory"),
         ({"update_weight_disk_dir": "/shared"}, "writes no files"),
         ({"update_weight_mode": "half"}, "'full' or 'delta'"),
-        ({"update_weight_transport": "pigeon"}, "'nccl' or 'disk'"),
+        ({"update_weight_transport": "pigeon"}, "'nccl' or 'disk' or 'sharded'"),
+        ({"update_weight_transport": "sharded", "update_weight_mode": "delta"}, "full updates"),
+        ({"update_weight_transport": "sharded", "colocate": True}, "devices of their own"),
+        ({"update_weight_transport": "sharded", "update_weight_disk_dir": "/s"}, "'sharded' writes no files"),
         ({"update_weight_mode": "delta", "update_weight_encoding": "morse"}, "deltas_zstd"),
         ({"rollout_external_engine_addrs": ("h:1",), "vllm_config": "e.yaml"}, "exclude each other"),
         ({"rollout_external_engine_addrs": ("h:1",), "sglang_config": "e.yaml"}, "exclude each other"),
@@ -76,6 +79,7 @@ FILES = {"root": "/s", "keep_files": False}
     [
         ({}, "collective", {}),
         ({"colocate": True}, "ipc", {}),
+        ({"update_weight_transport": "sharded"}, "sharded", {}),
         (
             {"update_weight_transport": "disk", "update_weight_disk_dir": "/s", "update_weight_disk_keep_files": True},
             "disk",

@@ -34,6 +34,12 @@ def route(plan, transport, encoding=None, carrier=None):
         ("topology", SMALL | {"topology": True}, "collective", {}),
         ("group", SMALL | {"group": True}, "collective", {"update_weight_transport": "nccl"}),
         (
+            "shards",
+            LARGE | {"trainer_ranks": 64},
+            "sharded",
+            {"update_weight_mode": "full", "update_weight_transport": "sharded"},
+        ),
+        (
             "path",
             SMALL | {"group": False, "shared_path": "/shared"},
             "disk",
@@ -63,10 +69,10 @@ def test_each_goal_of_the_guides_gets_its_entry_point(row, facts, chosen, option
     assert plan.reason and plan.chosen.label not in plan.rejected
 
 
-def test_the_table_has_the_eight_goals_of_the_guides():
+def test_the_table_has_the_eight_goals_of_the_guides_and_one_of_ours():
     points = [answer.entry_point for answer in DECISIONS.values()]
-    assert len(points) == 8
-    assert sum("update_weight_mode" in point for point in points) == 4
+    assert len(points) == 9
+    assert sum("update_weight_mode" in point for point in points) == 5
     names = {word.partition("=")[0] for point in points for word in point.split() if "_" in word} - {"update_weights:"}
     assert names <= {field.name for field in dataclasses.fields(WeightUpdateConfig)}
 
@@ -103,6 +109,18 @@ def test_what_the_facts_rule_out_is_listed_with_the_reason():
     assert shared.chosen.transport == "ipc" and "memory handles" in shared.rejected["delta auto over collective"]
     far = tx.recommend(**LARGE, engines=16, regions=2, shared_path="/shared")
     assert "over regions" in far.rejected["collective"]
+
+
+def test_shards_are_sent_side_by_side_where_there_are_several_ranks_and_workers():
+    one, two, many = (route(tx.recommend(**LARGE, trainer_ranks=ranks), "sharded") for ranks in (1, 2, 64))
+    assert "one rank" in one.obstacle and two.obstacle is many.obstacle is None
+    assert one.seconds > two.seconds > many.seconds
+    assert many.seconds < route(tx.recommend(**LARGE), "collective").seconds / 4  # of 8 workers
+    assert (
+        "over regions"
+        in tx.recommend(**LARGE, trainer_ranks=64, engines=2, regions=2, shared_path="/shared").rejected["sharded"]
+    )
+    assert tx.recommend(**SMALL, trainer_ranks=4).chosen.transport == "collective"  # small enough for the simplest
 
 
 def test_without_any_route_the_error_names_every_obstacle():
@@ -239,7 +257,7 @@ def test_the_command_prints_one_document_with_every_route(capsys):
     assert main(["plan", "--parameters", "30B", "--no-group", "--shared-path", "/shared", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["facts"]["parameters"] == 30_000_000_000 and told["facts"]["group"] is False
-    assert {row["transport"] for row in told["routes"]} == {"ipc", "collective", "disk", "delta"}
+    assert {row["transport"] for row in told["routes"]} == {"ipc", "collective", "sharded", "disk", "delta"}
     assert all(row["rejected"] or row["label"] == told["predicted"]["label"] for row in told["routes"])
     assert told["measured"]["copy"]["command"] == "torchrl-ext bench delta" and told["break_evens"]
 

@@ -151,7 +151,7 @@ def routes(facts: Facts) -> list[Route]:
     deltas = [
         delta(facts, encoding, carrier) for carrier in ("disk", "collective") for encoding in ("auto", *ENCODINGS)
     ]
-    return [ipc(facts), collective(facts), disk(facts), *deltas]
+    return [ipc(facts), collective(facts), sharded(facts), disk(facts), *deltas]
 
 
 def place_bits(density: float) -> float:
@@ -179,6 +179,23 @@ def collective(facts: Facts) -> Route:
     beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
     pause = _measured("pause", _broadcast(facts, size) + beside_s)
     return Route(transport="collective", bytes=round(size), spans=(pause,), obstacle=_no_group(facts))
+
+
+def sharded(facts: Facts) -> Route:
+    """Predict the ``sharded`` route: every trainer rank sends its own shards, and every worker gets its own slices.
+
+    Each rank and each worker is taken to have the network of one host; replicas of an engine pass on what they get.
+    """
+    size = facts.model_bytes
+    links = min(facts.trainer_ranks, facts.workers_per_engine)
+    beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
+    one = facts.trainer_ranks == 1
+    return Route(
+        transport="sharded",
+        bytes=round(size),
+        spans=(_measured("pause", _broadcast(facts, size) / links + beside_s),),
+        obstacle=_no_group(facts) or ("the trainer has one rank, which holds all that is to be sent" if one else None),
+    )
 
 
 def disk(facts: Facts) -> Route:

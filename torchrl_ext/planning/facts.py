@@ -35,6 +35,7 @@ class Facts:
     density: float = _fact(0.01, "share of elements that change between two updates")
     engines: int = _fact(1, "how many engines follow")
     workers_per_engine: int = _fact(1, "workers that share the model in one engine, tp * pp * dp")
+    trainer_ranks: int = _fact(1, "trainer ranks among which the weights are sharded; 1 where one rank holds them all")
     regions: int = _fact(1, "regions with engines, the trainer's included")
     owned: bool | None = _fact(None, "the training job starts the engines; not given, topology decides")
     topology: bool = _fact(False, "prefill/decode pools, several models, different groups or overrides are needed")
@@ -57,7 +58,7 @@ class Facts:
     device: str = _fact("cuda", "cuda (NCCL) or cpu (gloo)")
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "engines", "workers_per_engine", "regions", "cores"):
+        for name in ("parameters", "engines", "workers_per_engine", "trainer_ranks", "regions", "cores"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}", expected="a whole number of at least 1")

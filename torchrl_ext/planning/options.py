@@ -1,8 +1,8 @@
 """Defines `WeightUpdateConfig`: the options of slime and vime for weight updates, under the names they have there.
 
 Source of names and defaults: the external-engine guides of slime and vime (`--update-weight-mode full|delta`,
-`--update-weight-transport nccl|disk`, `--rollout-external-engine-addrs`, ...). Combinations that cannot work are
-refused before anything is opened.
+`--update-weight-transport nccl|disk`, `--rollout-external-engine-addrs`, ...); transport ``sharded`` is ours.
+Combinations that cannot work are refused before anything is opened.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class WeightUpdateConfig:
 
     update_weight_mode: str = _option("full", "full or delta", choices=("full", "delta"))
     update_weight_transport: str = _option(
-        "nccl", "nccl (a process group; gloo where there is no GPU) or disk", choices=("nccl", "disk")
+        "nccl",
+        "nccl (a process group; gloo where there is no GPU), disk, or sharded (a group, each trainer rank sends "
+        "what it holds)",
+        choices=("nccl", "disk", "sharded"),
     )
     update_weight_encoding: str = _option("auto", "encoding of deltas, one of DeltaTransport.encodings()")
     update_weight_disk_dir: str | None = _option(None, "directory that trainer and engines see under the same path")
@@ -74,6 +77,7 @@ class WeightUpdateConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", expected=" or ".join(map(repr, choices)))
         self._check_names()
         delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
+        route, shards = self.update_weight_transport, self.update_weight_transport == "sharded"
         place, owned = self.update_weight_disk_dir, self.vllm_config is not None or self.sglang_config is not None
         router = (self.vllm_router_ip is None, self.vllm_router_port is None)
         for refused, what, hint in (
@@ -84,18 +88,23 @@ class WeightUpdateConfig:
                 "use update_weight_mode='full' with colocate",
             ),
             (
+                shards and (delta or self.colocate),
+                "transport 'sharded' carries full updates, to engines on devices of their own",
+                "use update_weight_transport='nccl' or 'disk' for deltas, and 'nccl' with colocate",
+            ),
+            (
                 disk and place is None,
                 "transport 'disk' has no directory",
                 "set update_weight_disk_dir to one that both sides see",
             ),
             (
                 not disk and place is not None,
-                "update_weight_disk_dir is set, and transport 'nccl' writes no files",
+                f"update_weight_disk_dir is set, and transport {route!r} writes no files",
                 "set update_weight_transport='disk', or leave the directory out",
             ),
             (
                 not disk and self.update_weight_disk_keep_files,
-                "update_weight_disk_keep_files is set, and transport 'nccl' writes no files",
+                f"update_weight_disk_keep_files is set, and transport {route!r} writes no files",
                 "set update_weight_transport='disk' and update_weight_disk_dir, or leave the option out",
             ),
             (
@@ -153,6 +162,8 @@ class WeightUpdateConfig:
             return TransportConfig(name="delta", settings=settings)
         if disk:
             return TransportConfig(name="disk", settings=files)
+        if self.update_weight_transport == "sharded":
+            return TransportConfig(name="sharded", settings={})
         return TransportConfig(name="ipc" if self.colocate else "collective", settings={})
 
     def make_transport(self, **settings: Any) -> Any:

@@ -47,6 +47,10 @@ DECISIONS: Mapping[str, Answer] = MappingProxyType(
             "vllm_config",
         ),
         "group": Answer("trainer and engines can form a process group", _FULL + "nccl"),
+        "shards": Answer(
+            "they can, and the trainer is sharded: each rank sends a worker only the slices that it needs",
+            _FULL + "sharded",
+        ),
         "path": Answer("trainer and engines cannot form a process group, but see the same path", _FULL + "disk"),
         "heavy": Answer("full checkpoints are too heavy, across clusters or datacenters", _DELTA + "disk"),
         "stack": Answer(
@@ -59,10 +63,11 @@ DECISIONS: Mapping[str, Answer] = MappingProxyType(
         ),
     }
 )
-"""The rows of the table by short names, in the order of the guides."""
+"""The rows of the table by short names, in the order of the guides; ``shards`` is ours."""
 
 _ROWS = {
     ("collective", None): "group",
+    ("sharded", None): "shards",
     ("disk", None): "path",
     ("delta", "disk"): "heavy",
     ("delta", "collective"): "validate",
@@ -225,7 +230,7 @@ def _options(facts: Facts, chosen: Route) -> dict[str, Any]:
     disk = "disk" in (chosen.transport, chosen.carrier)
     options: dict[str, Any] = {
         "update_weight_mode": "delta" if chosen.transport == "delta" else "full",
-        "update_weight_transport": "disk" if disk else "nccl",
+        "update_weight_transport": "disk" if disk else "sharded" if chosen.transport == "sharded" else "nccl",
     }
     if disk:
         options["update_weight_disk_dir"] = facts.shared_path

@@ -101,6 +101,6 @@ def sharded_cost(decoder: str, trainer: str, engine: str, nic_bytes_s: float = N
         "seconds": busiest / nic_bytes_s,
         "lockstep_seconds": float(plan.round_bytes().max(axis=1).sum() / nic_bytes_s),
         "broadcast_seconds": total / nic_bytes_s, "nic_bytes_s": nic_bytes_s,
-        "published_seconds": PUBLISHED.get((decoder, plan.ranks, engine)), "rounds": plan.rounds, "plan_seconds": plan_s,
-        "digest": plan.digest,
+        "published_seconds": PUBLISHED.get((decoder, plan.ranks, engine)),
+        "rounds": plan.rounds, "plan_seconds": plan_s, "digest": plan.digest,
     }  # fmt: skip
