@@ -14,6 +14,9 @@ EXTRAS = {
     "hydra": ["hydra-core>=1.3"],
     "peft": ["peft>=0.14"],
     "s3": ["s3fs>=2024.6"],
+    # for torch without CUDA or with CUDA 12, and brings nothing but itself; with CUDA 13, install nixl-cu13 by its name.
+    # The package `nixl` itself would bring both, with CUDA's libraries
+    "nixl": ['nixl-cu12>=1.5; platform_system == "Linux"'],
     "router": ["vllm-router>=0.1.17"],  # else made in an environment of its own on first use
     "vllm": ["vllm>=0.32"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
@@ -25,6 +28,7 @@ EXTRAS["testing"] = ["pytest>=8"]
 EXTRAS["test"] = [*EXTRAS["testing"], "pytest-timeout>=2.3", "pytest-xdist>=3.5", "psutil>=5.9", "moto[server]>=5"]
 EXTRAS["test"] += ["httpx>=0.27", "pytest-cov>=5"]  # which tests run a line, for tests/mutants.py
 EXTRAS["test"] += ['triton>=3.6; platform_system == "Linux"']  # its interpreter and compiler need no GPU
+EXTRAS["test"] += ['nixl-cu12>=1.5; platform_system == "Linux" and platform_machine == "x86_64"']  # 69 MB
 EXTRAS["test"] += [*EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"]]
 
 setup(

@@ -20,6 +20,7 @@ __all__ = ["SUBJECTS", "add_parser", "add_subjects", "at_most", "ratio", "rounds
 
 SUBJECTS = {
     "transport": ("torchrl_ext.bench.transport", "full updates: collective and disk against the plainest way"),
+    "carriers": ("torchrl_ext.bench.carriers", "bytes from one rank to another, by gloo and NIXL, beside a copy"),
     "delta": ("torchrl_ext.bench.delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
     "gpu": ("torchrl_ext.bench.gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
     "plan": ("torchrl_ext.bench.plan", "how long a transfer plan of very many tensors takes, and its memory"),
