@@ -16,9 +16,11 @@ from tests.processes import finished, running_python
 from tests.transports.members import SHORT_S, WAIT_S, beside, free_port
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.collective import sockets
+from torchrl_ext.transports.collective.carrier import Move
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.meeting import LOBBY, Membership
-from torchrl_ext.transports.sharded import nixl
+from torchrl_ext.transports.sharded import nixl, registered
+from torchrl_ext.transports.sharded.registered import Registered
 from torchrl_ext.waiting import wait_until
 
 MIB = 1 << 20
@@ -344,6 +346,62 @@ def test_nixl_refuses_a_transfer_whose_ends_have_different_sizes():
         sent, received = beside(*(lambda one=one: one[0].wait(one[1]) for one in works), second.sever)[:2]
         assert isinstance(sent, TransportError)
         assert isinstance(received, TransportError)
+
+
+class Registrar:
+    """Stands for an agent, and notes what is registered with it."""
+
+    def __init__(self):
+        self.held = []
+
+    def register_memory(self, rows, kind):
+        self.held += rows
+        return rows
+
+    def deregister_memory(self, rows):
+        for row in rows:
+            self.held.remove(row)
+
+
+def test_a_storage_is_registered_once_and_let_go_of_when_nobody_else_holds_it():
+    agent = Registrar()
+    memory, flat = Registered(agent), blank(MIB)
+    moves = [Move(part, 1, sends=True) for part in flat.split(MIB // 2)]
+    for move in moves:
+        memory.enter(move)
+    assert agent.held == [(flat.data_ptr(), MIB, 0, "")] and memory.state == (0, 1)
+    memory.sweep()
+    memory.leave(moves[0])
+    del flat, moves[0].flat
+    memory.sweep()
+    assert len(agent.held) == 1  # the other half is still under way
+    memory.leave(moves[1])
+    del moves[1].flat
+    memory.sweep()
+    assert agent.held == [] and memory.state == (1, 1)
+
+
+def test_what_was_only_received_into_tells_peers_nothing():
+    agent = Registrar()
+    memory, move = Registered(agent), Move(blank(8), 1, sends=False)
+    memory.enter(move)
+    memory.leave(move)
+    memory.close()
+    assert agent.held == [] and memory.state == (0, 0)
+
+
+def test_the_number_of_registered_storages_is_bounded_and_those_in_use_stay(monkeypatch):
+    monkeypatch.setattr(registered, "KEPT", 8)
+    agent = Registrar()
+    memory, flats = Registered(agent), [blank(8) for _ in range(40)]
+    stays = Move(blank(16), 1, sends=True)
+    memory.enter(stays)
+    for flat in flats:
+        move = Move(flat, 1, sends=True)
+        memory.enter(move)
+        memory.leave(move)
+        assert len(agent.held) <= 8
+        assert (stays.flat.data_ptr(), 16, 0, "") in agent.held
 
 
 def test_without_nixl_its_group_says_how_to_install_it(monkeypatch):

@@ -91,7 +91,7 @@ class NixlGroup(Carrier):
         self._begun: Counter[tuple[int, bool]] = Counter()
         name = f"{generation}/{rank}/{uuid.uuid4().hex}"
         agent = made_in_time(partial(_make_agent, api, name), until, timeout_s, notes.stop)
-        notes.put(f"{key}{rank}", [name, agent.get_agent_metadata().hex()])
+        notes.put(f"{key}{rank}", [name, agent.get_agent_metadata().decode("latin-1")])
         said = notes.collect(key, peers, until)
         if notes.stop.is_set():
             raise TransportError("forming the group was aborted")
@@ -179,7 +179,7 @@ class _Peer:
     def __init__(self, said: Any) -> None:
         if type(said) is not list or len(said) != 2 or not all(type(one) is str for one in said):
             raise TransportError(f"a rank says of its agent {str(said)[:200]!r}", expected="[name, metadata]")
-        self.name, self.metadata = said[0], bytes.fromhex(said[1])
+        self.name, self.metadata = said[0], said[1].encode("latin-1", errors="replace")
         self.linked, self.gone = False, ""
         self.told: tuple[int, int] | None = None
         self.known: tuple[int, int] = (0, 0)
@@ -392,4 +392,10 @@ class _Thread:
 
 def _make_agent(api: Any, name: str) -> Any:
     """Return an agent without a thread of its own, which would take a core."""
-    return api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+    try:
+        agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+    except Exception as error:  # NIXL's errors have no root of their own
+        raise RuntimeError(f"NIXL cannot start: {error}") from error
+    if "UCX" not in agent.backends:
+        raise RuntimeError("this build of NIXL has no UCX")
+    return agent

@@ -9,12 +9,14 @@ import torch
 
 from torchrl_ext.transports.collective.carrier import Move
 
-__all__ = ["Registered"]
+__all__ = ["KEPT", "UNUSED_BYTES", "Registered"]
 
-KEPT = 256
+KEPT = 1024
 """Storages that stay registered."""
 UNUSED_BYTES = 64 << 20
-"""Bytes of storages that nobody else holds any more, from which they are let go in the middle of things."""
+"""Bytes of storages that nobody else holds any more, beyond which they are let go of at the next registration."""
+
+_Key = tuple[int, int]
 
 
 class Registered:
@@ -24,28 +26,32 @@ class Registered:
         agent: NIXL's.
 
     Attributes:
-        state: how often storages were let go of, and how many were registered since the beginning. A peer that knows
-            another first number must forget all that it knew, since addresses may have come to be used again.
+        state: how often storages were let go of that peers may know, and how many peers may know since the beginning.
+            A peer that knows another first number must forget all, as addresses may have come to be used again; one
+            that knows another second number lacks some.
     """
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
-        self._held: dict[tuple[int, int], tuple[torch.UntypedStorage, Any]] = {}
-        self._users: dict[Move, tuple[int, int]] = {}
+        self._held: dict[_Key, tuple[torch.UntypedStorage, Any]] = {}  # the one used last comes last
+        self._users: dict[Move, _Key] = {}
+        self._offered: set[_Key] = set()
         self.state = (0, 0)
 
     def enter(self, move: Move) -> None:
-        """Register the memory of a transfer, unless it is, until the transfer `leave` s."""
+        """Register the memory of a transfer, unless it is, and hold it until `leave`."""
         if move in self._users or move.flat is None:
             return
         storage = move.flat.untyped_storage()
         key = (storage.data_ptr(), storage.nbytes())
-        if key not in self._held:
-            unused = self._unused()
-            if len(self._held) >= KEPT or sum(nbytes for _, nbytes in unused) > UNUSED_BYTES:
-                self._let_go(unused or [one for one in self._held if one not in self._users.values()])
-            kind, index = ("VRAM", storage.get_device()) if storage.is_cuda else ("DRAM", 0)
+        if key in self._held:
+            self._held[key] = self._held.pop(key)
+        else:
+            self._make_room()
+            kind, index = ("VRAM", storage.device.index) if storage.is_cuda else ("DRAM", 0)
             self._held[key] = storage, self._agent.register_memory([(*key, index, "")], kind)
+        if move.sends and key not in self._offered:
+            self._offered.add(key)
             self.state = self.state[0], self.state[1] + 1
         self._users[move] = key
 
@@ -58,22 +64,31 @@ class Registered:
         self._let_go(self._unused())
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything, also of the agent."""
         self._users.clear()
         self._let_go(list(self._held))
+        self._agent = None
 
-    def _unused(self) -> list[tuple[int, int]]:
+    def _make_room(self) -> None:
+        unused = self._unused()
+        if sum(nbytes for _, nbytes in unused) > UNUSED_BYTES:
+            self._let_go(unused)
+        if len(self._held) >= KEPT:
+            used = set(self._users.values())
+            self._let_go([key for key in self._held if key not in used][: max(1, KEPT // 4)])
+
+    def _unused(self) -> list[_Key]:
         used = set(self._users.values())
-        # one holder is ours; a storage that lives in Python only counts itself
-        return [key for key, (storage, _) in self._held.items() if key not in used and _holders(storage) <= 1]
+        return [key for key, (storage, _) in self._held.items() if key not in used and _holders(storage) == 1]
 
-    def _let_go(self, keys: list[tuple[int, int]]) -> None:
+    def _let_go(self, keys: list[_Key]) -> None:
         for key in keys:
             storage, described = self._held.pop(key)
-            with suppress(Exception):  # the agent may be broken, and its memory is freed with it
+            with suppress(Exception):  # an agent that is broken lets go of all at its end
                 self._agent.deregister_memory(described)
             del storage
-        if keys:
+        if self._offered.intersection(keys):
+            self._offered.difference_update(keys)
             self.state = self.state[0] + 1, self.state[1]
 
 
