@@ -6,16 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.landing.views import VIEWS, made
 from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.landing.regions import region_of
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
-
-
-def made(shape, dtype=torch.float32):
-    count = torch.Size(shape).numel()
-    return torch.arange(count, dtype=torch.float64).to(dtype).reshape(shape)
 
 
 def sliced(full, *blocks, name="w"):
@@ -40,42 +35,6 @@ def mode(request):
     """Engines load in either; operators come in other pieces in inference mode."""
     with request.param():
         yield
-
-
-VIEWS = {
-    "itself": lambda one: one,
-    "data": lambda one: one.data,
-    "detached": lambda one: one.detach(),
-    "rows": lambda one: one.narrow(0, 2, 3),
-    "columns": lambda one: one.narrow(1, 1, 4),
-    "a box": lambda one: one[1:5, 2:4],
-    "every other row": lambda one: one[::2],
-    "transposed": lambda one: one.t(),
-    "transposed, then rows": lambda one: one.t()[1:3],
-    "one row": lambda one: one[3],
-    "one column": lambda one: one[:, 3],
-    "one element": lambda one: one[3, 3],
-    "heads": lambda one: one.view(4, 2, 6),
-    "a few heads": lambda one: one.view(4, 2, 6)[1:3],
-    "heads turned": lambda one: one.view(4, 2, 6).permute(1, 0, 2),
-    "columns of heads": lambda one: one.view(8, 2, 3)[:, 1],
-    "flat": lambda one: one.view(-1),
-    "flat rows": lambda one: one.view(-1)[12:36],
-    "flat across rows": lambda one: one.view(-1)[7:31],
-    "flat in steps": lambda one: one.view(-1)[5:40:5],
-    "flat pairs": lambda one: one.view(-1, 2)[3:9],
-    "rows in pairs": lambda one: one.view(4, 12)[1:3, 3:9],
-    "flattened columns": lambda one: one[:, 2:4].reshape(-1),
-    "chunk": lambda one: one.chunk(3, 1)[1],
-    "split": lambda one: one.split([3, 5])[1],
-    "unbound": lambda one: one.unbind(0)[6],
-    "unsqueezed": lambda one: one.unsqueeze(0).unsqueeze(-1)[:, 2:4],
-    "squeezed": lambda one: one[4:5].squeeze(0),
-    "expanded": lambda one: one[4:5].expand(3, 6),
-    "diagonal": lambda one: one.diagonal(),
-    "strided": lambda one: one.as_strided((2, 3), (7, 5), 4),
-    "empty": lambda one: one[3:3],
-}
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -256,35 +215,3 @@ def test_the_memory_of_a_block():
     assert part_of(part, Block((1, 1), (4, 3))) is None
     with pytest.raises(ConfigError, match="a view of 'w'"):
         part_of(part[1:], Block((3, 1), (4, 3)))
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_region_is_a_block_exactly_where_its_elements_are_those_of_the_block(name):
-    full = made((8, 6))
-    view = VIEWS[name](full)
-    if view.data_ptr() != 0 and view.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
-        return
-    found = region_of((8, 6), view.storage_offset(), view.shape, view.stride())
-    values = view.reshape(-1).tolist()
-    rows, columns = {int(one) // 6 for one in values}, {int(one) % 6 for one in values}
-    box = (
-        bool(values)
-        and len(set(values)) == len(values)
-        and max(rows) - min(rows) + 1 == len(rows)
-        and max(columns) - min(columns) + 1 == len(columns)
-        and len(values) == len(rows) * len(columns)
-    )
-    if box:
-        assert found == Block((min(rows), min(columns)), (max(rows) + 1, max(columns) + 1))
-    else:
-        assert found is None
-
-
-def test_sides_of_one_and_tensors_without_elements_have_regions_too():
-    assert region_of((), 0, (), ()) == Block((), ())
-    assert region_of((), 0, (1, 1), (1, 1)) == Block((), ())
-    assert region_of((4, 1), 2, (2, 1), (1, 1)) == Block((2, 0), (4, 1))
-    assert region_of((1, 4), 0, (4,), (1,)) == Block((0, 0), (1, 4))
-    assert region_of((2, 1, 3), 3, (3,), (1,)) == Block((1, 0, 0), (2, 1, 3))
-    assert region_of((0, 4), 0, (0, 4), (4, 1)) is None
-    assert region_of((3, 4), 0, (2, 2, 3), (2, 2, 3)) is None  # as many elements as a box, but not its own
