@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchrl_ext.transports.sharded.boxes import missing
-from torchrl_ext.transports.sharded.plan import Share, TransferPlan
+from torchrl_ext.transports.sharded.plans.boxes import missing
+from torchrl_ext.transports.sharded.plans.plan import Share, TransferPlan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 

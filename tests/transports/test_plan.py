@@ -14,7 +14,7 @@ import torch
 
 from tests.transports.plans import Layout, carry_out, random_case, shares, stretch
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.transports.sharded.plan import Share, TransferPlan, make_plan
+from torchrl_ext.transports.sharded.plans.plan import Share, TransferPlan, make_plan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 

@@ -17,7 +17,7 @@ import torch
 from rich.table import Table
 
 from torchrl_ext.bench.runner import at_most, track_peak
-from torchrl_ext.transports.sharded.plan import Share, make_plan
+from torchrl_ext.transports.sharded.plans.plan import Share, make_plan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 

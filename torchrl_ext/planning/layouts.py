@@ -11,7 +11,7 @@ import numpy as np
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.shapes import Part
-from torchrl_ext.transports.sharded.plan import Share
+from torchrl_ext.transports.sharded.plans.plan import Share
 from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["Layout"]

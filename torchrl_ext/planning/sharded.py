@@ -14,7 +14,7 @@ from typing import Any
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.layouts import Layout
 from torchrl_ext.planning.shapes import DECODERS
-from torchrl_ext.transports.sharded.plan import make_plan
+from torchrl_ext.transports.sharded.plans.plan import make_plan
 
 __all__ = ["BUCKET_BYTES", "CASES", "NIC_BYTES_S", "PUBLISHED", "PUBLISHED_NOTES", "sharded_cost"]
 

@@ -10,8 +10,8 @@ import xxhash
 
 from torchrl_ext.errors import ManifestError, TransportError
 from torchrl_ext.transports.collective.carrier import Carrier
-from torchrl_ext.transports.sharded.plan import TransferPlan, make_plan
-from torchrl_ext.transports.sharded.shares import Share
+from torchrl_ext.transports.sharded.plans.plan import TransferPlan, make_plan
+from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource

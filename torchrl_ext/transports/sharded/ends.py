@@ -8,7 +8,7 @@ import torch
 
 from torchrl_ext.transports.collective.meeting import Membership
 from torchrl_ext.transports.copies import BufferPool
-from torchrl_ext.transports.sharded.plan import TransferPlan
+from torchrl_ext.transports.sharded.plans.plan import TransferPlan
 
 __all__ = ["End", "Settings"]
 

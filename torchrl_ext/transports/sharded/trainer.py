@@ -25,9 +25,9 @@ from torchrl_ext.transports.sharded.agreement import (
     rows_of,
 )
 from torchrl_ext.transports.sharded.ends import End, Settings
-from torchrl_ext.transports.sharded.plan import TransferPlan
+from torchrl_ext.transports.sharded.plans.plan import TransferPlan
+from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.transports.sharded.rounds import Outgoing
-from torchrl_ext.transports.sharded.shares import Share
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource
 

@@ -13,9 +13,9 @@ from torchrl_ext.transports.collective import handoffs
 from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.transports.sharded.agreement import Needs, plan_of, rows_of
 from torchrl_ext.transports.sharded.ends import End, Settings
-from torchrl_ext.transports.sharded.plan import TransferPlan
+from torchrl_ext.transports.sharded.plans.plan import TransferPlan
+from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.transports.sharded.rounds import Incoming
-from torchrl_ext.transports.sharded.shares import Share
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 

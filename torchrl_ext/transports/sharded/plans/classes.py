@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.sharded.boxes import as_array, as_block, cells, chunks, cut, meets, missing, volumes
-from torchrl_ext.transports.sharded.shares import Share, check_block
+from torchrl_ext.transports.sharded.plans.boxes import as_array, as_block, cells, chunks, cut, meets, missing, volumes
+from torchrl_ext.transports.sharded.plans.shares import Share, check_block
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 

@@ -14,9 +14,9 @@ from typing import NamedTuple, final
 import numpy as np
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.transports.sharded.boxes import as_block
-from torchrl_ext.transports.sharded.classes import Moves, held_and_needed, make_pattern
-from torchrl_ext.transports.sharded.shares import Share, checksums, shape_ids
+from torchrl_ext.transports.sharded.plans.boxes import as_block
+from torchrl_ext.transports.sharded.plans.classes import Moves, held_and_needed, make_pattern
+from torchrl_ext.transports.sharded.plans.shares import Share, checksums, shape_ids
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.sharded.boxes import as_array, first_overlap
+from torchrl_ext.transports.sharded.plans.boxes import as_array, first_overlap
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.weights.shards.blocks import Block
 
