@@ -184,6 +184,8 @@ class Transport(ABC):
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs of one handoff, full tensors in checkpoint coordinates, in the order of ``info["params"]``.
 
+        Where `slices` is true, `Sliced` tensors of the blocks that were wanted, and nothing for a name without blocks.
+
         Args:
             info: a handoff's.
             into: tensors that may be filled directly; what is yielded then is that very tensor. Anything else that
