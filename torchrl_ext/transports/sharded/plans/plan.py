@@ -321,19 +321,25 @@ def _rounds(
     chunk = np.arange(len(param)) - np.repeat(np.cumsum(times) - times, times)
     at = (np.cumsum([len(one) for one in loads]) - [len(one) for one in loads])[kind[param]] + chunk
     sends, gets = np.split(table, [ranks], axis=1)
-    senders = [np.flatnonzero(row) for row in sends]
-    found, used = [], 0
+    parts = [(np.flatnonzero(row), row[row > 0]) for row in sends]
+    peaks, biggest = gets.max(axis=1).tolist(), np.maximum.reduce
+    found, used, most = [], 0, 0
     window = np.zeros(gets.shape[1], dtype=np.int64)
     clock = np.zeros(ranks, dtype=np.int64)  # of each rank: its round * bucket_bytes + what it sends in this round
     for row, several in zip(at.tolist(), (times[param] > 1).tolist(), strict=True):
         window += gets[row]
-        if window.max() > bucket_bytes:
-            window, clock[:] = gets[row].copy(), used * bucket_bytes
-        every = several or len(senders[row]) == ranks  # chunks of one tensor follow each other
-        mine, more = (slice(ranks), sends[row]) if every else (senders[row], sends[row, senders[row]])
-        number = int(clock[mine].max()) // bucket_bytes
-        then = np.maximum(clock[mine], number * bucket_bytes) + more
-        if then.max() > (number + 1) * bucket_bytes:
+        most += peaks[row]  # no worker gets more: what they get is only looked at where this bound does not do
+        if most > bucket_bytes:
+            most = int(biggest(window))
+        if most > bucket_bytes:
+            window, most, clock[:] = gets[row].copy(), peaks[row], used * bucket_bytes
+        mine, more = parts[row]
+        if several or len(mine) == ranks:  # chunks of one tensor follow each other
+            mine, more = slice(ranks), sends[row]
+        had = clock[mine]
+        number = int(biggest(had)) // bucket_bytes
+        then = np.maximum(had, number * bucket_bytes) + more
+        if biggest(then) > (number + 1) * bucket_bytes:
             number += 1
             then = number * bucket_bytes + more
         clock[mine] = then
