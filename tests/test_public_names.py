@@ -25,6 +25,7 @@ NAMES = {
     "MemoryTransport",
     "RemoteLLMPolicy",
     "SGLangWeightSyncScheme",
+    "ShardedTransport",
     "SyncReport",
     "TransportWeightSyncScheme",
     "TransportWeightUpdater",
@@ -80,7 +81,7 @@ def test_other_names_are_attribute_errors():
 
 
 def test_transports_and_engines_are_listed_read_only():
-    assert set(tx.transports()) == {"collective", "delta", "disk", "ipc", "memory"}
+    assert set(tx.transports()) == {"collective", "delta", "disk", "ipc", "memory", "sharded"}
     assert {"embedded", "inprocess", "vllm"} <= set(tx.engines())
     for names in (tx.transports(), tx.engines()):
         assert all(isinstance(summary, str) and summary for summary in names.values())

@@ -9,7 +9,7 @@ from tests.kinds import KINDS
 
 __all__ = ["CELLS", "Cell"]
 
-EVERY_TRANSPORT = ("disk", "delta", "collective", "ipc", "sharded")
+EVERY_TRANSPORT = ("disk", "delta", "collective", "ipc")
 
 
 @dataclass(frozen=True, kw_only=True)

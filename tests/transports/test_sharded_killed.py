@@ -119,7 +119,7 @@ def say(what):
     print(json.dumps(what), flush=True)
 
 engines = [LineEngine(one, 2) for one in ports]
-transport = tx.make_transport("sharded", bucket_bytes=256, timeout_s=5)
+transport = tx.make_transport("sharded", bucket_bytes=256, timeout_s=15)
 sender = tx.WeightSender(transport, Fleet(engines) if rank == 0 else None, rank=rank)
 sender.update_weights(Source(1))
 steps.count = 0
