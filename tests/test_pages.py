@@ -13,13 +13,21 @@ import pytest
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.pages import PAGES, ROOT, blocks, on_servers
-from tests.processes import python
+from tests.processes import WAIT_S, python, running_python
 from tests.rpc.ray_cluster import two_nodes
+from torchrl_ext.testing import free_port
 
 RUN = [page for page in PAGES if any(not block.needs and not block.shows for block in blocks(page))]
 SHOWN = [(page, block) for page in PAGES for block in blocks(page) if block.shows]
 ACCELERATORS = 4
 """What the page about Ray asks for in all."""
+RANK = """
+import os, sys
+from tests.pages import ROOT, run
+rank, port, checkpoint, url = sys.argv[1:]
+os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # as torchrun does
+run(ROOT / "docs/sharded.md", [url], checkpoint, plain=False, needing=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +63,16 @@ def ray_address(s3):
 
 def test_the_blocks_of_the_page_about_ray_run_in_a_cluster(ray_address, urls, checkpoint):
     on_servers("ray", checkpoint, urls[0])
+
+
+def test_the_blocks_of_the_page_about_sharded_trainers_run_on_two_ranks(urls, checkpoint):
+    port = free_port()
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(running_python(RANK, rank, port, checkpoint, urls[0])) for rank in range(2)]
+        statuses = [child.wait(WAIT_S) for child in ranks]
+        said = [child.stdout.read() for child in ranks]
+    assert statuses == [0, 0], said
+    assert said[0] and not said[1]
 
 
 @pytest.mark.parametrize(("page", "block"), SHOWN, ids=lambda value: getattr(value, "mark", ""))
