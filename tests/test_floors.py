@@ -58,6 +58,7 @@ ENGINE_MODULES = [
     "torchrl_ext.transports.delta.transport",
     "torchrl_ext.transports.ipc.transport",
     "torchrl_ext.transports.ranks",
+    "torchrl_ext.transports.sharded.transport",
 ]
 NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("engines/ray", "sender")}
 
