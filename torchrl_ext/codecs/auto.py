@@ -40,6 +40,8 @@ class AutoCodec(Codec):
         link_bytes_s: bytes a second between trainer and engines (the slowest store or network on the way).
         threads: cores that code and decode.
         whole_base: whether readers hold the whole base on the host, without which `context` cannot be decoded.
+        dense: whether `dense` is among them. Parts of one tensor that are coded apart have to be steps all of them,
+            where readers do not hold the base.
 
     Raises:
         ConfigError: a speed or a number of threads that is not positive.
@@ -50,12 +52,14 @@ class AutoCodec(Codec):
     link_bytes_s: float = 1e9
     threads: int = 2
     whole_base: bool = True
+    dense: bool = True
 
     def __post_init__(self) -> None:
         if not _positive(self.link_bytes_s, (int, float)) or not _positive(self.threads, int):
             raise ConfigError(f"link_bytes_s={self.link_bytes_s!r}, threads={self.threads!r}", expected="positive")
-        if not isinstance(self.whole_base, bool):
-            raise ConfigError(f"whole_base={self.whole_base!r}", expected="True or False")
+        for name in ("whole_base", "dense"):
+            if not isinstance(found := getattr(self, name), bool):
+                raise ConfigError(f"{name}={found!r}", expected="True or False")
 
     def choose(self, unit: Unit, old: Tensor, new: Tensor) -> Codec:
         from torchrl_ext.codecs.coder.tokens import survey
@@ -74,7 +78,7 @@ class AutoCodec(Codec):
             density, plain, inside = survey(*bits, spans, span, apart, unit.top, unit.mask, unit.ordered, *context)
         stored = 8.0 * unit.width
         planes = stored - (4.0 if unit.ordered and unit.width > 1 else 1.0)  # of the exponent's byte half stays
-        options = [(plain, *_ULP), (stored, *_STORED), (planes, *_PLANES)]
+        options = [(plain, *_ULP), (stored, *_STORED), (planes, *_PLANES)][: None if self.dense else 1]
         if self.whole_base:
             options.append((inside, *_CONTEXT))
         best, least = options[0][1], math.inf

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -29,6 +29,14 @@ class Draft(ABC):
     """
 
     path: Path
+
+    @property
+    def place(self) -> str:
+        """Names this draft to other processes, whose `Store.add` writes files into it while the block runs; or "".
+
+        Where it is, they all belong to the draft, and go with it when it fails.
+        """
+        return ""
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
@@ -75,6 +83,19 @@ class Store(ABC):
             IntegrityError: what is there is no value (a pipe, a device, a link out of the store), or too long.
             StoreError: it cannot be read.
         """
+
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return parts of a value, where possible without reading the rest.
+
+        Args:
+            key: its name.
+            spans: first byte and number of bytes of each; what lies beyond the end of the value is left out.
+
+        Raises:
+            FileNotFoundError, IntegrityError, StoreError: as `get`.
+        """
+        data = self.get(key)
+        return [data[first : first + nbytes] for first, nbytes in spans]
 
     @abstractmethod
     def stamp(self, key: str) -> str | None:
@@ -136,6 +157,19 @@ class Store(ABC):
         Raises:
             StoreError: no space, no permission, or the name is taken.
         """
+
+    def add(self, place: str, name: str, data: bytes) -> None:
+        """Write one file durably into a draft that another process has open, which need not own the store.
+
+        Args:
+            place: `Draft.place`.
+            name: of the file; a ``/`` in it makes a folder.
+            data: what it holds.
+
+        Raises:
+            StoreError: the draft is gone, or nobody else can write into it; no space, no permission, no connection.
+        """
+        raise StoreError(f"{self.url} takes files from one process only", state="nothing was written")
 
     @abstractmethod
     def local(self, folder: str, names: Iterable[str]) -> AbstractContextManager[Path]:

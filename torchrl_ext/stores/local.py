@@ -14,7 +14,7 @@ import shutil
 import stat
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +40,15 @@ class _LocalDraft(Draft):
 
     path: Path
 
+    @property
+    def place(self) -> str:
+        return self.path.name
+
     def write(self, name: str, data: bytes) -> None:
         path, inner = f"{self.path}/{checked_key(name)}", "/" in name
-        if inner:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+        if inner:  # never the draft itself, which may be gone
+            with suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path))
         with open(path, "xb") as file:
             file.write(data)
             file.flush()
@@ -142,6 +147,21 @@ class LocalStore(Store):
         except OSError as error:
             raise self._failed("write", error, needed_bytes) from error
 
+    def add(self, place: str, name: str, data: bytes) -> None:
+        folder = self.root / checked_key(place)
+        if folder.parent != self.root or TEMPORARY not in place:
+            raise StoreError(f"{place!r} is no version that is being written", state="nothing was written")
+        try:
+            _LocalDraft(folder).write(name, data)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{folder} is gone: whoever wrote this version gave it up",
+                expected="the same root on every trainer rank",
+                state="nothing was written",
+            ) from error
+        except OSError as error:
+            raise self._failed("write", error, len(data)) from error
+
     def delete(self, key: str) -> None:
         folder, _, name = f"{self.url}/{checked_key(key)}".rpartition("/")
         gone = f"{folder}/.{name}{TEMPORARY}{uuid.uuid4().hex}"
@@ -179,6 +199,16 @@ class LocalStore(Store):
                         hint="write it again",
                     )
                 return file.readall()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._failed("read", error) from error
+
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        try:
+            descriptor, _ = open_regular(f"{self.url}/{checked_key(key)}", within=self.url)
+            with open(descriptor, "rb", buffering=0) as file:
+                return [_read_at(file.fileno(), first, nbytes) for first, nbytes in spans]
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -301,6 +331,14 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _read_at(descriptor: int, first: int, nbytes: int) -> bytes:
+    parts, end = [], first + nbytes
+    while first < end and (part := os.pread(descriptor, end - first, first)):
+        parts.append(part)
+        first += len(part)
+    return b"".join(parts) if len(parts) != 1 else parts[0]
 
 
 def _sync_folder(path: str) -> None:

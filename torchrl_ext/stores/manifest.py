@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -15,13 +16,14 @@ from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.stores.base import checked_key
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["LARGEST", "MANIFEST", "DeltaManifest", "DeltaParam", "Manifest", "Placed", "read_manifest"]
+__all__ = ["LARGEST", "MANIFEST", "DeltaManifest", "DeltaParam", "DeltaPart", "Manifest", "Placed", "read_manifest"]
 
 MANIFEST = "manifest.json"
 LARGEST = 1 << 28
 """Bytes of a manifest, packed or not: a million parameters take less."""
 
 _FORMAT_NUMBER = 2
+_WITH_PARTS = 3  # of a delta whose rows have parts, which a reader of number 2 cannot read
 _LEVEL = 1  # of zstd: 19 took 13 to 25 times as long for every version, for 6 to 8 % fewer bytes
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _PARAMETERS = 1 << 20
@@ -56,6 +58,7 @@ class Manifest:
     """
 
     FORMAT: ClassVar[str] = "torchrl_ext.weights"
+    NUMBERS: ClassVar[tuple[int, ...]] = (_FORMAT_NUMBER, 1)
     SUMS: ClassVar[tuple[str, str]] = ("checksum", "xxh3-128")
 
     version: int
@@ -105,6 +108,26 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaPart:
+    """The change of one block of a parameter, which one trainer rank wrote.
+
+    Attributes:
+        start, sizes: the block: its first element, and its sizes, one number per dimension.
+        changed, codec, file, offset, nbytes, checksum: as in `DeltaParam`; the payload codes the block as a contiguous
+            tensor of its own.
+    """
+
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+    changed: int
+    codec: int
+    file: str
+    offset: int
+    nbytes: int
+    checksum: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeltaParam:
     """One parameter of a delta: what it is, and where its change lies.
 
@@ -117,6 +140,8 @@ class DeltaParam:
         file: where the payload lies; "" where the container knows by itself.
         offset, nbytes: which bytes of the file.
         checksum: xxh3-64 of the payload, 16 hex digits; "" where payload or file have a checksum of their own.
+        parts: its changes by block, where trainer ranks wrote them apart: blocks that do not meet. ``changed`` and
+            ``nbytes`` are their sums then, and the other fields keep their defaults.
     """
 
     meta: ParamMeta
@@ -127,6 +152,18 @@ class DeltaParam:
     offset: int = 0
     nbytes: int = 0
     checksum: str = ""
+    parts: tuple[DeltaPart, ...] = ()
+
+    @classmethod
+    def of_parts(cls, meta: ParamMeta, digest: str, parts: Sequence[DeltaPart]) -> DeltaParam:
+        """Return the row of a parameter that changed in these blocks."""
+        changed, nbytes = sum(part.changed for part in parts), sum(part.nbytes for part in parts)
+        return cls(meta=meta, digest=digest, changed=changed, nbytes=nbytes, parts=tuple(parts))
+
+    @property
+    def payloads(self) -> tuple[DeltaParam | DeltaPart, ...]:
+        """What says where the payloads lie: the parts; or the row itself, where it has none and something changed."""
+        return self.parts or ((self,) if self.changed else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +183,7 @@ class DeltaManifest:
     """
 
     FORMAT: ClassVar[str] = "torchrl_ext.delta"
+    NUMBERS: ClassVar[tuple[int, ...]] = (_WITH_PARTS, _FORMAT_NUMBER, 1)
     SUMS: ClassVar[tuple[str, str]] = ("digest", "position-2x64")
 
     version: int
@@ -164,19 +202,29 @@ class DeltaManifest:
         return sum(map(attrgetter("changed"), self.params))
 
     def to_bytes(self) -> bytes:
-        """Return JSON in UTF-8 in a zstd frame. A row is ``[name, dtype, shape, digest]``, or that and the change."""
-        rows, ends = [], dict[str, int]()
+        """Return JSON in UTF-8 in a zstd frame.
+
+        A row is ``[name, dtype, shape, digest]``, or that and the change, or that and a list of parts.
+        """
+        rows, ends, parted = [], dict[str, int](), False
+
+        def placed(what: DeltaParam | DeltaPart) -> list[Any]:
+            follows = what.offset == ends.get(what.file, 0)
+            ends[what.file] = what.offset + what.nbytes
+            found = [what.changed, what.codec, what.file, None if follows else what.offset, what.nbytes]
+            return [*found, what.checksum] if what.checksum else found
+
         for param in self.params:
             row = [*param.meta.to_json(), param.digest]
-            if param.changed:
-                follows = param.offset == ends.get(param.file, 0)
-                ends[param.file] = param.offset + param.nbytes
-                row += [param.changed, param.codec, param.file, None if follows else param.offset, param.nbytes]
-                row += [param.checksum] if param.checksum else []
+            if param.parts:
+                row.append([[part.start, part.sizes, *placed(part)] for part in param.parts])
+                parted = True
+            elif param.changed:
+                row += placed(param)
             rows.append(json.dumps(row, separators=(",", ":")))
         head = {
             "format": self.FORMAT,
-            "format_number": _FORMAT_NUMBER,
+            "format_number": _WITH_PARTS if parted else _FORMAT_NUMBER,
             "version": self.version,
             "base_version": self.base_version,
             "run_id": self.run_id,
@@ -199,23 +247,35 @@ class DeltaManifest:
         for codec in codecs:
             texts.append(codec["name"])
         params, ends = dict[str, DeltaParam](), dict[str, int]()
+
+        def placed(name: str, change: list[Any]) -> dict[str, Any]:
+            changed, codec, file, offset, nbytes, checksum = [*change, ""] if len(change) == 5 else change
+            offset = ends.get(file, 0) if offset is None else offset
+            counts.extend((changed, codec, offset, nbytes))
+            texts.extend((file, checksum))
+            ends[file] = offset + nbytes
+            if codec >= len(codecs) or (file and ends[file] > files.get(file, -1)):
+                raise ValueError(f"the payload of {name!r} lies outside of the files")
+            fields = "changed", "codec", "file", "offset", "nbytes", "checksum"
+            return dict(zip(fields, (changed, codec, file, offset, nbytes, checksum), strict=True))
+
         for row in found["params"]:
             meta, digest, change = ParamMeta.from_json(row[:3]), row[3], row[4:]
             sums.append(digest)
             if not change:
                 params[meta.name] = DeltaParam(meta=meta, digest=digest)
-                continue
-            changed, codec, file, offset, nbytes, checksum = [*change, ""] if len(change) == 5 else change
-            offset = ends.get(file, 0) if offset is None else offset
-            counts += (changed, codec, offset, nbytes)
-            texts += (file, checksum)
-            ends[file] = offset + nbytes
-            if codec >= len(codecs) or (file and ends[file] > files.get(file, -1)):
-                raise ValueError(f"the payload of {meta.name!r} lies outside of the files")
-            params[meta.name] = DeltaParam(
-                meta=meta, digest=digest, changed=changed, codec=codec, file=file, offset=offset, nbytes=nbytes,
-                checksum=checksum,
-            )  # fmt: skip
+            elif isinstance(change[0], list):
+                (rows,), parts = change, list[DeltaPart]()
+                for start, sizes, *rest in rows:
+                    _check_block(meta, start, sizes)
+                    own = placed(meta.name, rest)
+                    parts.append(DeltaPart(start=tuple(start), sizes=tuple(sizes), **own))
+                held = sum(math.prod(part.sizes) for part in parts)
+                if not 0 < held <= meta.numel or not all(part.changed and part.file for part in parts):
+                    raise ValueError(f"the parts of {meta.name!r} are no parts of it")
+                params[meta.name] = DeltaParam.of_parts(meta, digest, parts)
+            else:
+                params[meta.name] = DeltaParam(meta=meta, digest=digest, **placed(meta.name, change))
         if len(params) != len(found["params"]):
             raise ValueError("a parameter is listed twice")
         for count in counts:
@@ -271,13 +331,15 @@ def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
             raise ValueError(f"it is a {type(found).__name__}")
         name, number, files = found["format"], found["format_number"], found["files"]
         body = data[: max(0, data.rfind(_END[:-6]))]
-        if number == _FORMAT_NUMBER and data != body + _END % xxhash.xxh3_128_hexdigest(body).encode():
-            raise ValueError("its content is not that of its checksum")
         kind = DeltaManifest if name == DeltaManifest.FORMAT else Manifest
-        if name != kind.FORMAT or number not in (1, _FORMAT_NUMBER) or found.get(kind.SUMS[0]) != kind.SUMS[1]:
+        told = number in kind.NUMBERS and (number != 1 or "content" in found)
+        if told and data != body + _END % xxhash.xxh3_128_hexdigest(body).encode():
+            raise ValueError("its content is not that of its checksum")
+        if name != kind.FORMAT or number not in kind.NUMBERS or found.get(kind.SUMS[0]) != kind.SUMS[1]:
+            numbers = " or ".join(map(str, kind.NUMBERS))
             raise IntegrityError(
                 f"{where} is format {name!r} number {number!r}",
-                expected=f"{kind.FORMAT!r} number {_FORMAT_NUMBER} or 1, with {kind.SUMS[1]} as its {kind.SUMS[0]}",
+                expected=f"{kind.FORMAT!r} number {numbers}, with {kind.SUMS[1]} as its {kind.SUMS[0]}",
                 hint="use the same torchrl_ext version on both sides",
             )
         if not isinstance(found["params"], list) or len(found["params"]) > _PARAMETERS:
@@ -297,6 +359,15 @@ def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
             state="nothing was read from this version",
             hint="let the trainer publish again, and check the disk",
         ) from None
+
+
+def _check_block(meta: ParamMeta, start: Any, sizes: Any) -> None:
+    """Raise a ValueError if these are not the first element and the sizes of a block of a parameter."""
+    if not isinstance(start, list) or not isinstance(sizes, list):
+        raise ValueError(f"{start!r} and {sizes!r} are no block")
+    for first, size, whole in zip(start, sizes, meta.shape, strict=True):
+        if type(first) is not int or type(size) is not int or not 0 <= first < first + size <= whole:
+            raise ValueError(f"a part of {meta.name!r} begins at {start} and has sizes {sizes}")
 
 
 def _refuse(name: str) -> None:

@@ -15,7 +15,7 @@ import logging
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -29,7 +29,7 @@ __all__ = ["ObjectStore"]
 
 log = logging.getLogger("torchrl_ext")
 
-_CLAIM = ".claim"
+_CLAIM, _TOKEN = ".claim", 32
 _Result = TypeVar("_Result")
 
 
@@ -130,6 +130,28 @@ class ObjectStore(Store):
                 raise
             draft.settle()
 
+    def add(self, place: str, name: str, data: bytes) -> None:
+        folder, _, token = place.rpartition(":")
+        key = f"{folder}/{name}"
+
+        def require() -> None:
+            with suppress(FileNotFoundError):
+                if self.get(f"{folder}/{_CLAIM}", at_most=_TOKEN) == token.encode():
+                    return
+            raise StoreError(
+                f"{self.url}/{folder} is not being written any more, or by another trainer",
+                state="nothing was written",
+                hint="send again, on every trainer rank",
+            )
+
+        require()
+        self.put(key, data)
+        try:
+            require()
+        except StoreError:  # whoever withdrew the draft may not have seen this file
+            self.delete(key)
+            raise
+
     def delete(self, key: str) -> None:
         """Remove objects one by one, the manifest first: without it the rest is no version any more."""
 
@@ -155,6 +177,14 @@ class ObjectStore(Store):
             return self._fs.cat_file(path)
 
         return self._call("read", key, read)
+
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        def read(path: str) -> list[bytes]:
+            firsts, ends = zip(*((first, first + nbytes) for first, nbytes in spans), strict=True)
+            found = self._fs.cat_ranges([path] * len(spans), list(firsts), list(ends), on_error="raise")
+            return [bytes(data) for data in found]
+
+        return self._call("read", key, read) if spans else []
 
     def stamp(self, key: str) -> str | None:
         try:
@@ -254,9 +284,14 @@ class _ObjectDraft(Draft):
 
     def __init__(self, path: Path, folder: str, store: ObjectStore) -> None:
         self.path, self._folder, self._store = path, folder, store
-        self._claim = f"{folder}/{_CLAIM}"
+        self._claim, self._token = f"{folder}/{_CLAIM}", uuid.uuid4().hex
         self._written: list[str] = []
-        self._unknown = False
+        self._unknown = self._shared = False
+
+    @property
+    def place(self) -> str:
+        self._shared = True
+        return f"{self._folder}:{self._token}"
 
     def claim(self) -> None:
         """Claim the folder, so that no other draft writes into it.
@@ -264,7 +299,7 @@ class _ObjectDraft(Draft):
         Raises:
             StoreError: it is taken, or there is something in it.
         """
-        free = self._store.create(self._claim, uuid.uuid4().hex.encode())
+        free = self._store.create(self._claim, self._token.encode())
         if free and self._store.list(self._folder):
             self._store.delete(self._claim)
             free = False
@@ -307,7 +342,17 @@ class _ObjectDraft(Draft):
             self._store.delete(self._claim)
 
     def withdraw(self) -> None:
-        """Remove what this draft wrote, the last file first; nothing where readers may see a version already."""
-        for key in () if self._unknown else (*reversed(self._written), self._claim):
+        """Remove what was written, the last file first; nothing where readers may see a version already."""
+        if self._unknown:
+            return
+        if self._shared:  # who adds a file looks for the claim afterwards, and takes the file back
+            with suppress(StoreError):
+                self._store.put(self._claim, b"")
+        for key in reversed(self._written):
             with suppress(StoreError):
                 self._store.delete(key)
+        with suppress(StoreError):
+            for name in self._store.list(self._folder) if self._shared else ():
+                self._store.delete(f"{self._folder}/{name}")
+        with suppress(StoreError):
+            self._store.delete(self._claim)

@@ -1,6 +1,8 @@
 """`TrainerRanks`: what rank 0 of a trainer asks of its other ranks in an update, and what they answer.
 
-Both go through the store of torch's process group, which is no collective: each rank is named that does not answer.
+Both go through the store of torch's process group, which is no collective: each rank is named that does not answer. A
+value of torch's TCPStore is 8 MiB at most, so longer ones go in several; and what was read is removed, since the store
+would keep it for as long as the trainer lives.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ log = logging.getLogger("torchrl_ext")
 _SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two looks
 _LONGEST_UPDATE_S = 1800.0
 _OVER = "over"
+_MOST_CHARACTERS = 4 << 20  # of one value
 
 _made: Counter[str] = Counter()  # by name, in this process
 
@@ -42,7 +46,7 @@ class TrainerRanks:
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = f"torchrl_ext/ranks/{name}/{_made[name]}", timeout_s
         _made[name] += 1
-        self._orders = 0
+        self._orders = self._removed = 0
 
     @property
     def rank(self) -> int:
@@ -74,6 +78,9 @@ class TrainerRanks:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         found = [self._wait(f"answer/{self._orders}/{rank}", rank, timeout_s) for rank in range(1, self.size)]
+        for number in range(self._removed, self._orders + 1) if found else ():  # all ranks have read these
+            self._remove(f"{self._name}/order/{number}")
+        self._removed = self._orders + 1
         for rank, answer in enumerate(found, 1):
             if "error" in answer:
                 kind = getattr(errors, str(answer.get("kind")), TransportError)
@@ -135,8 +142,12 @@ class TrainerRanks:
         return torch.distributed.distributed_c10d._get_default_store()
 
     def _put(self, key: str, value: Info) -> None:
+        key, text = f"{self._name}/{key}", json.dumps(value, separators=(",", ":"))
+        parts = [text[at : at + _MOST_CHARACTERS] for at in range(0, len(text), _MOST_CHARACTERS)]
         try:
-            self._store().set(f"{self._name}/{key}", json.dumps(value, separators=(",", ":")))
+            for number, part in enumerate(parts[1:], 1):
+                self._store().set(f"{key}/{number}", part)
+            self._store().set(key, f"{len(parts)} {parts[0]}")  # last, as it is what readers look for
         except RuntimeError as error:
             raise self._gone(error) from error
 
@@ -154,12 +165,24 @@ class TrainerRanks:
                 shortest_s=_SHORTEST_S,
                 longest_s=_LONGEST_S,
             )
-            found = json.loads(store.get(key))
+            count, _, text = store.get(key).decode().partition(" ")
+            text += "".join(store.get(f"{key}/{number}").decode() for number in range(1, int(count)))
+            if rank:  # rank 0 alone reads answers, and orders are for all
+                self._remove(key)
+            found = json.loads(text)
         except DeadlineError:
             raise
         except RuntimeError as error:
             raise self._gone(error) from error
         return dict(found)
+
+    def _remove(self, key: str) -> None:
+        """Remove a value with all its parts."""
+        with suppress(RuntimeError):  # some stores remove nothing
+            self._store().delete_key(key)
+            number = 1
+            while self._store().delete_key(f"{key}/{number}"):
+                number += 1
 
     def _gone(self, error: Exception) -> NotConnectedError:
         return NotConnectedError(

@@ -42,6 +42,11 @@ class StandaloneTransport(Transport):
     def announce(self, info: Info) -> None:
         """Tell the workers of this transport that a handoff comes (trainer end)."""
 
+    @property
+    def drives(self) -> bool:
+        """Whether `send_weights` sends, on this rank of a trainer; on others it takes part (`Transport.follow`)."""
+        return True
+
     @abstractmethod
     def poll(self, timeout_s: float) -> Info | None:
         """Return the ``info`` of the newest version not yet received, or None after ``timeout_s`` (worker end)."""
@@ -59,17 +64,27 @@ class StandaloneTransport(Transport):
         Raises:
             ConcurrentUpdateError: another send runs.
             TransportError, DeadlineError: the bytes could not be moved.
+            WeightSyncError: the rank that drives failed, where this one takes part.
         """
         if weights is None:
             model_id, weights = "policy", model_id
         with self.exclusive("send_weights"):
-            source = as_source(weights)
-            version = self._last_version = self.latest_version() + 1  # taken even where the send fails: some may get it
-            handoff = self.prepare(source, version)
-            handoff.ahead()
-            self.announce({**handoff.info, "model_id": model_id})
-            handoff.transfer()
-            handoff.acknowledge(None)
+            source, failure = as_source(weights), None
+            if not self.drives:
+                self.follow(source)
+                return
+            try:
+                version = self._last_version = self.latest_version() + 1  # taken even where it fails: some may get it
+                handoff = self.prepare(source, version)
+                handoff.ahead()
+                self.announce({**handoff.info, "model_id": model_id})
+                handoff.transfer()
+                handoff.acknowledge(None)
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                self.dismiss(source, failure)
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None

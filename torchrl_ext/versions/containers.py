@@ -7,7 +7,7 @@ manifest of ours beside them. Called `foreign`, they are files that slime itself
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple, final
@@ -20,12 +20,23 @@ from torchrl_ext.codecs.patch import Patch, SparsePatch, apply_patch, fold
 from torchrl_ext.codecs.slime import current, first
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam
+from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam, DeltaPart
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, byte_view, position_digest
 
-__all__ = ["CONTAINERS", "Container", "Decode", "Files", "Flushes", "NewDelta", "Packed", "Payload", "Whole"]
+__all__ = [
+    "CONTAINERS",
+    "Container",
+    "Decode",
+    "Files",
+    "Flushes",
+    "NewDelta",
+    "Packed",
+    "Payload",
+    "Whole",
+    "compare_payload",
+]
 
 Files = Mapping[str, memoryview]
 """The content of every payload file of a delta, by name."""
@@ -103,15 +114,27 @@ class NewDelta:
         rows = []
         for meta in self.params:
             rows.append(found.get(meta.name) or DeltaParam(meta=meta, digest=self.digests[meta.name].hex()))
+        return self.seal(container, told, rows, sizes, draft, prefix)
+
+    def seal(
+        self,
+        container: str,
+        codecs: Sequence[Info],
+        rows: Sequence[DeltaParam],
+        files: Mapping[str, int],
+        draft: Draft,
+        prefix: str = "",
+    ) -> DeltaManifest:
+        """Write the manifest of payloads that lie in ``draft``, and return it; as `DeltaManifest` for what it takes."""
         manifest = DeltaManifest(
             version=self.version,
             base_version=self.base[1],
             run_id=self.run_id,
             base_run_id=self.base[0],
             container=container,
-            codecs=tuple(told),
+            codecs=tuple(codecs),
             params=tuple(rows),
-            files=sizes,
+            files=files,
             base_digests=self.base_digests,
         )
         draft.write(prefix + MANIFEST, manifest.to_bytes())
@@ -140,9 +163,9 @@ class Container(ABC):
         """
 
 
-def _damaged(param: DeltaParam, where: str, stated: str, found: str, version: int) -> IntegrityError:
+def _damaged(name: str, path: str, stated: str, found: str, version: int) -> IntegrityError:
     return IntegrityError(
-        f"tensor {param.meta.name!r} in {where}/{param.file} is damaged",
+        f"tensor {name!r} in {path} is damaged",
         expected=f"xxh3-64 {stated}, found {found}",
         state=f"nothing of version {version} was used",
         hint="let the trainer publish again, and check the disk",
@@ -150,12 +173,23 @@ def _damaged(param: DeltaParam, where: str, stated: str, found: str, version: in
 
 
 @final
+@dataclass(frozen=True)
 class Packed(Container):
-    """Lays payloads one after the other into files of about ``FILE_BYTES``, so that writing runs beside coding."""
+    """Lays payloads one after the other into files of about ``FILE_BYTES``, so that writing runs beside coding.
+
+    Args:
+        stem: of the names of files.
+    """
 
     FILE_BYTES: ClassVar[int] = 64 << 20
 
+    stem: str = "delta"
+
     def files(self, delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes, list[Payload]]]:
+        return self.laid(changes)
+
+    def laid(self, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes, list[Payload]]]:
+        """Yield as `files`, which need to know nothing of the delta."""
         number, size, payloads = 1, 0, list[Payload]()
         parts: list[bytes] = []
         for change in changes:
@@ -167,10 +201,10 @@ class Packed(Container):
             parts.append(data)
             size += len(data)
             if size >= self.FILE_BYTES:
-                yield f"delta-{number:05d}.bin", b"".join(parts), payloads
+                yield f"{self.stem}-{number:05d}.bin", b"".join(parts), payloads
                 number, size, payloads, parts = number + 1, 0, [], []
         if parts:
-            yield f"delta-{number:05d}.bin", b"".join(parts), payloads
+            yield f"{self.stem}-{number:05d}.bin", b"".join(parts), payloads
 
     def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
         codecs, found = list(map(codec_from_json, manifest.codecs)), dict[str, Decode]()
@@ -184,13 +218,24 @@ class Packed(Container):
                     state=f"nothing of version {manifest.version} was used",
                 )
             payload, codec = files[param.file][param.offset : param.offset + param.nbytes], codecs[param.codec]
-            framed = codec.framed and not param.checksum  # then it ends with its checksum
-            checksum = xxhash.xxh3_64_hexdigest(payload[:-8] if framed else payload)
-            stated = bytes(payload[:-9:-1]).hex() if framed else param.checksum
-            if checksum != stated:
-                raise _damaged(param, where, stated, checksum, manifest.version)
+            compare_payload(payload, codec, param, param.meta, where, manifest.version)
             found[param.meta.name] = partial(codec.decode, payload, param.meta)
         return found
+
+
+def compare_payload(
+    payload: memoryview, codec: Codec, placed: DeltaParam | DeltaPart, meta: ParamMeta, where: str, version: int
+) -> None:
+    """Compare a payload with its checksum, which is stated in its row, or stands at its end.
+
+    Raises:
+        IntegrityError: it is damaged; names tensor and file.
+    """
+    framed = codec.framed and not placed.checksum
+    checksum = xxhash.xxh3_64_hexdigest(payload[:-8] if framed else payload)
+    stated = bytes(payload[:-9:-1]).hex() if framed else placed.checksum
+    if checksum != stated:
+        raise _damaged(meta.name, f"{where}/{placed.file}", stated, checksum, version)
 
 
 @final
@@ -309,7 +354,7 @@ class Whole(Container):
             if self.foreign:
                 found[name] = partial(_checked, decode, param, shard.checksums[name])
             elif (checksum := xxhash.xxh3_64_hexdigest(payload)) != param.checksum:
-                raise _damaged(param, where, param.checksum, checksum, manifest.version)
+                raise _damaged(name, f"{where}/{param.file}", param.checksum, checksum, manifest.version)
         if more:
             file, name = min(more)
             raise IntegrityError(

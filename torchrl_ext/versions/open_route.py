@@ -16,6 +16,7 @@ from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.containers import CONTAINERS, Decode
+from torchrl_ext.versions.shards.parts import CONTAINER, Wanted, incomplete, read_parts
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource
 
@@ -49,6 +50,8 @@ class OpenRoute:
         open_full: opens a keyframe.
         held: the version that the reader holds.
         base: opens what version 0 is, for a reader that holds nothing that it could start from.
+        wanted: which blocks of parameters are read, where the route starts from what the reader holds and the trainer's
+            ranks wrote parts; None for all.
 
     Attributes:
         held: the version that the reader holds, where the route starts from it.
@@ -59,10 +62,18 @@ class OpenRoute:
         published: that keyframe, its files open.
         base: what stands in for a keyframe where the route starts at version 0.
         digests: position digest of every tensor where the route ends, by name; none where it ends at a keyframe.
+        read_bytes: bytes of payloads that were read.
     """
 
     def __init__(
-        self, chain: Chain, route: Route, target: int, open_full: OpenFull, held: Held | None, base: OpenBase | None
+        self,
+        chain: Chain,
+        route: Route,
+        target: int,
+        open_full: OpenFull,
+        held: Held | None,
+        base: OpenBase | None,
+        wanted: Wanted | None = None,
     ) -> None:
         end = chain.version(target)
         self.held = held if route.start == held else None
@@ -72,26 +83,13 @@ class OpenRoute:
         self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
         self.deltas: list[tuple[str, DeltaManifest, Mapping[str, Decode]]] = []
         self._changed: set[str] = set()
+        self._wanted: Wanted = wanted if wanted is not None and self.held is not None else _all
         self.digests: dict[str, str] = {}
+        self.read_bytes = 0
         try:
             for folder, manifest in route.deltas:
-                where, files = f"{chain.store.url}/{folder}", dict[str, memoryview]()
-                for name, size in manifest.files.items():
-                    try:
-                        files[name] = memoryview(chain.store.get(f"{folder}/{name}"))
-                    except FileNotFoundError as error:
-                        if MANIFEST not in chain.store.list(folder):  # collected in between
-                            raise
-                        raise _incomplete(where, name, manifest, None) from error
-                    if len(files[name]) != size:
-                        raise _incomplete(where, name, manifest, len(files[name]))
-                if manifest.container not in CONTAINERS:
-                    raise ManifestError(
-                        f"{where} is laid out in a form unknown here: there is no container {manifest.container!r}",
-                        expected=f"one of {', '.join(CONTAINERS)}",
-                    )
-                decoders = CONTAINERS[manifest.container].read(manifest, files, where)
-                self.deltas.append((where, manifest, decoders))
+                decoders = self._decoders(chain, folder, manifest)
+                self.deltas.append((f"{chain.store.url}/{folder}", manifest, decoders))
                 self._changed |= decoders.keys()
         except BaseException:
             self.close()
@@ -99,6 +97,38 @@ class OpenRoute:
         for row in self.deltas[-1][1].params if self.deltas else ():
             if row.digest:  # another library's have none
                 self.digests[row.meta.name] = row.digest
+
+    def _decoders(self, chain: Chain, folder: str, manifest: DeltaManifest) -> Mapping[str, Decode]:
+        """Read what a delta consists of, as far as it is wanted, and return what decodes the change of each parameter.
+
+        Raises:
+            FileNotFoundError: it was collected.
+            IntegrityError, ManifestError: as `torchrl_ext.versions.containers.Container.read`.
+        """
+        where, files, name = f"{chain.store.url}/{folder}", dict[str, memoryview](), ""
+        try:
+            if manifest.container == CONTAINER:
+                decoders, count = read_parts(chain.store, folder, manifest, self._wanted)
+                self.read_bytes += count
+                return decoders
+            for name in manifest.files:
+                files[name] = memoryview(chain.store.get(f"{folder}/{name}"))
+        except FileNotFoundError as error:
+            there = chain.store.list(folder)
+            if MANIFEST not in there:  # collected in between
+                raise
+            lost = name or next((file for file in manifest.files if file not in there), "a file")
+            raise incomplete(where, lost, manifest, None) from error
+        for name, size in manifest.files.items():
+            self.read_bytes += size
+            if len(files[name]) != size:
+                raise incomplete(where, name, manifest, len(files[name]))
+        if manifest.container not in CONTAINERS:
+            raise ManifestError(
+                f"{where} is laid out in a form unknown here: there is no container {manifest.container!r}",
+                expected=f"one of {', '.join((*CONTAINERS, CONTAINER))}",
+            )
+        return CONTAINERS[manifest.container].read(manifest, files, where)
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor as it is where the route starts, from the keyframe or the base.
@@ -203,20 +233,6 @@ class OpenRoute:
             self.published.close()
 
 
-def _incomplete(where: str, file: str, manifest: DeltaManifest, found: int | None) -> IntegrityError:
-    """Return the error for a file of a delta that is missing or has ``found`` bytes; it names a tensor in the file."""
-    rows = [row for row in manifest.params if row.changed and row.file == file]
-    row = next((row for row in rows if row.offset + row.nbytes > (found or 0)), rows[0] if rows else None)
-    if found is None:
-        what = f"{where}/{file} is missing" + (f", which holds tensor {row.meta.name!r}" if row else "")
-        expected, hint = "every file that the manifest names", "let the trainer publish again"
-    else:
-        lost = f", so that tensor {row.meta.name!r} cannot be read" if row else ""
-        what, expected = f"{where}/{file} has {found} bytes{lost}", f"{manifest.files[file]}, as in the manifest"
-        hint = "let the trainer publish again, and check the disk"
-    return IntegrityError(what, expected=expected, state=f"nothing of version {manifest.version} was used", hint=hint)
-
-
 def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:
     """Compare what a worker holds with the base of the first delta.
 
@@ -240,4 +256,9 @@ def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> N
 
 
 def _file(manifest: DeltaManifest, name: str) -> str:
-    return next((row.file for row in manifest.params if row.meta.name == name), "")
+    row = next((row for row in manifest.params if row.meta.name == name), None)
+    return "" if row is None else ", ".join(dict.fromkeys(one.file for one in row.payloads))
+
+
+def _all(name: str) -> None:
+    """Say that all of a parameter is wanted."""

@@ -20,7 +20,9 @@ from torchrl_ext.stores.manifest import DeltaManifest
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
+from torchrl_ext.versions.shards.parts import Wanted
 from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["ChainReader", "host_copy"]
 
@@ -42,6 +44,7 @@ class ChainReader:
         held: what this worker holds; None before the first version, or where that is not known.
         mirror: host copies of tensors that the worker needs whole (see `retain`), at version ``held``. They follow what
             landed when the next version is looked for, so that nobody waits for them in a pause.
+        read_bytes: bytes of deltas that were read, of all versions; keyframes do not count.
     """
 
     def __init__(
@@ -58,6 +61,12 @@ class ChainReader:
         self._params: dict[str, ParamMeta] = {}
         self._landed: Changes | None = None
         self._retained: Callable[[str], bool] = lambda name: False
+        self._slices: Mapping[str, tuple[Block, ...]] = {}
+        self.read_bytes = 0
+
+    def want(self, slices: Mapping[str, tuple[Block, ...]]) -> None:
+        """Read no more of changes than what meets these blocks, by name; names that are left out are read whole."""
+        self._slices = slices
 
     def retain(self, which: Callable[[str], bool]) -> None:
         """Keep host copies of the tensors for whose names ``which`` returns True, from the next full version on."""
@@ -132,7 +141,7 @@ class ChainReader:
             self._catch_up()
         if self.held is None:
             return None
-        route = self._open(target, self.held)
+        route = self._open(target, self.held, self._blocks)
         if route.held is None:
             route.close()
             return None
@@ -145,7 +154,11 @@ class ChainReader:
             whole=partial(route.whole, self.mirror),
         )
 
-    def _open(self, target: int, held: Held | None) -> OpenRoute:
+    def _blocks(self, name: str) -> tuple[Block, ...] | None:
+        """Return which blocks of a changed tensor the worker needs; None where it needs all."""
+        return None if self._retained(name) else self._slices.get(name)
+
+    def _open(self, target: int, held: Held | None, wanted: Wanted | None = None) -> OpenRoute:
         """Open the shortest route to ``target``; another one when a version on it is collected meanwhile."""
         for last in range(_ATTEMPTS - 1, -1, -1):
             try:
@@ -156,7 +169,8 @@ class ChainReader:
                 raise
             try:
                 with self.chain.leased(route.first):
-                    opened = OpenRoute(self.chain, route, target, self._open_full, held, self._base)
+                    opened = OpenRoute(self.chain, route, target, self._open_full, held, self._base, wanted)
+                self.read_bytes += opened.read_bytes
                 break
             except FileNotFoundError:
                 self.chain.known.clear()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, final
 
 import torch
 import xxhash
@@ -24,7 +25,7 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 from torchrl_ext.weights.source import WeightSource, checked
 
-__all__ = ["Baseline", "ChainWriter", "WritesFull"]
+__all__ = ["Baseline", "ChainWriter", "Copies", "WritesFull"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -53,7 +54,7 @@ class ChainWriter:
         keyframe_every: as in `DeltaTransport`.
         base: checkpoint directory on which the first version of an empty store is a delta.
         keep_files: never remove old versions.
-        baseline_device: as in `DeltaTransport`.
+        baseline: makes what deltas are taken against.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class ChainWriter:
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
-        baseline_device: torch.device | None = None,
+        baseline: Callable[[], Baseline] | None = None,
     ) -> None:
         self._store, self._chain, self._run_id = store, chain, run_id
         self._codec, self._full = codec, full
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._baseline: Baseline | None = None
-        self._baseline_device = baseline_device
+        self._new_baseline = Copies if baseline is None else baseline
         self._since_keyframe = 0
         self._acknowledged = True
 
@@ -88,33 +89,35 @@ class ChainWriter:
             ConfigError: the base checkpoint is not one of this model.
             ManifestError: the source does not yield what it declares.
         """
-        params = source.params()
-        baseline = self._baseline or self._first_baseline(params)
-        base = baseline.version if params == baseline.metas else None
+        baseline = self._baseline or self._first_baseline(source)
+        base = baseline.version if baseline.fits(source) else None
         due = 0 < self._keyframe_every <= self._since_keyframe + 1
         keyframe = base is None or due or not self._acknowledged
         if not self._acknowledged:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
         self._acknowledged, manifest = False, None
         needed = self._full.needed_bytes(source) if keyframe else 0
-        with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-            if base is None:
-                baseline.take(source)
-            else:
-                delta = NewDelta(
-                    version=version,
-                    base=base,
-                    run_id=self._run_id,
-                    codec=self._codec,
-                    params=params,
-                    tensors=baseline.tensors,
-                    digests=baseline.digests,
-                    base_digests=_in_hex(baseline.digests) if base[1] == 0 else {},
-                )
-                changes = encode_tensors(baseline.beside(source), self._codec, follow=True)
-                manifest = delta.write(changes, draft, f"{BESIDE}/" if keyframe else "")
-            if keyframe:
-                self._full.write(draft, baseline, version, self._run_id)
+        try:
+            with self._store.draft(version_name(version), needed_bytes=needed) as draft:
+                if base is None:
+                    baseline.take(source)
+                else:
+                    delta = NewDelta(
+                        version=version,
+                        base=base,
+                        run_id=self._run_id,
+                        codec=self._codec,
+                        params=source.params(),
+                        tensors=baseline.tensors,
+                        digests=baseline.digests,
+                        base_digests=_in_hex(baseline.digests) if base[1] == 0 else {},
+                    )
+                    manifest = baseline.write(delta, source, draft, f"{BESIDE}/" if keyframe else "")
+                if keyframe:
+                    self._full.write(draft, baseline, version, self._run_id)
+        except BaseException:
+            baseline.drain()
+            raise
         self._chain.advance(version)
         baseline.version = (self._run_id, version)
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
@@ -138,10 +141,10 @@ class ChainWriter:
             except StoreError as error:  # no reason to call an update failed which engines serve
                 log.warning("old weights versions stay: %s", error)
 
-    def _first_baseline(self, params: tuple[ParamMeta, ...]) -> Baseline:
-        baseline = Baseline(self._baseline_device)
+    def _first_baseline(self, source: WeightSource) -> Baseline:
+        baseline = self._new_baseline()
         if self._base is not None and self._chain.newest() == 0:  # only the first version of a store follows on it
-            baseline.start(CheckpointSource(self._base), params)
+            baseline.start(self._base, source)
             hasher = xxhash.xxh3_128()  # one name for the content of a whole checkpoint
             for name, digest in sorted(_in_hex(baseline.digests).items()):
                 hasher.update(f"{name}\0{digest}\n".encode())
@@ -155,35 +158,71 @@ def _in_hex(digests: Mapping[str, PositionDigest]) -> dict[str, str]:
 
 
 class Baseline(WeightSource):
-    """Copies of every tensor of the newest version, against which the next delta is taken.
+    """What the newest version is, against which the next delta is taken; as a source it is what a keyframe holds.
 
-    While a version is being made the copies are neither the old one nor the new one: `version` is None then, and stays
-    so when the attempt fails. The next version is a full one in that case, which seeds the copies again.
-
-    Args:
-        device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
+    While a version is being made it is neither the old one nor the new one: `version` is None then, and stays so when
+    the attempt fails. The next version is a full one in that case, which takes everything anew.
 
     Attributes:
         metas: the parameters, in order.
-        tensors: the copies, by name.
+        tensors: copies of them by name, as far as this process has them.
         digests: their position digests.
         version: run id and number of the version that they are.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
-        self._taken: WeightSource | None = None
-        self._files: Mapping[str, bytes] = {}
+    def __init__(self) -> None:
         self.metas: tuple[ParamMeta, ...] = ()
         self.tensors: dict[str, Tensor] = {}
         self.digests: dict[str, PositionDigest] = {}
         self.version: Held | None = None
+        self._files: Mapping[str, bytes] = {}
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self.metas
 
     def files(self) -> Mapping[str, bytes]:
         return self._files
+
+    @abstractmethod
+    def fits(self, source: WeightSource) -> bool:
+        """Return whether it is one of the model that ``source`` holds."""
+
+    @abstractmethod
+    def start(self, base: str, source: WeightSource) -> None:
+        """Become the tensors of a checkpoint directory, as far as they are parameters of ``source``.
+
+        Raises:
+            ConfigError: it lacks one of them, or has another one under its name.
+        """
+
+    @abstractmethod
+    def take(self, source: WeightSource) -> None:
+        """Become what ``source`` is now; complete when it has been iterated."""
+
+    @abstractmethod
+    def write(self, delta: NewDelta, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
+        """Write the files of a delta, the manifest last, and become what ``source`` is now.
+
+        Args:
+            delta: what is to be written.
+            source: the new tensors.
+            draft: where files are written.
+            prefix: of their names there.
+        """
+
+
+@final
+class Copies(Baseline):
+    """Copies of every tensor of the newest version.
+
+    Args:
+        device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()
+        self._device = device
+        self._taken: WeightSource | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every copy; after `take` each is made as it is yielded, so that nothing waits for all of them."""
@@ -194,13 +233,12 @@ class Baseline(WeightSource):
         for meta in self.metas:
             yield meta.name, self.tensors[meta.name]
 
-    def start(self, base: WeightSource, params: tuple[ParamMeta, ...]) -> None:
-        """Copy the tensors of ``base`` that ``params`` name.
+    def fits(self, source: WeightSource) -> bool:
+        return source.params() == self.metas
 
-        Raises:
-            ConfigError: it lacks one of them, or has another one under its name.
-        """
-        held = {meta.name: meta for meta in base.params()}
+    def start(self, base: str, source: WeightSource) -> None:
+        checkpoint, params = CheckpointSource(base), source.params()
+        held = {meta.name: meta for meta in checkpoint.params()}
         for meta in params:
             if held.get(meta.name) != meta:
                 raise ConfigError(
@@ -209,18 +247,20 @@ class Baseline(WeightSource):
                     hint="pass as base= the checkpoint from which this policy was loaded, or nothing",
                 )
         wanted = {meta.name for meta in params}
-        self.metas, self._files = params, base.files()
-        for _ in self._copy((meta, tensor) for meta, tensor in checked(base) if meta.name in wanted):
+        self.metas, self._files = params, checkpoint.files()
+        for _ in self._copy((meta, tensor) for meta, tensor in checked(checkpoint) if meta.name in wanted):
             pass
 
     def take(self, source: WeightSource) -> None:
-        """Replace the copies by those of ``source``, which are made while this is iterated for the first time."""
         self.version, self._taken = None, source
         self.metas, self._files = source.params(), source.files()
 
-    def beside(self, source: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield each name with its copy and the new tensor; the caller has to make the copy equal to it."""
+    def write(self, delta: NewDelta, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
+        return delta.write(encode_tensors(self._beside(source), delta.codec, follow=True), draft, prefix)
+
+    def _beside(self, source: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield each name with its copy and the new tensor; the caller has to make the copy equal to it."""
         for meta, tensor in checked(source, self.metas):
             yield meta.name, self.tensors[meta.name], tensor
 

@@ -18,7 +18,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError, StoreError
 from torchrl_ext.stores import Chain, Store, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.manifest import MANIFEST
@@ -85,6 +85,15 @@ class SharedFiles:
     def abort(self) -> None:
         """End every wait, from another thread."""
         self._aborted.set()
+
+    def lost(self, version: int, chain: Chain) -> StoreError:
+        """Return the error for a version that is not in the store."""
+        return StoreError(
+            f"{self.store.url} holds no version {version}, and none came within {self.wait_s:g} s",
+            expected=f"{version_name(version)}; the newest here is {chain.latest()}",
+            state="nothing was read",
+            hint="send the weights again",
+        )
 
     def shutdown(self) -> None:
         """Remove the probe, where this end owns the store. May be called twice."""
@@ -216,6 +225,14 @@ class Broadcast:
         if version < self._versions.latest():
             self.store.delete("latest")
         self._versions.advance(version)
+
+    def lost(self, version: int, chain: Chain) -> DeadlineError:
+        """Return the error for a version that did not come."""
+        return DeadlineError(
+            f"weights version {version} did not come from the trainer within {self.wait_s:g} s",
+            state="nothing was changed",
+            hint="check that the trainer lives, and send again",
+        )
 
     def landed(self) -> None:
         """Drop tensors and older files: what the next delta builds on is in the model or in host copies."""

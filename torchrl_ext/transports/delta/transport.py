@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 import time
@@ -17,13 +16,15 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, TransportError
+from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.delta.by_shard import ByShard, of_blocks, refuse
 from torchrl_ext.transports.delta.carriers import Broadcast, SharedFiles
+from torchrl_ext.transports.delta.hooks import hook_at
 from torchrl_ext.transports.delta.warming import Warming
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
@@ -31,8 +32,9 @@ from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.writer import ChainWriter
+from torchrl_ext.versions.writer import ChainWriter, Copies
 from torchrl_ext.weights.devices import usable_device
+from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DeltaTransport"]
@@ -65,6 +67,9 @@ class DeltaTransport(StandaloneTransport, Incremental):
             GPU once more, and spares a copy of the whole model to the GPU for every version.
         local_dir: directory on each engine's host, for the copies that it keeps of parameters which cannot be patched
             in place (quantised, packed), and readers without a control layer of all; None keeps them in memory.
+        by_shard: every rank of the trainer makes this transport, keeps only what deltas of its own blocks are taken
+            against (`WeightSource.shards`), and writes its own files of a version; workers read what they need. For
+            carrier ``"disk"``, and all encodings but those of other libraries' files.
         master_address, master_port, rank, world_size, device: of the group of carrier ``"collective"``, as in
             `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
@@ -74,7 +79,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     Raises:
         ConfigError: no such encoding (the message lists them), or one that does not take ``settings``; no such
-            carrier; a root or hooks with carrier ``"collective"``, or no root with ``"disk"``.
+            carrier; a root or hooks with carrier ``"collective"``, or no root with ``"disk"``; ``by_shard`` with a
+            carrier or an encoding that has no parts.
 
     Example:
         >>> trainer, worker = tx.DeltaTransport(root), tx.DeltaTransport(root)
@@ -105,6 +111,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         pre_read_hook: str | None = None,
         baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
+        by_shard: bool = False,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
         rank: int | None = 0,
@@ -127,6 +134,9 @@ class DeltaTransport(StandaloneTransport, Incremental):
         if encoding == "auto":  # engines keep no copy of the base unless the caller asks for the tightest encoding
             settings = {"whole_base": False, "threads": worker_threads(), **(settings or {})}
         self._codec = make_codec(encoding, **(settings or {}))
+        if by_shard:
+            refuse(carrier, encoding)
+            self._codec = of_blocks(self._codec)
         self._rank = rank or 0
         self._aborted, run_id = threading.Event(), uuid.uuid4().hex
         self._carrier: SharedFiles | Broadcast
@@ -137,12 +147,14 @@ class DeltaTransport(StandaloneTransport, Incremental):
         else:
             full = FullWriter(shard_bytes, files)
             self._carrier = SharedFiles(open_store(root, storage_options), run_id, full, self._aborted, timeout_s)
-        self._wrote, self._reading = _hook(post_write_hook), _hook(pre_read_hook)
+        self._wrote, self._reading = hook_at(post_write_hook), hook_at(pre_read_hook)
         self._base = None if base is None else os.path.abspath(base)
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         store = self._carrier.store
         self.root = store.url
         self._chain = Chain(store, foreign=ForeignVersions(store, self._base, settles=True))
+        where = None if baseline_device is None else usable_device(baseline_device)
+        self._by_shard = ByShard(self.name, store, self._base, where, timeout_s) if by_shard else None
         self._writer = ChainWriter(
             store,
             self._chain,
@@ -152,7 +164,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
-            baseline_device=None if baseline_device is None else usable_device(baseline_device),
+            baseline=partial(Copies, where) if self._by_shard is None else self._by_shard.baseline,
         )
         self._reader = ChainReader(self._chain, self._carrier.open_full, self._base, local_dir)
         self._opened: OpenRoute | None = None
@@ -209,8 +221,25 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._warming = None
         self._carrier.joined()
 
+    @property
+    def drives(self) -> bool:
+        return self._by_shard is None or self._by_shard.ranks.rank == 0
+
+    def follow(self, source: WeightSource) -> None:
+        if self._by_shard is None:
+            super().follow(source)
+        else:
+            self._by_shard.follow(source)
+            self._connected = True
+
+    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
+        if self._by_shard is None:
+            super().dismiss(source, error)
+        else:
+            self._by_shard.dismiss(error)
+
     def prepare(self, source: WeightSource, version: int) -> Handoff:
-        if self._rank != 0:
+        if self._rank != 0 or not self.drives:
             raise TransportError(
                 f"send_weights was called on rank {self._rank}",
                 expected="rank 0, the trainer; other ranks receive",
@@ -234,6 +263,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self.stats.bytes = None if delta is None else sum(delta.files.values())
         self.stats.density = 1.0 if delta is None else changed / max(1, elements)
         self.stats.spans = {"publish": time.perf_counter() - began}
+        if self._by_shard is not None and delta is not None:
+            self.stats.rank_bytes = self._by_shard.rank_bytes
         info = {"transport": self.name, "version": version, "params": rows}
         handoff = Handoff(info=info, acknowledge=self._writer.acknowledge)
         if self._broadcast is None:
@@ -245,6 +276,9 @@ class DeltaTransport(StandaloneTransport, Incremental):
         return self._chain.newest()
 
     # worker end
+
+    def want(self, slices: Mapping[str, tuple[Block, ...]], whole: Mapping[str, str]) -> None:
+        self._reader.want(slices)
 
     def join(self, info: Info) -> None:
         self._carrier.join(info)
@@ -344,7 +378,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         try:
             return self._reader.open(version)
         except FileNotFoundError as error:
-            raise self._lost(version) from error
+            raise self._carrier.lost(version, self._chain) from error
 
     def _pin(self, route: OpenRoute | None) -> None:
         """Hold one route open, so that pruning cannot remove it before it is read."""
@@ -365,37 +399,5 @@ class DeltaTransport(StandaloneTransport, Incremental):
                 return
             except FileNotFoundError as error:
                 if self._aborted.is_set() or time.monotonic() >= until:
-                    raise self._lost(version) from error
+                    raise self._carrier.lost(version, self._chain) from error
             self._carrier.fetch(until)
-
-    def _lost(self, version: int) -> StoreError | DeadlineError:
-        if self._broadcast is not None:
-            return DeadlineError(
-                f"weights version {version} did not come from the trainer within {self._carrier.wait_s:g} s",
-                state="nothing was changed",
-                hint="check that the trainer lives, and send again",
-            )
-        return StoreError(
-            f"{self.root} holds no version {version}, and none came within {self._carrier.wait_s:g} s",
-            expected=f"{version_name(version)}; the newest here is {self._chain.latest()}",
-            state="nothing was read",
-            hint="send the weights again",
-        )
-
-
-def _hook(path: str | None) -> Callable[..., Any] | None:
-    """Return the function at ``"module:function"``.
-
-    Raises:
-        ConfigError: nothing callable can be imported from there.
-    """
-    if path is None:
-        return None
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module raises while it is imported
-        raise ConfigError(f"hook {path!r} cannot be imported: {error!r}", expected='"module:function"') from error
-    if not callable(found):
-        raise ConfigError(f"hook {path!r} is a {type(found).__name__}", expected="a function")
-    return found

@@ -1,0 +1,240 @@
+"""Copies of a model over the ranks of a trainer: rank 0 gives orders, and each rank keeps and codes its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, final
+
+from torch import Tensor
+
+from torchrl_ext.codecs.base import codec_from_json
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.stores import Store
+from torchrl_ext.stores.base import Draft
+from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, DeltaPart
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.versions.containers import NewDelta
+from torchrl_ext.versions.shards.own import OwnBlocks, layout_digest
+from torchrl_ext.versions.shards.parts import CONTAINER
+from torchrl_ext.versions.writer import Baseline
+from torchrl_ext.weights.digests import PositionDigest, position_digest
+from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.shards.sharing import shared_out
+from torchrl_ext.weights.source import WeightSource, checked
+
+__all__ = ["RankCopies", "Ranks", "steps"]
+
+
+class Ranks(Protocol):
+    """The ranks of a trainer, as rank 0 speaks to them (`torchrl_ext.transports.ranks.TrainerRanks`)."""
+
+    def order(self, what: str, **more: Any) -> None:
+        """Tell every other rank to do ``what``."""
+
+    def answers(self) -> list[Info]:
+        """Return what ranks 1, 2, ... answer to the last order."""
+
+    def ask(self, what: str, **more: Any) -> list[Info]:
+        """Give an order, and return the answers to it."""
+
+
+def steps(
+    own: OwnBlocks, source: WeightSource, store: Store, rank: int, base: str | None
+) -> Mapping[str, Callable[[Info], Info | None]]:
+    """Return what a rank other than 0 does for each order of `RankCopies`.
+
+    Args:
+        own: what this rank keeps.
+        source: what is sent.
+        store: where versions are written.
+        rank: this one.
+        base: the checkpoint directory on which the first version is a delta.
+    """
+
+    def encode(order: Info) -> Info:
+        write = partial(_add, store, order["place"], order["prefix"])
+        return own.encode(source, codec_from_json(order["codec"]), _stem(rank), write)
+
+    return {
+        "agree": lambda order: {"layout": layout_digest(own.layout(source))},
+        "blocks": lambda order: own.layout(source),
+        "keep": lambda order: own.keep(source, order["blocks"][rank]),
+        "start": lambda order: own.start(base or order["base"]),
+        "seed": lambda order: own.seed(source),
+        "encode": encode,
+        "keyframe": lambda order: source.replay(),
+    }
+
+
+def _stem(rank: int) -> str:
+    return f"rank{rank:05d}"
+
+
+def _add(store: Store, place: str, prefix: str, name: str, data: bytes) -> None:
+    store.add(place, prefix + name, data)
+
+
+@final
+class RankCopies(Baseline):
+    """Copies of which every trainer rank keeps those of its own blocks; this is their end on rank 0.
+
+    A keyframe is streamed from the source, and compared on the way with what the ranks hold of it.
+
+    Args:
+        ranks: the others.
+        own: what rank 0 keeps.
+    """
+
+    def __init__(self, ranks: Ranks, own: OwnBlocks) -> None:
+        super().__init__()
+        self._ranks, self._own = ranks, own
+        self._agreed: list[str] = []
+        self._source: WeightSource | None = None
+        self._stream: Iterator[tuple[str, Tensor]] | None = None
+        self.rank_bytes: tuple[int, ...] = ()
+
+    def fits(self, source: WeightSource) -> bool:
+        """Return whether the copies are of the blocks that ranks hold now; else share the blocks out anew.
+
+        Raises:
+            ManifestError: ranks do not send the same parameters, or some elements are nowhere; names the first.
+        """
+        self._source, self._files = source, source.files()
+        mine = self._own.layout(source)
+        found = [layout_digest(mine), *(answer["layout"] for answer in self._ranks.ask("agree"))]
+        if found == self._agreed:
+            return True
+        self.version, self._agreed = None, []
+        layouts = [mine, *self._ranks.ask("blocks")]
+        params = source.params()
+        _compare(layouts)
+        held = [
+            [(index, Block(tuple(start), tuple(stop))) for index, start, stop, _ in layout["shards"]]
+            for layout in layouts
+        ]
+        shared = [
+            {
+                str(number): kept.get(number, [])
+                for number, (_, block) in enumerate(own)
+                if block.numel and kept.get(number) != [block]
+            }
+            for own, kept in zip(held, shared_out(params, held), strict=True)
+        ]
+        self._ranks.order("keep", blocks=shared)
+        self._own.keep(source, shared[0])
+        self._ranks.answers()
+        self.metas, self._agreed = params, found
+        return False
+
+    def start(self, base: str, source: WeightSource) -> None:
+        self.fits(source)
+        self._ranks.order("start", base=base)
+        self._gathered([self._own.start(base), *self._ranks.answers()])
+
+    def take(self, source: WeightSource) -> None:
+        self.version = None
+        self._ranks.order("seed")
+        self._gathered([self._own.seed(source), *self._ranks.answers()])
+
+    def write(self, delta: NewDelta, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
+        self.version = None
+        self._ranks.order("encode", codec=delta.codec.to_json(), place=draft.place, prefix=prefix)
+        write = partial(_written, draft, prefix)
+        found = [self._own.encode(source, delta.codec, _stem(0), write), *self._ranks.answers()]
+        told, files, parts = list[Info](), dict[str, int](), dict[int, list[DeltaPart]]()
+        for answer in found:
+            files |= answer["files"]
+            told += [codec for codec in answer["codecs"] if codec not in told]
+            for index, start, sizes, changed, codec, file, offset, nbytes, checksum, *words in answer["parts"]:
+                name = self.metas[index].name
+                self.digests[name] = self.digests[name].plus((words[0], words[1]))
+                part = DeltaPart(
+                    start=tuple(start),
+                    sizes=tuple(sizes),
+                    changed=changed,
+                    codec=told.index(answer["codecs"][codec]),
+                    file=file,
+                    offset=offset,
+                    nbytes=nbytes,
+                    checksum=checksum,
+                )
+                parts.setdefault(index, []).append(part)
+        self.rank_bytes = tuple(sum(answer["files"].values()) for answer in found)
+        rows = []
+        for index, meta in enumerate(self.metas):
+            own = sorted(parts.get(index, ()), key=lambda part: part.start)
+            rows.append(DeltaParam.of_parts(meta, self.digests[meta.name].hex(), own))
+        return delta.seal(CONTAINER, told, rows, files, draft, prefix)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full tensors, gathered one by one; other ranks take part.
+
+        Raises:
+            ManifestError: a tensor is not what the ranks hold of it; names it.
+        """
+        assert self._source is not None
+        self._ranks.order("keyframe")
+        self._stream = iter(self._source)
+        for meta, tensor in checked(self._stream, self.metas):
+            if (found := position_digest(tensor)) != self.digests[meta.name]:
+                raise ManifestError(
+                    f"tensor {meta.name!r} of the source is not what `shards()` gave of it on all ranks",
+                    expected=f"digest {self.digests[meta.name].hex()}, found {found.hex()}",
+                    state="nothing was published",
+                    hint="change no weights while they are sent, and send the same ones on every rank",
+                )
+            yield meta.name, tensor
+        self._stream = None
+        self._ranks.answers()
+
+    def drain(self) -> None:
+        stream, self._stream = self._stream, None
+        with suppress(Exception):  # the caller has an error of its own to raise
+            for _ in stream or ():
+                pass
+
+    def _gathered(self, found: Sequence[Info]) -> None:
+        """Add up what the ranks' blocks add to the digests."""
+        digests = [PositionDigest() for _ in self.metas]
+        for answer in found:
+            for index, first, second in answer["words"]:
+                digests[index] = digests[index].plus((first, second))
+        self.digests = {meta.name: digest for meta, digest in zip(self.metas, digests, strict=True)}
+
+
+def _written(draft: Draft, prefix: str, name: str, data: bytes) -> None:
+    draft.write(prefix + name, data)
+
+
+def _compare(layouts: Sequence[Info]) -> None:
+    """Compare what ranks say of the parameters, and of what gathers, with what rank 0 says.
+
+    Raises:
+        ManifestError: names the first that differs, and the rank.
+    """
+    params, gathered = layouts[0]["params"], _gathering(layouts[0])
+    for rank, other in enumerate(layouts[1:], 1):
+        what, ours, theirs = "parameter", [_meta(row) for row in params], [_meta(row) for row in other["params"]]
+        if ours == theirs:
+            what, ours, theirs = "shard that is gathered", gathered, _gathering(other)
+        if ours == theirs:
+            continue
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        number = next((at for at, (one, two) in pairs if one != two), min(len(ours), len(theirs)))
+        here, there = ((one[number] if number < len(one) else "none") for one in (ours, theirs))
+        raise ManifestError(
+            f"{what} {number} on trainer rank {rank} is {there}",
+            expected=f"{here}, as on rank 0",
+            state="nothing was sent",
+            hint="send the same model on every rank",
+        )
+
+
+def _meta(row: Sequence[Any]) -> str:
+    return str(ParamMeta.from_json((row[0], row[1], row[2])))
+
+
+def _gathering(layout: Info) -> list[str]:
+    return [layout["params"][index][0] for index, *_, gathers in layout["shards"] if gathers]

@@ -1,0 +1,115 @@
+"""Which rank writes what, where several hold the same elements: each element once, and each rank about as much."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.blocks import Block
+
+__all__ = ["shared_out", "without"]
+
+_Holder = tuple[int, int]  # a rank, and the number of one of its shards
+
+
+def shared_out(
+    params: Sequence[ParamMeta], held: Sequence[Sequence[tuple[int, Block]]]
+) -> list[dict[int, list[Block]]]:
+    """Give every element of every parameter to one of the ranks that hold it.
+
+    What one rank alone holds is its own; the rest goes piece by piece, the largest first, to whichever of its holders
+    has the fewest bytes until then, or to the lowest of those.
+
+    Args:
+        params: every parameter.
+        held: for each rank its shards in order, as the index of the parameter and the block.
+
+    Returns:
+        For each rank the blocks that it writes, by the number of the shard that they are parts of.
+
+    Raises:
+        ManifestError: a block lies outside of its parameter, or nobody holds some elements; names them.
+    """
+    holders: list[dict[Block, list[_Holder]]] = [{} for _ in params]
+    for rank, shards in enumerate(held):
+        for number, (index, block) in enumerate(shards):
+            if not Block.whole(params[index].shape).contains(block):
+                raise ManifestError(
+                    f"trainer rank {rank} holds elements {_named(block)} of {params[index].name!r}",
+                    expected=f"elements of {params[index]}",
+                    state="nothing was sent",
+                )
+            if block.numel:
+                holders[index].setdefault(block, []).append((rank, number))
+    pieces: list[tuple[int, int, Block, list[_Holder]]] = []
+    for index, (meta, own) in enumerate(zip(params, holders, strict=True)):
+        found = _disjoint(own)
+        if sum(block.numel for block in found) < meta.numel:
+            hole = without([Block.whole(meta.shape)], found)[0]
+            raise ManifestError(
+                f"no trainer rank holds elements {_named(hole)} of {meta.name!r}",
+                expected="every element on some rank",
+                state="nothing was sent",
+                hint="look at what `shards()` of the source yields on each rank",
+            )
+        for block, candidates in found.items():
+            pieces.append((meta.dtype.itemsize * block.numel, index, block, candidates))
+    kept: list[dict[int, list[Block]]] = [{} for _ in held]
+    load = [0] * len(held)
+    for nbytes, _, block, candidates in sorted(pieces, key=lambda row: (len(row[3]) > 1, -row[0], row[1], row[2])):
+        rank, number = min(candidates, key=lambda one: (load[one[0]], one))
+        load[rank] += nbytes
+        kept[rank].setdefault(number, []).append(block)
+    return kept
+
+
+def without(blocks: Sequence[Block], taken: Sequence[Block] | Mapping[Block, object]) -> list[Block]:
+    """Return disjoint blocks of the elements of ``blocks``, which are disjoint, that are in none of ``taken``."""
+    left = list(blocks)
+    for other in taken:
+        rest: list[Block] = []
+        for block in left:
+            common = block.meet(other)
+            if common is None:
+                rest.append(block)
+                continue
+            start, stop = list(block.start), list(block.stop)
+            for axis, (first, last) in enumerate(zip(common.start, common.stop, strict=True)):
+                if start[axis] < first:
+                    rest.append(Block(tuple(start), (*stop[:axis], first, *stop[axis + 1 :])))
+                if last < stop[axis]:
+                    rest.append(Block((*start[:axis], last, *start[axis + 1 :]), tuple(stop)))
+                start[axis], stop[axis] = first, last
+        left = rest
+    return left
+
+
+def _disjoint(own: Mapping[Block, list[_Holder]]) -> dict[Block, list[_Holder]]:
+    """Return blocks that do not meet, which together are those of ``own``, each with everyone who holds it."""
+    if not _any_meet(list(own)):
+        return dict(own)
+    found: list[Block] = []
+    for block in sorted(own, key=lambda one: (one.numel, one)):  # the smallest first: most ranks hold what is in them
+        found += without([block], found)
+    return {
+        piece: [holder for block, holders in own.items() if block.contains(piece) for holder in holders]
+        for piece in found
+    }
+
+
+def _any_meet(blocks: list[Block]) -> bool:
+    if len(blocks) < 2:
+        return False
+    starts, stops = (np.array(column, np.int64).reshape(len(blocks), -1) for column in zip(*blocks, strict=True))
+    for number in range(len(blocks) - 1):
+        first = np.maximum(starts[number], starts[number + 1 :])
+        if (first < np.minimum(stops[number], stops[number + 1 :])).all(axis=1).any():
+            return True
+    return False
+
+
+def _named(block: Block) -> str:
+    return f"{list(block.start)} to {list(block.stop)}"
