@@ -161,7 +161,9 @@ def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
         if delta is not None and (row := changes.get(meta.name)) is not None:
             tensor |= {"changed": row.changed, "bytes": row.nbytes, "digest": row.digest}
             if row.changed:
-                tensor |= {"encoding": delta.codecs[row.codec]["name"], "file": row.file}
+                names = {delta.codecs[one.codec]["name"] for one in row.payloads}
+                files = dict.fromkeys(one.file for one in row.payloads)
+                tensor |= {"encoding": ", ".join(sorted(names)), "file": ", ".join(files)}
         tensors.append(tensor)
     document |= {"files": {**(full.files if full else {}), **(delta.files if delta else {})}, "tensors": tensors}
     lines = [_line(document), *(f"    {name}  {size:,} bytes" for name, size in document["files"].items())]

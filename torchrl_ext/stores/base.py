@@ -59,6 +59,9 @@ class Store(ABC):
     """Whether a second writer is kept out for as long as the first one lives. Where it is not, a writer that has
     lost the root may still replace a value late; what is only ever created stays as it is."""
 
+    gap_bytes: ClassVar[int] = 4096
+    """To read so many bytes that nobody wants, between two wanted ranges, takes less time than another request."""
+
     url: str
     owned: bool = False
 

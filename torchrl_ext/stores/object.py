@@ -46,6 +46,7 @@ class ObjectStore(Store):
     """
 
     locked: ClassVar[bool] = False
+    gap_bytes: ClassVar[int] = 256 << 10
 
     def __init__(self, url: str, **storage_options: Any) -> None:
         try:

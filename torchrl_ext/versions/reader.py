@@ -44,7 +44,7 @@ class ChainReader:
         held: what this worker holds; None before the first version, or where that is not known.
         mirror: host copies of tensors that the worker needs whole (see `retain`), at version ``held``. They follow what
             landed when the next version is looked for, so that nobody waits for them in a pause.
-        read_bytes: bytes of deltas that were read, of all versions; keyframes do not count.
+        read_bytes: bytes of deltas that were read for the last route; keyframes do not count.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ChainReader:
             try:
                 with self.chain.leased(route.first):
                     opened = OpenRoute(self.chain, route, target, self._open_full, held, self._base, wanted)
-                self.read_bytes += opened.read_bytes
+                self.read_bytes = opened.read_bytes
                 break
             except FileNotFoundError:
                 self.chain.known.clear()

@@ -80,9 +80,9 @@ class ByShard:
         """Do what rank 0 says, until it says that the update is over."""
         self.ranks.serve(steps(self.own, source, self._store, self.ranks.rank, self._base))
 
-    def dismiss(self, error: BaseException | None) -> None:
-        """Let the other ranks go; not those of an update that goes on while another one was refused."""
-        if self.ranks.rank == 0 and not isinstance(error, ConcurrentUpdateError):
+    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
+        """Let the other ranks go."""
+        if self.ranks.rank == 0:
             self.ranks.dismiss(error)
 
 

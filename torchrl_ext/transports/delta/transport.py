@@ -226,17 +226,12 @@ class DeltaTransport(StandaloneTransport, Incremental):
         return self._by_shard is None or self._by_shard.ranks.rank == 0
 
     def follow(self, source: WeightSource) -> None:
-        if self._by_shard is None:
-            super().follow(source)
-        else:
-            self._by_shard.follow(source)
-            self._connected = True
+        follow = super().follow if self._by_shard is None else self._by_shard.follow
+        follow(source)
 
     def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
-        if self._by_shard is None:
-            super().dismiss(source, error)
-        else:
-            self._by_shard.dismiss(error)
+        dismiss = super().dismiss if self._by_shard is None else self._by_shard.dismiss
+        dismiss(source, error)
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
         if self._rank != 0 or not self.drives:
@@ -304,6 +299,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             if self._reader.held is None:
                 self._reader.adopt(version, held)
             changes = self._reader.changes(version)
+            self.stats.worker_bytes = (self._reader.read_bytes,)
             if changes is not None:
                 return changes
         self._pin(self._open(version))
@@ -385,6 +381,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         if self._opened is not None:
             self._opened.close()
         self._opened = route
+        self.stats.worker_bytes = (self._reader.read_bytes,)
 
     def _await_version(self, version: int) -> None:
         """Wait until a version is here: a shared filesystem may show it late, and a broadcast takes a while."""

@@ -25,8 +25,6 @@ __all__ = ["CONTAINER", "Wanted", "flat_positions", "incomplete", "read_parts"]
 CONTAINER = "shards"
 """The name of the layout in manifests: as ``packed``, each rank with files of its own."""
 
-_GAP_BYTES = 64 << 10  # reading so much that nobody wants takes less time than another request
-
 Wanted = Callable[[str], Sequence[Block] | None]
 """Says which blocks of a parameter are wanted; None where all of it is."""
 
@@ -74,7 +72,7 @@ def read_parts(store: Store, folder: str, manifest: DeltaManifest, wanted: Wante
                 by_file.setdefault(part.file, []).append((row.meta, part))
     found, total = dict[str, list[_Part]](), 0
     for file, rows in by_file.items():
-        spans = _spans(rows)
+        spans = _spans(rows, store.gap_bytes)
         read = store.ranges(f"{folder}/{file}", [(span.first, span.end - span.first) for span in spans])
         for span, data in zip(spans, read, strict=True):
             total += len(data)
@@ -146,10 +144,10 @@ def _block(part: DeltaPart) -> Block:
     return Block(part.start, tuple(first + size for first, size in zip(part.start, part.sizes, strict=True)))
 
 
-def _spans(rows: list[tuple[ParamMeta, DeltaPart]]) -> list[_Span]:
+def _spans(rows: list[tuple[ParamMeta, DeltaPart]], gap_bytes: int) -> list[_Span]:
     spans: list[_Span] = []
     for meta, part in sorted(rows, key=lambda row: row[1].offset):
-        if not spans or part.offset - spans[-1].end > _GAP_BYTES:
+        if not spans or part.offset - spans[-1].end > gap_bytes:
             spans.append(_Span(part.offset, part.offset, []))
         spans[-1].end = max(spans[-1].end, part.offset + part.nbytes)
         spans[-1].rows.append((meta, part))

@@ -1,0 +1,113 @@
+"""Trainer ranks that hold blocks of a small model, for tests of what is written by shard."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from torchrl_ext.testing import any_bits
+from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.source import MappingSource
+
+WHOLE = Block.whole
+
+
+def weights(seed=0):
+    return {
+        "rows": any_bits(torch.bfloat16, 64, 30, seed=seed),
+        "columns": any_bits(torch.float32, 40, 50, seed=seed + 1),
+        "uneven": any_bits(torch.float32, 5, 7, seed=seed + 2),
+        "corner": any_bits(torch.bfloat16, 12, 16, 8, seed=seed + 3),
+        "complex": any_bits(torch.complex64, 9, 8, seed=seed + 4),
+        "replica": any_bits(torch.float32, 33, seed=seed + 5),
+        "pairs": any_bits(torch.int16, 24, 10, seed=seed + 6),
+        "overlap": any_bits(torch.bfloat16, 20, 20, seed=seed + 7),
+        "gathered": any_bits(torch.float32, 21, 4, seed=seed + 8),
+        "scalar": torch.tensor(3.0),
+        "still": torch.arange(90).reshape(9, 10),
+        "nothing": torch.empty(0, 4),
+    }
+
+
+def step(tensors, seed, share=0.05):
+    """Change some elements of all tensors but ``still``, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if name == "still" or not tensor.numel():
+            continue
+        bits = tensor.view(-1).view(torch.uint8)
+        where = torch.rand(bits.shape, generator=generator) < share
+        where[seed % bits.numel()] = True
+        bits[where] += 1
+
+
+def chunk(shape, dim, rank, world):
+    size = -(-shape[dim] // world)
+    start, stop = [0] * len(shape), list(shape)
+    start[dim], stop[dim] = min(rank * size, shape[dim]), min((rank + 1) * size, shape[dim])
+    return Block(tuple(start), tuple(stop))
+
+
+def blocks(name, shape, rank, world):
+    """What a rank holds of a tensor; every name is held in another way."""
+    whole = WHOLE(shape)
+    if name in ("rows", "uneven", "still", "complex"):
+        return [chunk(shape, int(name == "complex"), rank, world)]
+    if name == "columns":
+        return [chunk(shape, 1, rank, world)]
+    if name == "corner":  # two blocks of a rank, inside of the tensor
+        first = chunk(shape, 1, rank, world)
+        low, high = first.start[1], first.stop[1]
+        return [Block((0, low, 0), (12, high, 3)), Block((0, low, 3), (12, high, 8))]
+    if name == "pairs":  # replicated over pairs of ranks
+        return [chunk(shape, 0, rank // 2, -(-world // 2))]
+    if name == "overlap":  # ranks hold blocks of other sizes, that meet
+        return [whole] if rank == world - 1 else [Block((0, 3 * rank), (20 - rank, 12 + rank))]
+    return [whole]
+
+
+class Blocks(MappingSource):
+    """The blocks of one rank; each tensor that is gathered makes all ranks meet, as a gather does."""
+
+    def __init__(self, tensors, rank=0, world=1, *, of=None, meet=None):
+        super().__init__(tensors)
+        self._tensors, self._rank, self._world = tensors, rank, world
+        self._of = of or blocks
+        self._meet = meet or (lambda name: None)
+
+    def __iter__(self):
+        for name, tensor in super().__iter__():
+            self._meet(name)
+            yield name, tensor
+
+    def shards(self):
+        for meta in self.params():
+            for block in self._of(meta.name, meta.shape, self._rank, self._world):
+                gathers = meta.name == "gathered"
+                if block.numel:
+                    yield Shard(meta, block, lambda b=block, n=meta.name: self._take(n, b), gathers=gathers)
+
+    def _take(self, name, block):
+        if name == "gathered":
+            self._meet(name)
+        return self._tensors[name][block.within(WHOLE(self._tensors[name].shape))]
+
+
+def enter(rank, world, port):
+    """Join a gloo group; returns what makes all ranks meet."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )
+
+    def meet(name):
+        told = torch.full((1,), len(name))
+        dist.all_reduce(told)
+        assert int(told) == len(name) * world, "ranks gather different tensors"
+
+    return meet
