@@ -22,6 +22,7 @@ SUBJECTS = {
     "transport": ("torchrl_ext.bench.transport", "full updates: collective and disk against the plainest way"),
     "carriers": ("torchrl_ext.bench.carriers", "bytes from one rank to another, by gloo and NIXL, beside a copy"),
     "delta": ("torchrl_ext.bench.delta", "size and speed of every encoding, beside bounds, a copy and xor + zstd"),
+    "by_shard": ("torchrl_ext.bench.ranks.by_shard", "deltas by shard: memory of FSDP2 ranks, and what workers read"),
     "gpu": ("torchrl_ext.bench.gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
     "plan": ("torchrl_ext.bench.plan", "how long a transfer plan of very many tensors takes, and its memory"),
     "scheme": ("torchrl_ext.bench.scheme", "an update of a collector's workers, beside TorchRL's own scheme"),

@@ -46,7 +46,8 @@ class TrainerRanks:
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = f"torchrl_ext/ranks/{name}/{_made[name]}", timeout_s
         _made[name] += 1
-        self._orders = self._removed = 0
+        self._orders = 0
+        self._given: list[tuple[str, int]] = []  # keys of orders, and how many values each took
 
     @property
     def rank(self) -> int:
@@ -64,7 +65,8 @@ class TrainerRanks:
         """Tell every other rank to do ``what``, with JSON-safe arguments."""
         self._orders += 1
         if self.size > 1:
-            self._put(f"order/{self._orders}", {"do": what, **more})
+            key = f"order/{self._orders}"
+            self._given.append((f"{self._name}/{key}", self._put(key, {"do": what, **more})))
 
     def answers(self, timeout_s: float | None = None) -> list[Info]:
         """Return what ranks 1, 2, ... answer to the last order, in this order.
@@ -78,9 +80,9 @@ class TrainerRanks:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         found = [self._wait(f"answer/{self._orders}/{rank}", rank, timeout_s) for rank in range(1, self.size)]
-        for number in range(self._removed, self._orders + 1) if found else ():  # all ranks have read these
-            self._remove(f"{self._name}/order/{number}")
-        self._removed = self._orders + 1
+        for key, count in self._given if found else ():  # all ranks have read these
+            self._remove(key, count)
+        self._given = []
         for rank, answer in enumerate(found, 1):
             if "error" in answer:
                 kind = getattr(errors, str(answer.get("kind")), TransportError)
@@ -141,7 +143,8 @@ class TrainerRanks:
     def _store(self) -> Any:
         return torch.distributed.distributed_c10d._get_default_store()
 
-    def _put(self, key: str, value: Info) -> None:
+    def _put(self, key: str, value: Info) -> int:
+        """Put what others wait for, and return how many values of the store it took."""
         key, text = f"{self._name}/{key}", json.dumps(value, separators=(",", ":"))
         parts = [text[at : at + _MOST_CHARACTERS] for at in range(0, len(text), _MOST_CHARACTERS)]
         try:
@@ -150,6 +153,7 @@ class TrainerRanks:
             self._store().set(key, f"{len(parts)} {parts[0]}")  # last, as it is what readers look for
         except RuntimeError as error:
             raise self._gone(error) from error
+        return len(parts)
 
     def _wait(self, key: str, rank: int, timeout_s: float) -> Info:
         key, store = f"{self._name}/{key}", self._store()
@@ -168,7 +172,7 @@ class TrainerRanks:
             count, _, text = store.get(key).decode().partition(" ")
             text += "".join(store.get(f"{key}/{number}").decode() for number in range(1, int(count)))
             if rank:  # rank 0 alone reads answers, and orders are for all
-                self._remove(key)
+                self._remove(key, int(count))
             found = json.loads(text)
         except DeadlineError:
             raise
@@ -176,13 +180,10 @@ class TrainerRanks:
             raise self._gone(error) from error
         return dict(found)
 
-    def _remove(self, key: str) -> None:
-        """Remove a value with all its parts."""
+    def _remove(self, key: str, count: int) -> None:
         with suppress(RuntimeError):  # some stores remove nothing
-            self._store().delete_key(key)
-            number = 1
-            while self._store().delete_key(f"{key}/{number}"):
-                number += 1
+            for part in (key, *(f"{key}/{number}" for number in range(1, count))):
+                self._store().delete_key(part)
 
     def _gone(self, error: Exception) -> NotConnectedError:
         return NotConnectedError(

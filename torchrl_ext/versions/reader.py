@@ -122,6 +122,16 @@ class ChainReader:
                 yield f"{self.chain.store.url}/{version.folder}", version.delta
                 number = version.delta.base_version if version.full is None else 0
 
+    def unseen(self, received: int) -> int:
+        """Return the newest version; 0 where there is none, or it is ``received``, the one that was received last."""
+        newest = self.chain.latest()
+        if newest != received:
+            return newest
+        with suppress(FileNotFoundError):  # removed meanwhile: another one is coming
+            if self.held is not None and self.chain.replaced(newest, self.held[0]):
+                return newest
+        return 0
+
     def open(self, target: int) -> OpenRoute:
         """Open the route to ``target``, for `tensors` to read.
 

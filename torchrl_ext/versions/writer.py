@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Protocol, final
 
 import torch
@@ -122,6 +123,11 @@ class ChainWriter:
         baseline.version = (self._run_id, version)
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
         return manifest
+
+    @property
+    def baseline_bytes(self) -> int:
+        """Bytes of the copies that this process keeps, against which the next delta is taken."""
+        return 0 if self._baseline is None else sum(map(attrgetter("nbytes"), self._baseline.tensors.values()))
 
     def restart(self) -> None:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""

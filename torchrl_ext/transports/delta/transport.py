@@ -225,6 +225,11 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def drives(self) -> bool:
         return self._by_shard is None or self._by_shard.ranks.rank == 0
 
+    @property
+    def baseline_bytes(self) -> int:
+        """Bytes of what this trainer process keeps of the newest version, to take deltas against."""
+        return self._writer.baseline_bytes if self._by_shard is None else self._by_shard.own.nbytes
+
     def follow(self, source: WeightSource) -> None:
         follow = super().follow if self._by_shard is None else self._by_shard.follow
         follow(source)
@@ -346,7 +351,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         while True:
             if self._reading is not None:
                 self._reading(self.root)
-            version = self._unseen()
+            version = self._reader.unseen(self.received_version)
             if version:
                 with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
                     self._chain.offered(version)
@@ -359,16 +364,6 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._carrier.fetch(until)
 
     # its helpers
-
-    def _unseen(self) -> int:
-        """Return the newest version, 0 where there is none or it is the one that was received last."""
-        newest, held = self._chain.latest(), self._reader.held
-        if newest != self.received_version:
-            return newest
-        with suppress(FileNotFoundError):  # removed meanwhile: another one is coming
-            if held is not None and self._chain.replaced(newest, held[0]):
-                return newest
-        return 0
 
     def _open(self, version: int) -> OpenRoute:
         try:

@@ -225,8 +225,8 @@ def _compare(layouts: Sequence[Info]) -> None:
         number = next((at for at, (one, two) in pairs if one != two), min(len(ours), len(theirs)))
         here, there = ((one[number] if number < len(one) else "none") for one in (ours, theirs))
         raise ManifestError(
-            f"{what} {number} on trainer rank {rank} is {there}",
-            expected=f"{here}, as on rank 0",
+            f"{what} {number} is {there} on trainer rank {rank}, and {here} on rank 0",
+            expected="the same on every rank",
             state="nothing was sent",
             hint="send the same model on every rank",
         )

@@ -181,13 +181,13 @@ class OwnBlocks:
             for number, shard in shards:
                 own = self._kept.get(number, [])
                 if own or shard.gathers:
-                    taking = True
+                    taking = shard.gathers
                     tensor = _elements(shard)
                     taking = False
                     for kept in own:
                         yield kept, tensor[kept.block.within(shard.block)].to(kept.meta.dtype)
         finally:
-            if not taking:  # other ranks wait in the gathers that are left
+            if not taking:  # no gather failed, and other ranks wait in those that are left
                 with suppress(Exception):
                     for _, shard in shards:
                         if shard.gathers:

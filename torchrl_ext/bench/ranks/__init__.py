@@ -1,0 +1,1 @@
+"""Measurements of trainers of several ranks, each a process of its own."""

@@ -1,0 +1,214 @@
+"""``torchrl-ext bench by_shard``: what deltas by shard cost the ranks of an FSDP2 trainer, and what workers read.
+
+Memory is that of the host: a rank's copies of its own blocks and the most that sending adds to them, beside the bytes
+of the whole model, which one rank of a trainer that gathers has to keep. What a worker reads is counted for one that
+holds half of the rows of every matrix, and for one with half of the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from queue import Empty
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from torchrl_ext.bench.runner import at_most, track_peak
+from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.stores import Chain, open_store
+from torchrl_ext.transports.delta.transport import DeltaTransport
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.shards.parts import read_parts
+from torchrl_ext.weights.shards.blocks import Block
+
+__all__ = ["MOST_MEMORY", "add_arguments", "delta_by_shard", "measure", "tables"]
+
+MOST_MEMORY = 0.30
+"""The most host memory that deltas may take on one of four ranks / the bytes of the model."""
+
+_TIMEOUT_S = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the trainer")
+    parser.add_argument("--layers", type=int, default=32, help="matrices of the model")
+    parser.add_argument("--width", type=int, default=2048, help="rows and columns of each")
+    parser.add_argument("--density", type=float, default=0.03, help="share of the elements that change per version")
+    parser.add_argument("--dir", default=None, help="where versions are published")
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Send as many versions as there are repeats."""
+    say(f"starting {args.ranks} ranks with {args.layers} x {args.width}^2 parameters")
+    return delta_by_shard(
+        args.ranks, args.layers, args.width, versions=args.repeats, density=args.density, folder=args.dir
+    )
+
+
+def delta_by_shard(
+    ranks: int = 4,
+    layers: int = 32,
+    width: int = 2048,
+    *,
+    versions: int = 3,
+    density: float = 0.03,
+    folder: str | None = None,
+) -> dict[str, Any]:
+    """Run the ranks of an FSDP2 trainer on this host, send deltas by shard, and measure.
+
+    Args:
+        ranks: how many.
+        layers, width: of the model, square matrices of bfloat16.
+        versions: deltas that are sent, after a full version.
+        density: share of the elements that change from one version to the next.
+        folder: where versions are published; by default the temporary directory.
+
+    Returns:
+        JSON-safe: ``memory``, the host memory of the rank that takes most, its copies and the most that deltas add to
+        them, and ``keyframe``, the same for a full version, both / the bytes of the model; ``ranks``, both of each
+        rank; ``balance``, bytes written by the rank that writes most / the mean; ``rows`` and ``columns``, bytes that a
+        worker with half of those reads / the bytes of the version.
+
+    Raises:
+        TransportError, DeadlineError: a rank failed, or took too long.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        told: Any = context.Queue()
+        work = partial(_work, ranks, layers, width, versions, density, root)
+        children = [context.Process(target=work, args=(rank, told), daemon=True) for rank in range(ranks)]
+        for child in children:
+            child.start()
+        try:
+            found = sorted((_next(told, children) for _ in children), key=lambda row: row["rank"])
+        finally:
+            for child in children:
+                child.terminate()
+                child.join()
+        chain = Chain(open_store(f"{root}/updates"))
+        version = chain.version(chain.newest())
+        assert version.delta is not None
+        written = sum(version.delta.files.values())
+        metas = {meta.name: meta for meta in version.params}
+        halves = {}
+        for axis, name in enumerate(("rows", "columns")):
+            wanted = partial(_half, metas, axis)
+            halves[name] = read_parts(chain.store, version.folder, version.delta, wanted)[1] / written
+    model = sum(meta.nbytes for meta in metas.values())
+    rows = [{key: row[key] / model for key in ("copies", "delta", "keyframe")} for row in found]
+    most = max(row["copies"] + row["delta"] for row in rows)
+    sent = found[0]["rank_bytes"]
+    return {
+        "model_bytes": model,
+        "version_bytes": written,
+        "memory": at_most(most, MOST_MEMORY if ranks == 4 else None),
+        "keyframe": max(row["keyframe"] for row in rows),
+        "ranks": rows,
+        "seconds": max(row["seconds"] for row in found),
+        "balance": max(sent) * len(sent) / max(1, sum(sent)),
+        **halves,
+    }
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """Show what the ranks take and what workers read."""
+    size = f"{results['model_bytes'] / (1 << 20):,.0f} MiB, a version {results['version_bytes'] / (1 << 20):,.1f} MiB"
+    table = Table("rank", "copies", "deltas add", "a full version takes", title=f"host memory / the model's {size}")
+    for rank, row in enumerate(results["ranks"]):
+        table.add_row(str(rank), *(f"{row[key]:.3f}" for key in ("copies", "delta", "keyframe")))
+    other = Table("", "found", "at most")
+    other.add_row("host memory of a rank / the model's", f"{results['memory']['found']:.3f}", f"{MOST_MEMORY}")
+    other.add_row("bytes of the busiest rank / the mean", f"{results['balance']:.3f}", "")
+    other.add_row("a worker with half of the rows reads", f"{results['rows']:.3f}", "")
+    other.add_row("a worker with half of the columns reads", f"{results['columns']:.3f}", "")
+    other.add_row("seconds of a delta", f"{results['seconds']:.2f}", "")
+    return [table, other]
+
+
+def _half(metas: Mapping[str, ParamMeta], axis: int, name: str) -> tuple[Block, ...]:
+    shape = metas[name].shape
+    stop = tuple(-(-size // 2) if dim == axis else size for dim, size in enumerate(shape))
+    return (Block((0,) * len(shape), stop),)
+
+
+def _next(told: Any, children: list[Any]) -> dict[str, Any]:
+    until = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < until:
+        try:
+            found: dict[str, Any] = told.get(timeout=1.0)
+        except Empty:
+            if any(child.exitcode not in (None, 0) for child in children):
+                raise TransportError("a rank of the trainer failed", hint="its error is above") from None
+            continue
+        return found
+    raise DeadlineError(f"a rank of the trainer told nothing within {_TIMEOUT_S:g} s")
+
+
+def _work(ranks: int, layers: int, width: int, versions: int, density: float, root: str, rank: int, told: Any) -> None:
+    """Be one rank: shard a model, send it, and tell what that took."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    longest = datetime.timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{root}/meet", rank=rank, world_size=ranks, timeout=longest)
+    torch.set_num_threads(1)
+
+    def sharded(count: int, size: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(size, size, bias=False, dtype=torch.bfloat16) for _ in range(count)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        return model
+
+    def train(model: nn.Module, version: int) -> None:
+        torch.manual_seed(version * ranks + rank)
+        for parameter in model.parameters():
+            local = parameter.to_local().detach()  # type: ignore[attr-defined]
+            local[torch.rand(local.shape, dtype=torch.bfloat16) < density] *= 1.01
+
+    def sent(model: nn.Module, transport: DeltaTransport, version: int) -> float:
+        train(model, version)
+        dist.barrier()
+        began = time.perf_counter()
+        transport.send_weights(model)
+        return time.perf_counter() - began
+
+    small, first = sharded(2, 64), DeltaTransport(f"{root}/first", by_shard=True, timeout_s=_TIMEOUT_S)
+    for version in range(3):  # compiled loops and what gloo keeps are no part of the model
+        sent(small, first, version)
+    model = sharded(layers, width)
+    own = sum(parameter.numel() * 2 for parameter in model.parameters())
+    transport = DeltaTransport(
+        f"{root}/updates", by_shard=True, keyframe_every=0, shard_bytes=max(1, own // 32), timeout_s=_TIMEOUT_S
+    )
+    with track_peak() as keyframe:
+        sent(model, transport, 0)
+    seconds = []
+    with track_peak() as delta:
+        for version in range(1, versions + 1):
+            seconds.append(sent(model, transport, version))
+    dist.barrier()
+    told.put(
+        {
+            "rank": rank,
+            "copies": transport.baseline_bytes,
+            "delta": max([0, *delta]),
+            "keyframe": max([0, *keyframe]),
+            "seconds": min(seconds),
+            "rank_bytes": list(transport.stats.rank_bytes),
+        }
+    )
+    told.close()
+    told.join_thread()
