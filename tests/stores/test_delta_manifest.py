@@ -13,7 +13,7 @@ from xxhash import xxh3_128_hexdigest
 
 from tests.hostile import at_most_more_bytes
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, Manifest, Placed, read_manifest
+from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, DeltaPart, Manifest, Placed, read_manifest
 from torchrl_ext.types import ParamMeta
 
 
@@ -42,6 +42,25 @@ def manifest(count=5, checksum=""):
         params=tuple(params),
         files={"d.bin": at},
     )
+
+
+def parted(count=5, ranks=3):
+    """A delta that ranks wrote: each has a stretch of the rows of every tensor but the fifth, and a file of its own."""
+    params, ends = [], {f"rank{rank:05d}-00001.bin": 0 for rank in range(ranks)}
+    for row in range(count):
+        meta = ParamMeta(name=f"layers.{row}.weight", dtype=torch.bfloat16, shape=(16 * ranks, 256))
+        parts = []
+        for rank, file in enumerate(ends if row % 5 != 4 else ()):
+            nbytes = 100 + 7 * row + rank
+            parts.append(
+                DeltaPart(
+                    start=(16 * rank, 0), sizes=(16, 256), changed=9 + row, codec=0, file=file, offset=ends[file],
+                    nbytes=nbytes, checksum="0123456789abcdef" if rank == 1 else "",
+                )
+            )  # fmt: skip
+            ends[file] += nbytes
+        params.append(DeltaParam.of_parts(meta, xxh3_128_hexdigest(meta.name.encode()), parts))
+    return replace(manifest(0), container="shards", params=tuple(params), files=ends)
 
 
 def first_format(found):
@@ -94,7 +113,59 @@ def test_frames_that_grow_without_bound_are_refused_unread():
             read_manifest(data, "here")
 
 
-@pytest.mark.parametrize("make", [manifest, full])
+def test_rows_with_parts_are_number_three_and_survive():
+    data = parted().to_bytes()
+    document = json.loads(zstandard.decompress(data))
+    assert document["format_number"] == 3
+    assert document["params"][1][4][1] == [
+        [16, 0],
+        [16, 256],
+        10,
+        0,
+        "rank00001-00001.bin",
+        None,
+        108,
+        "0123456789abcdef",
+    ]
+    found = read_manifest(data, "here")
+    assert found == parted()
+    assert [row.changed for row in found.params] == [27, 30, 33, 36, 0]
+    assert len(parted(300).to_bytes()) < 300 * 50
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        [[0, 0], [16, 257], 9, 0, "rank00000-00001.bin", 0, 10],
+        [[-1, 0], [16, 256], 9, 0, "rank00000-00001.bin", 0, 10],
+        [[40, 0], [16, 256], 9, 0, "rank00000-00001.bin", 0, 10],
+        [[0], [16], 9, 0, "rank00000-00001.bin", 0, 10],
+        [[0, 0], [0, 256], 9, 0, "rank00000-00001.bin", 0, 10],
+        [[0, 0], [16.0, 256], 9, 0, "rank00000-00001.bin", 0, 10],
+        [[0, 0], [True, 256], 9, 0, "rank00000-00001.bin", 0, 10],
+        ["00", "ab", 9, 0, "rank00000-00001.bin", 0, 10],
+        [[0, 0], [16, 256], 0, 0, "rank00000-00001.bin", 0, 10],
+        [[0, 0], [16, 256], 9, 1, "rank00000-00001.bin", 0, 10],
+        [[0, 0], [16, 256], 9, 0, "rank00009-00001.bin", 0, 10],
+        [[0, 0], [16, 256], 9, 0, "", 0, 10],
+        [[0, 0], [16, 256], 9, 0, "rank00000-00001.bin", 0, 1 << 40],
+        [[0, 0], [16, 256], 9, 0, "rank00000-00001.bin", -5, 10],
+        [[0, 0], [48, 256], 9, 0, "rank00000-00001.bin", 0, 10],
+        [],
+    ],
+)
+def test_parts_that_cannot_be_are_refused(part):
+    document = first_format(parted())
+    document["params"][0][4][0] = part
+    with pytest.raises(IntegrityError, match="here is damaged"):
+        read_manifest(json.dumps(document).encode(), "here")
+    for rows in ([], None, {}, [part, part]):
+        document["params"][0][4:] = [rows]
+        with pytest.raises(IntegrityError, match="here is damaged"):
+            read_manifest(json.dumps(document).encode(), "here")
+
+
+@pytest.mark.parametrize("make", [manifest, parted, full])
 class TestContent:
     def test_a_manifest_of_the_first_format_is_read_without_a_checksum(self, make):
         assert read_manifest(json.dumps(first_format(make())).encode(), "here") == make()
@@ -188,7 +259,7 @@ class TestBombs:
                 read_manifest(b'{"params": [' + unit * 3_000_000 + b"0]}", "here")
 
     def test_large_models_are_none(self):
-        for rows in (manifest(30_000), full(30_000)):
+        for rows in (manifest(30_000), parted(3_000, 8), full(30_000)):
             assert read_manifest(rows.to_bytes(), "here") == rows
         alike = replace(
             manifest(0), params=tuple(replace(row, digest="0" * 32) for row in manifest(20_000).params[4::5])

@@ -260,3 +260,27 @@ def test_a_store_that_cannot_be_written_says_where(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file"):
         LocalStore(tmp_path / "file").own()
+
+
+class TestParts:
+    def test_ranges_are_those_of_the_value_and_end_with_it(self, tmp_path):
+        store = LocalStore(tmp_path)
+        store.put("a/b", bytes(range(100)))
+        assert store.ranges("a/b", [(3, 2), (98, 10), (200, 1), (0, 0)]) == [b"\3\4", b"bc", b"", b""]
+        with pytest.raises(FileNotFoundError):
+            store.ranges("a/c", [(0, 1)])
+
+    def test_another_process_adds_to_a_draft_and_not_to_one_that_is_gone(self, tmp_path):
+        store, other = LocalStore(tmp_path), LocalStore(tmp_path)
+        with store.draft("weight_v000001") as draft:
+            other.add(draft.place, "one", b"1")
+            other.add(draft.place, "delta/two", b"2")
+            place = draft.place
+        assert (store.get("weight_v000001/one"), store.get("weight_v000001/delta/two")) == (b"1", b"2")
+        for name in ("late", "delta/late"):
+            with pytest.raises(StoreError, match="gave it up"):
+                other.add(place, name, b"3")
+        for there in ("weight_v000001", "..", f"weight_v000001/{place}"):
+            with pytest.raises(StoreError):
+                other.add(there, "late", b"3")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["weight_v000001"]

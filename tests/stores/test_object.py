@@ -172,3 +172,30 @@ def test_a_protocol_nobody_knows_is_refused():
 def test_options_for_a_directory_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="takes no storage_options"):
         open_store(tmp_path, {"key": "k"})
+
+
+class TestParts:
+    def test_ranges_are_those_of_the_value_and_end_with_it(self, url):
+        store = ObjectStore(url)
+        store.put("a/b", bytes(range(100)))
+        assert store.ranges("a/b", [(3, 2), (98, 10)]) == [b"\3\4", b"bc"]
+        assert store.ranges("a/b", []) == []
+        with pytest.raises(FileNotFoundError):
+            store.ranges("a/c", [(0, 1)])
+
+    def test_another_process_adds_to_a_draft_which_takes_it_along_when_it_fails(self, url):
+        store, other = ObjectStore(url), ObjectStore(url)
+        with pytest.raises(ValueError, match="lost"), store.draft("weight_v000001") as draft:
+            other.add(draft.place, "delta/one", b"1")
+            other.add(draft.place, "two", b"2")
+            place = draft.place
+            raise ValueError("lost")
+        assert store.list() == [] and store.list("weight_v000001") == []
+        with pytest.raises(StoreError, match="is not being written any more"):
+            other.add(place, "late", b"3")
+        with store.draft("weight_v000001") as draft:  # another attempt under the same number
+            with pytest.raises(StoreError, match="is not being written any more"):
+                other.add(place, "late", b"3")
+            other.add(draft.place, "one", b"1")
+            draft.write("manifest.json", b"{}")
+        assert store.list("weight_v000001") == ["manifest.json", "one"]
