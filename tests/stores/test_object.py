@@ -175,16 +175,16 @@ def test_options_for_a_directory_are_refused(tmp_path):
 
 
 class TestParts:
-    def test_ranges_are_those_of_the_value_and_end_with_it(self, url):
-        store = ObjectStore(url)
+    def test_ranges_are_those_of_the_value_and_end_with_it(self, place):
+        store = open_store(*place)
         store.put("a/b", bytes(range(100)))
         assert store.ranges("a/b", [(3, 2), (98, 10)]) == [b"\3\4", b"bc"]
         assert store.ranges("a/b", []) == []
         with pytest.raises(FileNotFoundError):
             store.ranges("a/c", [(0, 1)])
 
-    def test_another_process_adds_to_a_draft_which_takes_it_along_when_it_fails(self, url):
-        store, other = ObjectStore(url), ObjectStore(url)
+    def test_another_process_adds_to_a_draft_which_takes_it_along_when_it_fails(self, place):
+        store, other = open_store(*place), open_store(*place)
         with pytest.raises(ValueError, match="lost"), store.draft("weight_v000001") as draft:
             other.add(draft.place, "delta/one", b"1")
             other.add(draft.place, "two", b"2")

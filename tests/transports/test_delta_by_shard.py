@@ -478,3 +478,43 @@ class TestKilled:
         trainer_at(root, by_shard=True).send_weights("policy", cut(own))
         assert same(reader.receive_weights(WAIT_S), own)
         assert same(trainer_at(root).receive_weights(WAIT_S), own)
+
+
+FSDP = """
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torchrl_ext.weights.source import as_source
+for shape, names in (((world,), ("shard",)), ((2, world // 2), ("replicate", "shard"))):
+    torch.manual_seed(0)
+    layers = [nn.Linear(30, 50), nn.LayerNorm(50), nn.Linear(50, 30), nn.Linear(30, 50), nn.Linear(50, 30, bias=False)]
+    model = nn.Sequential(*layers).bfloat16()
+    model.register_buffer("count", torch.tensor(3))
+    mesh, there = init_device_mesh("cpu", shape, mesh_dim_names=names), f"{root}/{len(shape)}"
+    for layer in (model[0], model[2], model[3], model):
+        fully_shard(layer, mesh=mesh)
+    transport = tx.DeltaTransport(there, by_shard=True, keyframe_every=3)
+    served = {name: torch.zeros_like(tensor) for name, tensor in as_source(model)}
+    sender = tx.WeightSender(transport, InProcessEngine(served) if rank == 0 else None, rank=rank)
+    sender.register_model(model)
+    for version in range(1, 6):
+        report = sender.update_weights()
+        expected = dict(as_source(model))
+        if rank == 0:
+            assert report.verified and same(served, expected)
+            assert same(tx.DeltaTransport(there).receive_weights(60), expected)
+            assert version == 1 or len(report.rank_bytes) == world, report
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local = parameter.to_local()
+                local[torch.rand(local.shape, generator=torch.Generator().manual_seed(version)) < 0.2] *= 1.5
+    every = [None] * world
+    dist.all_gather_object(every, transport.baseline_bytes)
+    model_bytes = sum(tensor.nbytes for tensor in expected.values())
+    assert sum(every) == model_bytes and max(every) < 1.25 * model_bytes / world, (every, model_bytes)
+    sender.shutdown()
+"""
+
+
+def test_fsdp2_and_hsdp_trainers_write_each_element_once(root):
+    on_ranks(4, FSDP, root)
