@@ -22,6 +22,7 @@ NAMES = {
     "EngineInfo",
     "IPCTransport",
     "InferenceClient",
+    "MegatronSource",
     "MemoryTransport",
     "RemoteLLMPolicy",
     "SGLangWeightSyncScheme",

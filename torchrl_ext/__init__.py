@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOME` decides
     from torchrl_ext.transports.sharded.transport import ShardedTransport as ShardedTransport
     from torchrl_ext.types import EngineInfo as EngineInfo
     from torchrl_ext.types import SyncReport as SyncReport
+    from torchrl_ext.weights.shards.megatron import MegatronSource as MegatronSource
     from torchrl_ext.weights.source import WeightSource as WeightSource
     from torchrl_ext.weights.source import as_source as as_source
 
@@ -52,6 +53,7 @@ _HOME = {
     "EngineInfo": "types",
     "IPCTransport": "transports.ipc.transport",
     "InferenceClient": "rollout.client",
+    "MegatronSource": "weights.shards.megatron",
     "MemoryTransport": "transports.memory",
     "RemoteLLMPolicy": "rollout.torchrl.policy",
     "SGLangWeightSyncScheme": "collectors.from_torchrl",

@@ -1,0 +1,620 @@
+"""What a Megatron rank holds of a checkpoint, held against tensors that are sharded by hand, from the full ones."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from tests.processes import WAIT_S, running_python
+from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.families import FAMILIES, Architecture, config_of
+from torchrl_ext.weights.shards.megatron import MegatronSource
+from torchrl_ext.weights.source import as_source
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
+CONFIGS = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2": {"head_dim": None},
+    "qwen2_moe": {**MIXTURE, "shared_expert_intermediate_size": 12, "head_dim": None},
+    "qwen3": {},
+    "qwen3_moe": MIXTURE,
+}
+LAYERS = {  # as Megatron's own comments draw them: of each stage the layers of its chunks
+    "one": [[[0, 1, 2, 3]]],
+    "two": [[[0, 1]], [[2, 3]]],
+    "interleaved": [[[0], [2]], [[1], [3]]],
+    "uneven": [[[0]], [[1, 2, 3]]],
+    "apart": [[[]], [[0, 1, 2, 3]], [[]]],
+    "uneven chunks": [[[0], [2, 3]], [[1], []]],
+}
+
+
+def config(family, **changes):
+    return {"model_type": family, **SIZES, **CONFIGS[family], **changes}
+
+
+def full_tensors(config):
+    """Random tensors under the names and in the shapes of the checkpoint."""
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in Architecture.of(config).shapes.items()}
+
+
+# the reference: what a Megatron rank would hold, made from the full tensors
+
+
+def part(tensor, ranks, dim=0):
+    return tensor.chunk(ranks[0], dim)[ranks[1]].clone()
+
+
+def fused_qkv(q, k, v, config):
+    """[q q .. k v] of the first group, then of the second, and so on."""
+    groups = config["num_key_value_heads"]
+    return torch.cat([one[g] for g in range(groups) for one in (x.chunk(groups) for x in (q, k, v))])
+
+
+def gate_and_up(gate, up, ranks):
+    return torch.cat([part(gate, ranks), part(up, ranks)])
+
+
+def padded(tensor, ranks):
+    """The vocabulary of 37 in multiples of 16 times the ranks: the last of four ranks has padding alone."""
+    size = -(-len(tensor) // (16 * ranks[0])) * 16 * ranks[0]
+    return part(torch.cat([tensor, torch.full((size - len(tensor), tensor.shape[1]), 9.0)]), ranks)
+
+
+def hand_sharded(full, config, *, tp=(1, 0), ep=(1, 0), etp=(1, 0), layers, first, last, experts="te", fused=True):
+    """A chunk's state dict, with ``layers`` of the model."""
+    tied, held = config["tie_word_embeddings"], {}
+    if first:
+        held["embedding.word_embeddings.weight"] = padded(full["model.embed_tokens.weight"], tp)
+    for local, layer in enumerate(layers):
+        here, there = f"decoder.layers.{local}.", f"model.layers.{layer}."
+        own = {name.removeprefix(there): tensor for name, tensor in full.items() if name.startswith(there)}
+        routed = any("experts." in name for name in own)
+        norms = (
+            ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+            if fused and not routed
+            else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+        )
+        held[here + norms[0]] = own["input_layernorm.weight"].clone()
+        held[here + norms[1]] = own["post_attention_layernorm.weight"].clone()
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in own:
+                q, k, v = (own[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
+                held[f"{here}self_attention.linear_qkv.{kind}"] = part(fused_qkv(q, k, v, config), tp)
+        held[f"{here}self_attention.linear_proj.weight"] = part(own["self_attn.o_proj.weight"], tp, 1)
+        if "self_attn.o_proj.bias" in own:
+            held[f"{here}self_attention.linear_proj.bias"] = own["self_attn.o_proj.bias"].clone()
+        for x in "qk":
+            if f"self_attn.{x}_norm.weight" in own:
+                held[f"{here}self_attention.{x}_layernorm.weight"] = own[f"self_attn.{x}_norm.weight"].clone()
+        if not routed:
+            for kind in ("weight", "bias"):
+                if f"mlp.gate_proj.{kind}" in own:
+                    gate, up = own[f"mlp.gate_proj.{kind}"], own[f"mlp.up_proj.{kind}"]
+                    held[f"{here}mlp.linear_fc1.{kind}"] = gate_and_up(gate, up, tp)
+            held[f"{here}mlp.linear_fc2.weight"] = part(own["mlp.down_proj.weight"], tp, 1)
+            if "mlp.down_proj.bias" in own:
+                held[f"{here}mlp.linear_fc2.bias"] = own["mlp.down_proj.bias"].clone()
+            continue
+        block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+        if config["model_type"] == "mixtral":
+            block, names = "block_sparse_moe", ("w1", "w3", "w2")
+        held[f"{here}mlp.router.weight"] = own[f"{block}.gate.weight"].clone()
+        mine = torch.arange(4).chunk(ep[0])[ep[1]].tolist()
+        fc1, fc2 = [], []
+        for expert in mine:
+            gate, up, down = (own[f"{block}.experts.{expert}.{name}.weight"] for name in names)
+            fc1.append(gate_and_up(gate, up, etp))
+            fc2.append(part(down, etp, 1))
+        to = f"{here}mlp.experts."
+        for index, (one, two) in enumerate(zip(fc1, fc2, strict=True)):
+            if experts == "te":
+                held[f"{to}linear_fc1.weight{index}"], held[f"{to}linear_fc2.weight{index}"] = one, two
+            elif experts == "sequential":
+                held[f"{to}local_experts.{index}.linear_fc1.weight"] = one
+                held[f"{to}local_experts.{index}.linear_fc2.weight"] = two
+        if experts == "stacked":  # Megatron reads [hidden, experts * 2 ffn] as [experts, hidden, 2 ffn]
+            held[f"{to}weight1"] = torch.stack([one.t() for one in fc1]).reshape(16, -1)
+            held[f"{to}weight2"] = torch.stack([two.t() for two in fc2]).reshape(-1, 16)
+        if "mlp.shared_expert_gate.weight" in own:
+            gate, up, down = (own[f"mlp.shared_expert.{name}.weight"] for name in names)
+            held[f"{here}mlp.shared_experts.linear_fc1.weight"] = gate_and_up(gate, up, tp)
+            held[f"{here}mlp.shared_experts.linear_fc2.weight"] = part(down, tp, 1)
+            held[f"{here}mlp.shared_experts.gate_weight"] = own["mlp.shared_expert_gate.weight"].clone()
+    if last:
+        held["decoder.final_layernorm.weight"] = full["model.norm.weight"].clone()
+        if not (tied and first):  # a last stage that is not the first has a copy of a tied embedding
+            held["output_layer.weight"] = padded(full["model.embed_tokens.weight" if tied else "lm_head.weight"], tp)
+    return held
+
+
+def ranks_of(full, config, *, tp=1, ep=1, etp=1, pipeline="one", **how):
+    """Of every rank, as Megatron numbers them: its chunks, and the arguments of its source."""
+    stages = LAYERS[pipeline]
+    for stage, chunks in enumerate(stages):
+        for rank in range(max(tp, etp * ep)):
+            at = {"tp": (tp, rank % tp), "etp": (etp, rank % etp), "ep": (ep, rank // etp % ep)}
+            held = [
+                hand_sharded(
+                    full,
+                    config,
+                    layers=layers,
+                    first=stage == number == 0,
+                    last=(stage, number) == (len(stages) - 1, len(chunks) - 1),
+                    **at,
+                    **how,
+                )
+                for number, layers in enumerate(chunks)
+            ]
+            settings = {"pp_size": len(stages), "pp_rank": stage}
+            for kind, (size, own) in at.items():
+                settings |= {f"{kind}_size": size, f"{kind}_rank": own}
+            if pipeline not in ("one", "two", "interleaved"):
+                settings["layers"] = [[len(layers) for layers in chunks] for chunks in stages]
+            yield held, settings
+
+
+def addresses(held):
+    return {tensor.untyped_storage().data_ptr() for chunk in held for tensor in chunk.values()}
+
+
+def source_of(held, config, settings):
+    return MegatronSource(held[0] if len(held) == 1 else held, config, **settings)
+
+
+LAYOUTS = [
+    ("qwen3", {}, {}),
+    ("qwen3", {}, {"tp": 2, "pipeline": "two", "fused": False}),
+    ("qwen3", {}, {"tp": 4}),  # more ranks than groups, and one that has padding alone
+    ("qwen3", {}, {"tp": 2, "pipeline": "interleaved"}),
+    ("qwen3", {}, {"pipeline": "uneven"}),
+    ("qwen3", {}, {"pipeline": "apart"}),
+    ("qwen3", {}, {"pipeline": "uneven chunks"}),
+    ("qwen3", {"tie_word_embeddings": True}, {"tp": 2}),
+    ("qwen3", {"tie_word_embeddings": True}, {"tp": 2, "pipeline": "two"}),
+    ("qwen3", {"attention_bias": True}, {"tp": 4}),
+    ("qwen3", {"num_attention_heads": 6}, {"tp": 4}),  # a cut through a head
+    ("qwen2", {}, {"tp": 2}),
+    ("llama", {}, {"tp": 4, "pipeline": "two"}),
+    ("mistral", {"head_dim": None, "num_key_value_heads": 4}, {"tp": 2}),
+    ("qwen3_moe", {}, {"tp": 2, "ep": 2, "etp": 2, "pipeline": "two"}),
+    ("qwen3_moe", {}, {"tp": 4, "ep": 4, "experts": "sequential"}),
+    ("qwen3_moe", {}, {"tp": 2, "ep": 2, "etp": 2, "experts": "stacked"}),
+    ("qwen3_moe", {}, {"tp": 1, "ep": 4, "experts": "stacked", "pipeline": "interleaved"}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, {"ep": 2}),
+    ("qwen2_moe", {}, {"tp": 4, "ep": 2, "etp": 2}),
+    ("mixtral", {}, {"tp": 2, "etp": 4, "ep": 2, "experts": "sequential"}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "layout"), LAYOUTS, ids=str)
+def test_the_shards_of_all_ranks_are_the_checkpoint(family, changes, layout):
+    settings = config(family, **changes)
+    full = full_tensors(settings)
+    blocks = {name: set() for name in full}
+    for held, place in ranks_of(full, settings, **layout):
+        source, memory, order = source_of(held, settings, place), addresses(held), []
+        assert source.params() == tuple(ParamMeta.of(*pair) for pair in full.items())
+        for shard in source.shards():
+            name, tensor = shard.meta.name, shard.take()
+            assert tensor.shape == shard.block.shape and not shard.gathers and tensor.numel()
+            assert tensor.untyped_storage().data_ptr() in memory, f"{name} is a copy"
+            assert torch.equal(tensor, full[name][tuple(map(slice, *shard.block))]), (name, shard.block)
+            blocks[name].add(shard.block)
+            order.append(name)
+        assert order == sorted(order, key=list(full).index)
+    for name, tensor in full.items():  # the same block on two ranks is a replica; others do not overlap
+        held_by = torch.zeros(tensor.shape)
+        for block in blocks[name]:
+            held_by[tuple(map(slice, *block))] += 1
+        assert torch.equal(held_by, torch.ones(tensor.shape)), name
+
+
+def test_a_rank_of_padding_alone_holds_nothing_of_the_vocabulary():
+    settings = config("qwen3")
+    *_, (held, place) = ranks_of(full_tensors(settings), settings, tp=4)
+    names = {shard.meta.name for shard in source_of(held, settings, place).shards()}
+    assert not names & {"model.embed_tokens.weight", "lm_head.weight"}
+    assert "model.norm.weight" in names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_those_that_transformers_saves(family):
+    import transformers
+
+    settings = config(family)
+    made = transformers.AutoConfig.for_model(**{key: value for key, value in settings.items() if value is not None})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    wanted = as_source(model).params()
+    for form in (settings, made, SimpleNamespace(**settings)):
+        found = [ParamMeta(*row) for row in _rows(Architecture.of(config_of(form)), wanted[0].dtype)]
+        assert sorted(found, key=str) == sorted(wanted, key=str)
+    if not Architecture.of(settings).experts:
+        assert found == list(wanted)  # in the same order, too
+
+
+def _rows(architecture, dtype):
+    return [(name, dtype, shape) for name, shape in architecture.shapes.items()]
+
+
+def test_the_values_are_those_of_the_moment():
+    settings = config("qwen3")
+    [(held, place)] = ranks_of(full_tensors(settings), settings)
+    shards = list(source_of(held, settings, place).shards())
+    held[0]["decoder.final_layernorm.weight"].fill_(5)
+    [shard] = [shard for shard in shards if shard.meta.name == "model.norm.weight"]
+    assert torch.equal(shard.take(), torch.full((16,), 5.0))
+
+
+def test_a_single_rank_keeps_an_engine_at_its_weights():
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    settings = config("qwen3", tie_word_embeddings=True)
+    full = full_tensors(settings)
+    [(held, place)] = ranks_of(full, settings)
+    served = AutoModelForCausalLM.from_config(Qwen3Config(**settings), dtype=torch.float32)
+    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served))
+    sender.register_model(tx.MegatronSource(held, settings, **place))
+    sender.update_weights(tx.MegatronSource(held, settings, **place))
+    for name, tensor in as_source(served):
+        assert torch.equal(tensor, full[name]), name
+
+
+def test_tensors_are_sent_in_the_dtype_that_was_asked_for():
+    settings = config("qwen3")
+    full = full_tensors(settings)
+    [(held, place)] = ranks_of(full, settings)
+    source = source_of(held, settings, place | {"dtype": torch.bfloat16})
+    assert {meta.dtype for meta in source.params()} == {torch.bfloat16}
+    for name, tensor in source:
+        assert torch.equal(tensor, full[name].bfloat16()), name
+
+
+def test_a_checkpoint_on_disk_has_the_files_beside_the_config(tmp_path):
+    settings = config("qwen3")
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    [(held, place)] = ranks_of(full_tensors(settings), settings)
+    for path in (tmp_path, str(tmp_path / "config.json")):
+        assert set(source_of(held, path, place).files()) == {"config.json", "tokenizer.json"}
+    assert json.loads(source_of(held, settings, place).files()["config.json"]) == settings
+
+
+# Megatron's modules and parallel state
+
+
+def module_of(held, layers):
+    """A module with these tensors, as Megatron wraps and names them; its layers know their number, from 1."""
+    root = nn.Module()
+    for name, tensor in held.items():
+        module, (*path, leaf) = root, f"module.module.{name}".split(".")
+        for step in path:
+            if step not in dict(module.named_children()):
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        module.register_parameter(leaf, nn.Parameter(tensor))
+    for local, layer in enumerate(layers):
+        root.get_submodule(f"module.module.decoder.layers.{local}").layer_number = layer + 1
+    root.get_submodule("module.module").register_buffer("local_tokens", torch.zeros(3), persistent=False)
+    return root
+
+
+def test_modules_say_which_layers_they_are():
+    settings = config("qwen3")
+    full = full_tensors(settings)
+    stages = LAYERS["uneven chunks"]
+    for (held, place), chunks in zip(ranks_of(full, settings, pipeline="uneven chunks"), stages, strict=True):
+        wanted = [(shard.meta, shard.block) for shard in source_of(held, settings, place).shards()]
+        modules = [module_of(tensors, layers) for tensors, layers in zip(held, chunks, strict=True)]
+        del place["layers"]
+        shards = list(MegatronSource(modules, settings, **place).shards())
+        assert [(shard.meta, shard.block) for shard in shards] == wanted
+        assert not any(shard.take().requires_grad for shard in shards)
+    with pytest.raises(ConfigError, match=r"are the layers \[1\] of the model.*\[1, 2\].*look at `layers`"):
+        MegatronSource(modules, settings, **place, layers=[[1, 0], [2, 1]])
+
+
+def parallel_state(**sizes):
+    kinds = {"tp": "tensor_model", "pp": "pipeline_model", "ep": "expert_model", "etp": "expert_tensor"}
+    found = {"get_virtual_pipeline_model_parallel_world_size": lambda: sizes.get("vpp")}
+    for short, kind in kinds.items():
+        if short in sizes:
+            for what, value in zip(("world_size", "rank"), sizes[short], strict=True):
+                found[f"get_{kind}_parallel_{what}"] = lambda value=value: value
+    return SimpleNamespace(**found)
+
+
+def test_ranks_are_read_from_the_parallel_state():
+    settings = config("qwen3_moe")
+    full = full_tensors(settings)
+    for held, place in ranks_of(full, settings, tp=2, ep=2, etp=1, pipeline="interleaved"):
+        wanted = [(shard.meta, shard.block) for shard in source_of(held, settings, place).shards()]
+        at = {kind: (place[f"{kind}_size"], place[f"{kind}_rank"]) for kind in ("tp", "pp", "ep", "etp")}
+        source = tx.MegatronSource.from_parallel_state(held, settings, parallel_state(**at, vpp=2))
+        assert [(shard.meta, shard.block) for shard in source.shards()] == wanted
+    with pytest.raises(ConfigError, match=r"1 model chunk\(s\), and 2 virtual pipeline stage\(s\)"):
+        tx.MegatronSource.from_parallel_state(held[0], settings, parallel_state(**at, vpp=2))
+
+
+def test_an_old_parallel_state_knows_no_groups_of_experts():
+    settings = config("qwen3_moe")
+    for held, place in ranks_of(full_tensors(settings), settings, tp=2, etp=2):
+        state = parallel_state(tp=(2, place["tp_rank"]), pp=(1, 0), ep=(0, 0))
+        assert list(tx.MegatronSource.from_parallel_state(held[0], settings, state).shards())
+
+
+# further tensors, and what is left out
+
+
+def test_further_tensors_are_named_by_the_caller():
+    settings = config("qwen3_moe", mlp_only_layers=[])
+    biases, heads = torch.randn(4, 4), torch.randn(4, 16)
+    names = {
+        "decoder.layers.{layer}.mlp.router.expert_bias": ("model.layers.{layer}.mlp.gate.bias", (4,), None),
+        "value_head.weight": ("value.weight", (4, 16), 0),
+    }
+    found = {}
+    for held, place in ranks_of(full_tensors(settings), settings, tp=2, etp=2, pipeline="two"):
+        first, last = ((0, 1), (2, 3))[place["pp_rank"]], place["pp_rank"] == 1
+        for local, layer in enumerate(first):
+            held[0][f"decoder.layers.{local}.mlp.router.expert_bias"] = biases[layer]
+        if last:
+            held[0]["module.value_head.weight"] = part(heads, (2, place["tp_rank"]))
+        source = source_of(held, settings, place | {"names": names})
+        assert source.params()[-5:] == (
+            *(ParamMeta(f"model.layers.{layer}.mlp.gate.bias", torch.float32, (4,)) for layer in range(4)),
+            ParamMeta("value.weight", torch.float32, (4, 16)),
+        )
+        for shard in source.shards():
+            found.setdefault(shard.meta.name, {})[shard.block] = shard.take()
+    for layer in range(4):
+        [bias] = found[f"model.layers.{layer}.mlp.gate.bias"].values()
+        assert torch.equal(bias, biases[layer])
+    assert torch.equal(torch.cat([found["value.weight"][block] for block in sorted(found["value.weight"])]), heads)
+
+
+def test_extra_states_and_optimizers_are_no_weights():
+    settings = config("qwen3")
+    [(held, place)] = ranks_of(full_tensors(settings), settings)
+    held[0] |= {
+        "decoder.layers.0.mlp.linear_fc1._extra_state": None,
+        "optimizer.state.exp_avg": torch.zeros(3),
+        "mtp.layers.0.enorm.weight": torch.zeros(16),
+    }
+    assert len(list(source_of(held, settings, place | {"ignore": ["mtp."]}).shards())) > 0
+    with pytest.raises(ManifestError, match=r"'mtp.layers.0.enorm.weight' in chunk 0 of pipeline stage 0 is no tensor"):
+        source_of(held, settings, place)
+
+
+# what is refused
+
+
+def one(family="qwen3", **changes):
+    settings = config(family, **changes)
+    [(held, place)] = ranks_of(full_tensors(settings), settings)
+    return held[0], settings, place
+
+
+QKV = "decoder.layers.2.self_attention.linear_qkv.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda held: held.pop(QKV), rf"has no '{QKV}', of which 'model.layers.2.self_attn.q_proj.weight' would"),
+        (lambda held: held.pop("output_layer.weight"), r"has no 'output_layer.weight', .*lm_head.weight.*`tied`"),
+        (lambda held: held.pop("embedding.word_embeddings.weight"), "has no 'embedding.word_embeddings.weight'"),
+        (lambda held: held.pop("decoder.final_layernorm.weight"), "has no 'decoder.final_layernorm.weight'"),
+        (
+            lambda held: held.pop("decoder.layers.1.mlp.linear_fc1.layer_norm_weight"),
+            r"has no '(\S*)\.pre_mlp_layernorm.weight' nor '\1\.mlp.linear_fc1.layer_norm_weight', of which",
+        ),
+        (
+            lambda held: held.update({QKV: torch.zeros(63, 16)}),
+            rf"'{QKV}' .*\[63, 16\].*\[64, 16\] on rank 0 of 1 \(tp\)",
+        ),
+        (
+            lambda held: held.update({"embedding.word_embeddings.weight": torch.zeros(36, 16)}),
+            r"'embedding.word_embeddings.weight' .*\[36, 16\].*Expected: \[37, 16\]",
+        ),
+        (
+            lambda held: held.update({"decoder.layers.4.input_layernorm.weight": torch.zeros(16)}),
+            r"'decoder.layers.4.input_layernorm.weight' .*is no tensor of a qwen3 model.*names such as 'decoder.",
+        ),
+        (
+            lambda held: held.update({"decoder.layers.1.input_layernorm.weight": torch.zeros(16)}),
+            "is 'model.layers.1.input_layernorm.weight', which another tensor there is already",
+        ),
+        (lambda held: held.update({QKV: {"a": 1}}), f"'{QKV}' is a dict.*plain tensor"),
+        (
+            lambda held: held.update({QKV: held[QKV].as_subclass(Quantised)}),
+            "is a Quantised.*quantised",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change, words):
+    held, settings, place = one()
+    change(held)
+    with pytest.raises(ManifestError, match=words):
+        MegatronSource(held, settings, **place)
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tp_size": 2, "tp_rank": 2}, "tp_rank is 2 and tp_size 2"),
+        ({"tp_size": 3}, r"q_proj.weight: 64 cannot be split in 3 equal parts"),
+        ({"pp_size": 3}, "4 layers cannot be shared evenly by 3 stages of 1 chunk.*with `layers`"),
+        ({"pp_size": 2, "layers": [1, 2]}, r"layers=\[1, 2\] does not share 4 layers out to 2 stages"),
+        ({"pp_size": 2, "layers": [4]}, r"layers=\[4\] does not"),
+        ({"pp_size": 2, "layers": [[2, 1], [1]]}, r"layers=\[\[2, 1\], \[1\]\] does not"),
+        ({"tp_size": 4, "etp_size": 2}, "nothing says which rank this is.*give etp_rank"),
+        ({"names": {"a": ("model.norm.weight", (16,), None)}}, "'a' makes a 'model.norm.weight' that there is already"),
+        ({"names": {"a.{layer}": ("b", (16,), None)}}, "'a.{layer}' makes a 'b' that there is already"),
+        ({"names": {"a": ("b", (16,), 1)}}, r"'a' cannot be split along dimension 1 of \[16\]"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(changes, words):
+    held, settings, place = one()
+    place = {key: value for key, value in place.items() if not key.startswith("etp")}
+    with pytest.raises(ConfigError, match=words):
+        MegatronSource(held, settings, **place | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' model are not known.*llama, mistral, mixtral, qwen2.*qwen3_moe"),
+        ({"model_type": None}, "None model are not known"),
+        ({"hidden_size": None}, "hidden_size is None in the config of a qwen3 model"),
+        ({"vocab_size": "37"}, "vocab_size is '37'"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3 heads"),
+    ],
+)
+def test_configs_that_are_not_known_are_refused(changes, words):
+    held, settings, place = one()
+    with pytest.raises(ConfigError, match=words):
+        MegatronSource(held, settings | changes, **place)
+
+
+def test_experts_that_ranks_cannot_share_are_refused():
+    held, settings, place = one("qwen3_moe")
+    with pytest.raises(ConfigError, match="the number of experts: 4 cannot be split in 3"):
+        MegatronSource(held, settings, **place | {"ep_size": 3})
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path):
+    held, _, place = one()
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        MegatronSource(held, tmp_path, **place)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds a list"):
+        MegatronSource(held, tmp_path, **place)
+
+
+def test_several_dtypes_need_one_that_is_sent():
+    held, settings, place = one()
+    held[QKV] = held[QKV].bfloat16()
+    with pytest.raises(ConfigError, match=rf"several dtypes: .*bfloat16 \({QKV}\).*say with `dtype`"):
+        MegatronSource(held, settings, **place)
+    assert len(list(MegatronSource(held, settings, **place, dtype=torch.float32))) == len(full_tensors(settings))
+
+
+def test_a_rank_by_itself_makes_no_checkpoint_of_a_part():
+    settings = config("qwen3")
+    held, place = next(ranks_of(full_tensors(settings), settings, tp=2))
+    with pytest.raises(ManifestError, match=r"are held by no rank.*a process by itself has to hold everything"):
+        next(iter(source_of(held, settings, place)))
+
+
+# real ranks
+
+TWO_RANKS = """
+import datetime, sys, torch, torch.distributed as dist, torchrl_ext as tx
+from torch import nn
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from tests.weights.test_megatron import config, full_tensors, ranks_of, source_of
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+)
+
+for family, layout in (
+    ("qwen3_moe", {"ep": 2, "experts": "stacked"}),
+    ("qwen3_moe", {"pipeline": "two"}),
+    ("qwen3", {"tp": 2}),
+):
+    settings = config(family)
+    full = full_tensors(settings)
+    held, place = list(ranks_of(full, settings, **layout))[rank]
+    source = source_of(held, settings, place)
+    for _ in range(2):
+        found = list(source)
+        assert [name for name, _ in found] == list(full)
+        assert all(torch.equal(tensor, full[name]) for name, tensor in found)
+        for tensor in [*full.values(), *held[0].values()]:  # what the trainer learns
+            tensor.mul_(2)
+
+def refused(source):
+    try:
+        next(iter(source))
+    except ManifestError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+# a hole, an overlap, another config and a rank without shards: every rank is told, and none waits
+assert "are held by no rank" in refused(source_of(held, settings, place | {"tp_rank": 0}))
+[(every, alone)] = ranks_of(full, settings)
+assert "that overlap" in refused(source_of(every, settings, alone) if rank == 0 else source)
+other = source_of(held, settings, place | {"dtype": torch.bfloat16 if rank == 1 else torch.float32})
+assert "trainer ranks 0 and 1 list other parameters" in refused(other)
+norm = held[0].pop("decoder.final_layernorm.weight") if rank == 1 else None
+said = refused(source)
+assert ("final_layernorm" if rank == 1 else "trainer rank 1 cannot list its weights") in said, said
+if rank == 1:
+    held[0]["decoder.final_layernorm.weight"] = norm
+
+# a sender on every rank
+class Served(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, tensor in full.items():
+            *path, leaf = name.split(".")
+            module = self
+            for step in path:
+                if step not in dict(module.named_children()):
+                    module.add_module(step, nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(leaf, nn.Parameter(torch.zeros_like(tensor)))
+served = Served()
+sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served) if rank == 0 else None, rank=rank)
+report = sender.update_weights(source)
+assert report.version == 1 and report.verified == (rank == 0)
+for name, parameter in served.named_parameters():
+    assert torch.equal(parameter, full[name]) == (rank == 0), name
+dist.barrier()
+print("passed")
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_two_ranks_gather_full_tensors_in_lockstep():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ExitStack() as ends:
+        ranks = [ends.enter_context(running_python(TWO_RANKS, rank, port)) for rank in range(2)]
+        for rank in ranks:
+            rank.stdin.close()
+        assert [rank.wait(WAIT_S) for rank in ranks] == [0] * 2
+        assert [rank.stdout.read().splitlines()[-1] for rank in ranks] == ["passed"] * 2
