@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,8 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.processes import WAIT_S, running_python
+from tests.transports import test_sharded
+from tests.weights.ranks import outcomes_of, require_passed
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import ParamMeta
@@ -338,6 +337,15 @@ def test_modules_say_which_layers_they_are():
         MegatronSource(modules, settings, **place, layers=[[1, 0], [2, 1]])
 
 
+@pytest.mark.parametrize("key", ["layernorm_zero_centered_gamma", "moe_mlp_glu_interleave_size"])
+def test_values_that_lie_otherwise_are_refused_where_modules_say_so(key):
+    held, settings, place = one()
+    module = module_of(held, range(4))
+    module.get_submodule("module.module").config = SimpleNamespace(**{key: 32})
+    with pytest.raises(ConfigError, match=f"the trainer's {key} is 32"):
+        MegatronSource(module, settings, **place)
+
+
 def parallel_state(**sizes):
     kinds = {"tp": "tensor_model", "pp": "pipeline_model", "ep": "expert_model", "etp": "expert_tensor"}
     found = {"get_virtual_pipeline_model_parallel_world_size": lambda: sizes.get("vpp")}
@@ -537,33 +545,18 @@ def test_a_rank_by_itself_makes_no_checkpoint_of_a_part():
 
 # real ranks
 
-TWO_RANKS = """
-import datetime, sys, torch, torch.distributed as dist, torchrl_ext as tx
-from torch import nn
+PRELUDE = """
+import torchrl_ext as tx
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from tests.weights.test_megatron import config, full_tensors, ranks_of, source_of
+from tests.weights.ranks import require_assembled
+from tests.weights.test_megatron import config, full_tensors, module_of, ranks_of, source_of
 
-rank, port = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group(
-    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
-)
-
-for family, layout in (
-    ("qwen3_moe", {"ep": 2, "experts": "stacked"}),
-    ("qwen3_moe", {"pipeline": "two"}),
-    ("qwen3", {"tp": 2}),
-):
+def mine(family, **layout):
     settings = config(family)
     full = full_tensors(settings)
     held, place = list(ranks_of(full, settings, **layout))[rank]
-    source = source_of(held, settings, place)
-    for _ in range(2):
-        found = list(source)
-        assert [name for name, _ in found] == list(full)
-        assert all(torch.equal(tensor, full[name]) for name, tensor in found)
-        for tensor in [*full.values(), *held[0].values()]:  # what the trainer learns
-            tensor.mul_(2)
+    return settings, full, held, place
 
 def refused(source):
     try:
@@ -571,50 +564,100 @@ def refused(source):
     except ManifestError as error:
         return str(error)
     raise AssertionError("nothing was refused")
+"""
 
-# a hole, an overlap, another config and a rank without shards: every rank is told, and none waits
+TWO_RANKS = {
+    "full tensors are gathered in lockstep, as they are at the time": """
+for family, layout in (
+    ("qwen3_moe", {"ep": 2, "experts": "stacked"}),
+    ("qwen3_moe", {"pipeline": "two"}),
+    ("qwen3", {"tp": 2}),
+):
+    settings, full, held, place = mine(family, **layout)
+    source = source_of(held, settings, place)
+    for _ in range(2):
+        found = list(source)
+        assert [name for name, _ in found] == list(full)
+        assert all(torch.equal(tensor, full[name]) for name, tensor in found)
+        for tensor in [*full.values(), *held[0].values()]:  # what the trainer learns
+            tensor.mul_(2)
+require_assembled(source)
+""",
+    "what ranks do not hold together is said to all of them, and none waits": """
+settings, full, held, place = mine("qwen3", tp=2)
+source = source_of(held, settings, place)
 assert "are held by no rank" in refused(source_of(held, settings, place | {"tp_rank": 0}))
 [(every, alone)] = ranks_of(full, settings)
 assert "that overlap" in refused(source_of(every, settings, alone) if rank == 0 else source)
 other = source_of(held, settings, place | {"dtype": torch.bfloat16 if rank == 1 else torch.float32})
 assert "trainer ranks 0 and 1 list other parameters" in refused(other)
-norm = held[0].pop("decoder.final_layernorm.weight") if rank == 1 else None
+if rank == 1:
+    del held[0]["decoder.final_layernorm.weight"]
 said = refused(source)
 assert ("final_layernorm" if rank == 1 else "trainer rank 1 cannot list its weights") in said, said
-if rank == 1:
-    held[0]["decoder.final_layernorm.weight"] = norm
-
-# a sender on every rank
-class Served(nn.Module):
-    def __init__(self):
-        super().__init__()
-        for name, tensor in full.items():
-            *path, leaf = name.split(".")
-            module = self
-            for step in path:
-                if step not in dict(module.named_children()):
-                    module.add_module(step, nn.Module())
-                module = module.get_submodule(step)
-            module.register_parameter(leaf, nn.Parameter(torch.zeros_like(tensor)))
-served = Served()
-sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served) if rank == 0 else None, rank=rank)
+""",
+    "a transport of whole tensors keeps an engine at the weights": """
+settings, full, held, place = mine("qwen3", tp=2)
+source, served = source_of(held, settings, place), module_of({n: torch.zeros_like(t) for n, t in full.items()}, ())
+sender = tx.WeightSender(
+    tx.MemoryTransport(),
+    InProcessEngine(served.module.module) if rank == 0 else None,
+    rank=rank,
+)
 report = sender.update_weights(source)
 assert report.version == 1 and report.verified == (rank == 0)
-for name, parameter in served.named_parameters():
+for name, parameter in served.module.module.named_parameters():
     assert torch.equal(parameter, full[name]) == (rank == 0), name
-dist.barrier()
-print("passed")
-"""
+sender.shutdown()
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return outcomes_of(TWO_RANKS, PRELUDE, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-def test_two_ranks_gather_full_tensors_in_lockstep():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with ExitStack() as ends:
-        ranks = [ends.enter_context(running_python(TWO_RANKS, rank, port)) for rank in range(2)]
-        for rank in ranks:
-            rank.stdin.close()
-        assert [rank.wait(WAIT_S) for rank in ranks] == [0] * 2
-        assert [rank.stdout.read().splitlines()[-1] for rank in ranks] == ["passed"] * 2
+@pytest.mark.parametrize("scenario", TWO_RANKS)
+def test_with_two_ranks(scenario, outcomes):
+    require_passed(scenario, outcomes, 2)
+
+
+SLICES = (
+    PRELUDE
+    + """
+settings, full, held, place = mine("qwen3_moe", tp=2, ep=2)
+
+class Reference(WeightSource):
+    def params(self):
+        return source.params()
+    def __iter__(self):
+        return iter(full.items())
+
+sender = tx.WeightSender(tx.make_transport("sharded", bucket_bytes=4096), engines(), rank=rank)
+source = source_of(held, settings, place)
+for version in (1, 2):
+    for tensor in [*full.values(), *held[0].values()]:
+        tensor.add_(version)
+    report = sender.update_weights(source)
+    wanted = expected(Reference())
+    if rank == 0:
+        [engine] = sender.engine.each()
+        assert engine.state()["held"] == wanted and report.verified, report
+if rank == 0:
+    print(json.dumps([report.rank_bytes, report.worker_bytes, report.model_bytes]), flush=True)
+sender.shutdown()
+"""
+)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_workers_of_an_engine_get_their_slices_from_the_ranks_that_hold_them():
+    with test_sharded.engines() as (ports, _):
+        said = test_sharded.run_ranks(SLICES, ports)
+    sent, received, model = json.loads(said[0])
+    assert len(sent) == len(received) == 2
+    assert sum(sent) == sum(received)
+    assert max(sent) < 0.6 * model
+    assert max(received) < 0.6 * model

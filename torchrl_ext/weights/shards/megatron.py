@@ -26,6 +26,12 @@ __all__ = ["MegatronSource"]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)")
 _NO_WEIGHTS = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine")
+_OTHER_VALUES = {
+    "layernorm_zero_centered_gamma": "norms that are stored less 1",
+    "moe_mlp_glu_interleave_size": "experts whose gate and up alternate",
+    "moe_shared_expert_glu_interleave_size": "shared experts whose gate and up alternate",
+}
+"""What a ``TransformerConfig`` may say of values that lie otherwise in tensors of the same names and shapes."""
 
 
 class MegatronSource(WeightSource):
@@ -54,7 +60,8 @@ class MegatronSource(WeightSource):
         ignore: beginnings of names, without ``module.``, of tensors that are not sent.
 
     Raises:
-        ConfigError: a family that is not known (the message lists those that are), or a layout that does not fit it.
+        ConfigError: a family that is not known (the message lists those that are), a layout that does not fit it, or
+            modules whose values are stored otherwise (``--apply-layernorm-1p``, interleaved gates).
         ManifestError: a local tensor that is not known, missing, or of another shape; it is named.
 
     Example:
@@ -99,6 +106,8 @@ class MegatronSource(WeightSource):
         self._architecture = Architecture.of(config_of(config), tied)
         self._chunks = [model] if isinstance(model, (nn.Module, Mapping)) else list(model)
         self._names = dict(names or {})
+        for chunk in self._chunks:
+            _require_plain_values(chunk)
         self._layers = self._layers_of_chunks(layers)
         shapes = self._all_shapes()
         sent = self._dtype_of_tensors() if dtype is None else dtype
@@ -308,6 +317,18 @@ def _bare(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
+
+
+def _require_plain_values(chunk: nn.Module | Mapping[str, Any]) -> None:
+    """Refuse modules whose own config says that values lie otherwise: no name and no shape would show it."""
+    for part in chunk.modules() if isinstance(chunk, nn.Module) else ():
+        config = getattr(part, "config", None)
+        for key, what in _OTHER_VALUES.items():
+            if getattr(config, key, None):
+                raise ConfigError(
+                    f"the trainer's {key} is {getattr(config, key)}: {what}",
+                    expected="values as the checkpoint has them",
+                )
 
 
 def _numbers(chunk: nn.Module | Mapping[str, Any]) -> list[int]:
