@@ -9,7 +9,7 @@ import torch
 
 from torchrl_ext.codecs.auto import AutoCodec
 from torchrl_ext.codecs.base import Codec
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Store
 from torchrl_ext.transports.ranks import TrainerRanks
 from torchrl_ext.versions.shards.copies import RankCopies, steps

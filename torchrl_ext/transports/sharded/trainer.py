@@ -126,7 +126,8 @@ class TrainerEnd(End):
         return plan
 
     def _send(self, group: Carrier, plan: TransferPlan, own: Description, info: Info) -> TransferStats:
-        began, before, ordered = time.perf_counter(), group.sent.total(), False
+        began, before = time.perf_counter(), group.sent.total()
+        ordered = answered = False
         outgoing = Outgoing(plan, 0, own.shards, group, self._pool)
         try:
             if not self._agreed:
@@ -137,12 +138,14 @@ class TrainerEnd(End):
             sent = [group.sent.total() - before]
             said = handoffs.await_workers(group, info)
             refused = {rank: words for rank, words in said.items() if type(words) is not int}
+            answered = True
             sent += [answer["sent"] for answer in self.ranks.answers(_LAST_WORDS_S if refused else None)]
         except BaseException as error:
             handoffs.tell_stopped(group, why(error))
             group.sever()
-            if ordered:
+            if ordered:  # else no other rank has begun
                 outgoing.drain()
+            if ordered and not answered:
                 with suppress(TransportError):  # of a broken group, as all ranks see it
                     self.ranks.answers(_LAST_WORDS_S)
             if isinstance(error, WeightSyncError):
