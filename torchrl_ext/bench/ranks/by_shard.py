@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -159,7 +158,6 @@ def _work(ranks: int, layers: int, width: int, versions: int, density: float, ro
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     longest = datetime.timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{root}/meet", rank=rank, world_size=ranks, timeout=longest)
     torch.set_num_threads(1)
