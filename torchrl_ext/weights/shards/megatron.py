@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,21 +16,13 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.shards.chunks import Chunk, numbers_of, require_plain_values, tensors_of
 from torchrl_ext.weights.shards.families import Architecture, config_of
 from torchrl_ext.weights.shards.gather import gathered
 from torchrl_ext.weights.shards.layout import EMBEDDING, OUTPUT, Extra, Origin, Ranks, layers_of, origins
-from torchrl_ext.weights.source import WeightSource, named_tensors
+from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["MegatronSource"]
-
-_LAYER = re.compile(r"decoder\.layers\.(\d+)")
-_NO_WEIGHTS = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine")
-_OTHER_VALUES = {
-    "layernorm_zero_centered_gamma": "norms that are stored less 1",
-    "moe_mlp_glu_interleave_size": "experts whose gate and up alternate",
-    "moe_shared_expert_glu_interleave_size": "shared experts whose gate and up alternate",
-}
-"""What a ``TransformerConfig`` may say of values that lie otherwise in tensors of the same names and shapes."""
 
 
 class MegatronSource(WeightSource):
@@ -77,7 +68,7 @@ class MegatronSource(WeightSource):
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, Any] | Sequence[nn.Module | Mapping[str, Any]],
+        model: Chunk | Sequence[Chunk],
         config: Any,
         *,
         tp_size: int = 1,
@@ -107,7 +98,7 @@ class MegatronSource(WeightSource):
         self._chunks = [model] if isinstance(model, (nn.Module, Mapping)) else list(model)
         self._names = dict(names or {})
         for chunk in self._chunks:
-            _require_plain_values(chunk)
+            require_plain_values(chunk)
         self._layers = self._layers_of_chunks(layers)
         shapes = self._all_shapes()
         sent = self._dtype_of_tensors() if dtype is None else dtype
@@ -189,7 +180,7 @@ class MegatronSource(WeightSource):
 
     def _layers_of_chunks(self, layers: Sequence[Any] | None) -> list[range]:
         """Return the layers of each chunk: what Megatron's modules say, or else what the constructor was told."""
-        said = [_numbers(chunk) for chunk in self._chunks]
+        said = [numbers_of(chunk) for chunk in self._chunks]
         if layers is None and any(said):
             found = [range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0) for numbers in said]
         else:
@@ -203,22 +194,8 @@ class MegatronSource(WeightSource):
                 )
         return found
 
-    def _tensors(self, chunk: nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Yield a chunk's tensors that are weights, by Megatron's names."""
-        for name, tensor in named_tensors(chunk) if isinstance(chunk, nn.Module) else chunk.items():
-            name = _bare(name)
-            if "_extra_state" in name or name.startswith((*_NO_WEIGHTS, *self._ignore)):
-                continue
-            if not isinstance(tensor, Tensor) or type(tensor.detach()) is not Tensor:
-                raise ManifestError(
-                    f"{name!r} is a {type(tensor).__name__}",
-                    expected="a plain tensor of this rank, neither quantised nor sharded by FSDP",
-                    hint="give the model's own parameters, or its state dict alone",
-                )
-            yield name, tensor
-
     def _dtype_of_tensors(self) -> torch.dtype:
-        of = {tensor.dtype: name for chunk in self._chunks for name, tensor in self._tensors(chunk)}
+        of = {tensor.dtype: name for chunk in self._chunks for name, tensor in tensors_of(chunk, self._ignore)}
         if len(of) != 1:
             several = ", ".join(f"{dtype_name(dtype)} ({name})" for dtype, name in of.items())
             raise ConfigError(
@@ -236,7 +213,7 @@ class MegatronSource(WeightSource):
         held: dict[str, list[_Piece]] = {}
         shapes = {meta.name: meta.shape for meta in self._params}
         for chunk, layers in enumerate(self._layers):
-            tensors = dict(self._tensors(self._chunks[chunk]))
+            tensors = dict(tensors_of(self._chunks[chunk], self._ignore))
             table = [tensors[name] for name in (EMBEDDING, OUTPUT) if name in tensors and tensors[name].dim()]
             rows = table[0].shape[0] if table else 0
             known = origins(self._architecture, self._ranks, layers, rows, self._names)
@@ -311,30 +288,3 @@ class _Piece(NamedTuple):
 
 def _of(origin: Origin) -> set[str]:
     return {span.name for span in origin.spans}
-
-
-def _bare(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
-
-
-def _require_plain_values(chunk: nn.Module | Mapping[str, Any]) -> None:
-    """Refuse modules whose own config says that values lie otherwise: no name and no shape would show it."""
-    for part in chunk.modules() if isinstance(chunk, nn.Module) else ():
-        config = getattr(part, "config", None)
-        for key, what in _OTHER_VALUES.items():
-            if getattr(config, key, None):
-                raise ConfigError(
-                    f"the trainer's {key} is {getattr(config, key)}: {what}",
-                    expected="values as the checkpoint has them",
-                )
-
-
-def _numbers(chunk: nn.Module | Mapping[str, Any]) -> list[int]:
-    """Return the numbers in the model, from 0, that the layers of Megatron's own modules know; none of others."""
-    if not isinstance(chunk, nn.Module):
-        return []
-    layers = [part for path, part in chunk.named_modules() if _LAYER.fullmatch(_bare(path))]
-    numbers = [getattr(layer, "layer_number", None) for layer in layers]
-    return [number - 1 for number in numbers if isinstance(number, int)]
