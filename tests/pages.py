@@ -252,6 +252,23 @@ def _plan():
     return {}
 
 
+def _megatron():
+    """A Megatron trainer of one rank that holds the model, as modules and as tensors."""
+    from tests.weights.test_megatron import hand_sharded, module_of, parallel_state
+    from torchrl_ext.weights.checkpoint import CheckpointSource
+    from torchrl_ext.weights.shards.families import config_of
+
+    full, config = dict(CheckpointSource("models/policy")), config_of("models/policy")
+    layers = range(config["num_hidden_layers"])
+    held = hand_sharded(full, config, layers=layers, first=True, last=True)
+    return {
+        "model": [module_of(held, layers)],
+        "state_dict": held,
+        "parallel_state": parallel_state(tp=(1, 0), pp=(1, 0)),
+        "rank": 0,
+    }
+
+
 _MORE = {
     "README": _workers,
     "in_a_collector": _collectors,
@@ -261,6 +278,7 @@ _MORE = {
     "online_switching": lambda: {"async_llm": _module()},
     "ray": _on_ray,
     "routers": _plan,
+    "megatron": _megatron,
     "lora": lambda: {"base": _module()},
 }
 
