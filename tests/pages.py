@@ -254,7 +254,7 @@ def _plan():
 
 def _megatron():
     """A Megatron trainer of one rank that holds the model, as modules and as tensors."""
-    from tests.weights.test_megatron import hand_sharded, module_of, parallel_state
+    from tests.weights.shards.test_megatron import hand_sharded, module_of, parallel_state
     from torchrl_ext.weights.checkpoint import CheckpointSource
     from torchrl_ext.weights.shards.families import config_of
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.transports import test_sharded
-from tests.weights.ranks import outcomes_of, require_passed
+from tests.weights.shards.ranks import outcomes_of, require_passed
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import ParamMeta
@@ -549,8 +549,8 @@ PRELUDE = """
 import torchrl_ext as tx
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from tests.weights.ranks import require_assembled
-from tests.weights.test_megatron import config, full_tensors, module_of, ranks_of, source_of
+from tests.weights.shards.ranks import require_assembled
+from tests.weights.shards.test_megatron import config, full_tensors, module_of, ranks_of, source_of
 
 def mine(family, **layout):
     settings = config(family)
@@ -608,6 +608,23 @@ report = sender.update_weights(source)
 assert report.version == 1 and report.verified == (rank == 0)
 for name, parameter in served.module.module.named_parameters():
     assert torch.equal(parameter, full[name]) == (rank == 0), name
+sender.shutdown()
+""",
+    "each rank writes the deltas of its own blocks": """
+settings, full, held, place = mine("qwen3_moe", ep=2, experts="stacked")
+source = source_of(held, settings, place)
+sender = tx.WeightSender(tx.DeltaTransport(folder, by_shard=True), rank=rank)
+for version in (1, 2, 3):
+    for tensor in [*full.values(), *held[0].values()]:
+        tensor[0].mul_(2)  # of the stacked experts a part of each
+    sender.update_weights(source)
+full_of = {name: tensor for name, tensor in source}
+dist.barrier()
+if rank == 0:
+    received = tx.DeltaTransport(folder).receive_weights(30)
+    assert set(received.keys()) == set(full)
+    for name, tensor in full_of.items():
+        assert torch.equal(received[name], tensor), name
 sender.shutdown()
 """,
 }
