@@ -404,6 +404,28 @@ def test_the_number_of_registered_storages_is_bounded_and_those_in_use_stay(monk
         assert (stays.flat.data_ptr(), 16, 0, "") in agent.held
 
 
+@pytest.mark.skipif(not installed(), reason="pip install 'torchrl_ext[nixl]'")
+def test_peers_forget_memory_that_was_let_go_of_while_both_still_send(monkeypatch):
+    monkeypatch.setattr(registered, "UNUSED_BYTES", 0)
+    with carriers("nixl", size=2) as ends:
+
+        def run(rank):
+            end, flying = ends[rank], []
+            for turn in range(30):
+                read = blank((100, 3 * MIB, 70_000)[turn % 3])
+                works = end.send(filled(read.numel(), 2 * turn + rank), 1 - rank), end.receive(read, 1 - rank)
+                flying.append((works, read, 2 * turn + 1 - rank))
+                if len(flying) == 3 or turn == 29:
+                    for works, read, seed in flying:
+                        for work in works:
+                            end.wait(work)
+                        assert torch.equal(read, filled(read.numel(), seed))
+                    flying.clear()
+            return end._thread._memory.state[0] > 5
+
+        assert beside(lambda: run(0), lambda: run(1)) == [True, True]
+
+
 def test_without_nixl_its_group_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(nixl, "_MODULES", ("no_such_module",))
     with pytest.raises(ConfigError, match=r"pip install 'torchrl_ext\[nixl\]'"):
