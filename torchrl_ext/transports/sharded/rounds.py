@@ -19,7 +19,7 @@ from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.kernels.base import Piece, kernels_on
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.transports.collective.carrier import Carrier
-from torchrl_ext.transports.copies import BufferPool, as_bytes, is_plain
+from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain
 from torchrl_ext.transports.sharded.plans.plan import Transfer, TransferPlan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
@@ -169,8 +169,11 @@ class Outgoing:
         message = self._pool.take(nbytes)
         for one in placed:
             meta = params[one.transfer.param]
-            view = one.tensor_in(message, meta)
-            view.copy_(self._block(one.transfer))
+            view, source = one.tensor_in(message, meta), self._block(one.transfer)
+            if source.dtype == view.dtype:
+                copy_each([source], [view])
+            else:
+                view.copy_(source)
             digests.append(words_of(meta, one.transfer.block, view))
         return message
 
@@ -257,7 +260,26 @@ class Incoming:
         self._digests()
 
     def _round(self) -> None:
-        """Receive one round, and begin the next ones."""
+        """Receive one round; the next ones are under way when it has landed, so that they come while it is loaded."""
+        self._begin()
+        for at in range(len(self._flying[0])):  # no name is left for a message, whose memory the next rounds may use
+            self._take(*self._flying[0][at])
+        self._flying.popleft()
+        self._done += 1
+        self._begin()
+
+    def _take(self, rank: int, placed: Sequence[_Placed], message: Tensor, work: Any, direct: bool) -> None:
+        """Wait for a message, pass it on, and bring its blocks where they belong."""
+        self._carrier.wait(work)
+        self._pass_on(message)
+        for one in placed:
+            self._transfers[rank].append(one.transfer.param)
+            if self._landing and not direct:
+                view = one.tensor_in(message, self._plan.params[one.transfer.param])
+                copy_each([view], [self._place(one.transfer)])
+
+    def _begin(self) -> None:
+        """Begin to receive as many rounds as may be under way."""
         while self._next < self._plan.rounds and len(self._flying) < _IN_FLIGHT:
             begun = []
             for rank in self._plan.senders(self._leader, self._next):
@@ -273,15 +295,6 @@ class Incoming:
                 begun.append((rank, placed, message, self._receive(message, rank), direct))
             self._flying.append(begun)
             self._next += 1
-        for rank, placed, message, work, direct in self._flying[0]:
-            self._carrier.wait(work)
-            self._pass_on(message)
-            for one in placed:
-                self._transfers[rank].append(one.transfer.param)
-                if self._landing and not direct:
-                    self._place(one.transfer).copy_(one.tensor_in(message, self._plan.params[one.transfer.param]))
-        self._flying.popleft()
-        self._done += 1
 
     def _receive(self, message: Tensor, rank: int) -> Any:
         source = self._trainers[rank] if self._before is None else 1 + self._before
