@@ -10,9 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 from rich.table import Table
 
 from torchrl_ext.bench.runner import at_most
-from torchrl_ext.bench.sharded_ends import MODELS, WORKERS, Case, Seat, needed_bytes
+from torchrl_ext.bench.sharded_ends import ENDED, MODELS, WORKERS, Case, Seat, needed_bytes
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.launch.processes import GuardedProcess, free_port
 from torchrl_ext.transports.sharded.transport import BUCKET_BYTES
@@ -167,31 +165,15 @@ def _extra(found: Sequence[list[int]], args: argparse.Namespace) -> dict[str, An
 
 
 def _run(seats: Sequence[Seat], folder: str) -> None:
-    """Run a process for each seat until all have ended well."""
-    until = time.monotonic() + LONGEST_S
-    with ExitStack() as stack:
-        started = [stack.enter_context(_process(seat, folder)) for seat in seats]
-        left = list(started)
-        while left:
-            if time.monotonic() > until:
-                raise DeadlineError(f"{left[0].name} did not end within {LONGEST_S:g} s", state="all were ended")
-            left = [one for one in left if not one.wait(0.05)]
-            for one in started:
-                if not one.alive() and not _ended_well(one):
-                    raise TransportError(f"{one.name} ended; what it printed: {one.errors() or one.log()[-1000:]}")
-
-
-@contextmanager
-def _process(seat: Seat, folder: str) -> Iterator[GuardedProcess]:
-    name = f"{'worker' if seat.worker else 'rank'}{seat.number}"
-    command = [sys.executable, "-m", "torchrl_ext.bench.sharded_ends", seat.to_json()]
+    """Have a process take each seat, and wait until all have ended well."""
+    command = [sys.executable, "-m", "torchrl_ext.bench.sharded_ends", *(seat.to_json() for seat in seats)]
     environ = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with GuardedProcess(command, name=name, log_path=Path(folder, f"{name}.log"), environ=environ) as process:
-        yield process
-
-
-def _ended_well(one: GuardedProcess) -> bool:
-    return one.log_path.with_suffix(".ended").exists()
+    with GuardedProcess(command, name="bench", log_path=Path(folder, "log"), environ=environ) as process:
+        if not process.wait(LONGEST_S):
+            raise DeadlineError(f"trainer ranks and workers did not end within {LONGEST_S:g} s", state="all were ended")
+        if not Path(folder, ENDED).exists():
+            said = process.errors() or process.log()[-1000:]
+            raise TransportError(f"a trainer rank or a worker failed; what they printed: {said}")
 
 
 def _read(folder: str, name: str, kind: str) -> list[Any]:

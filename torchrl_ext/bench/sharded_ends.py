@@ -1,7 +1,7 @@
 """The processes of ``torchrl-ext bench sharded``: trainer ranks, which share a model by FSDP2, and synthetic workers.
 
-Run as ``python -m torchrl_ext.bench.sharded_ends SEAT``, where SEAT is the JSON of a `Seat`. Each writes what it found
-into a file of the folder in which all meet.
+Run as ``python -m torchrl_ext.bench.sharded_ends SEAT ...``, where SEAT is the JSON of a `Seat`. Each seat is a
+process, which writes what it found into a file of the folder in which all meet.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
+import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -27,12 +31,15 @@ from torchrl_ext.errors import TransportError
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.registry import engines, transports
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.transports.sharded.rounds import words_of
 from torchrl_ext.transports.sharded.transport import ShardedTransport
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["MODELS", "TIMEOUT_S", "WORKERS", "Case", "Seat", "main", "needed_bytes"]
+__all__ = ["ENDED", "MODELS", "TIMEOUT_S", "WORKERS", "Case", "Seat", "main", "needed_bytes"]
 
+ENDED = "ended"
+"""A file that is there once all have ended well."""
 TIMEOUT_S = 120.0
 WORKERS = 2
 """Tensor-parallel workers of an engine."""
@@ -115,9 +122,45 @@ class Seat:
 
 
 def main() -> int:
-    """Take the seat that the command line gives."""
-    seat = Seat.from_json(sys.argv[1])
-    torch.set_num_threads(1)
+    """Have the seats that the command line gives taken, each by a fork: what all import is imported once."""
+    seats = [Seat.from_json(text) for text in sys.argv[1:]]
+    torch.set_num_threads(1)  # and no thread is left in a fork
+    from torch.distributed import fsdp  # noqa: F401 - for the trainer
+
+    words_of(ParamMeta("", torch.float32, (1,)), Block((0,), (1,)), torch.zeros(1))  # loads what is compiled
+    for way in ("collective", "sharded"):
+        transports.load(way)
+    children = {_forked(seat) for seat in seats}
+    try:
+        while children:
+            pid, status = os.wait()
+            children.discard(pid)
+            if status:
+                return 1
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+    Path(seats[0].folder, ENDED).touch()
+    return 0
+
+
+def _forked(seat: Seat) -> int:
+    """Take a seat in a process of its own, and return its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        _take_seat(seat)
+        status = 0
+    except BaseException:  # noqa: BLE001 - for the log
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _take_seat(seat: Seat) -> None:
     if seat.engine:
         _drive(seat)
     for case in seat.cases:
@@ -125,9 +168,6 @@ def main() -> int:
             _follow(seat, case)
         elif seat.number < case.ranks:
             _send(seat, case)
-    name = "worker" if seat.worker else "rank"
-    Path(seat.folder, f"{name}{seat.number}.ended").touch()
-    return 0
 
 
 # the trainer
@@ -251,15 +291,22 @@ def _follow(seat: Seat, case: Case) -> None:
     """Be a worker of a case, or one of each of its engines."""
     own = range(seat.number, case.engines * WORKERS, WORKERS)
     with ThreadPoolExecutor(len(own)) as pool:
-        found = list(pool.map(lambda worker: _Worker(seat, case, worker).run(), own))
+        together = threading.Barrier(len(own), timeout=TIMEOUT_S)
+        found = list(pool.map(lambda worker: _Worker(seat, case, worker, together).run(), own))
     seat.put(case.name, found)
 
 
 class _Worker:
-    """A worker of an engine: it holds rows of even tensors, columns of odd ones, and vectors whole."""
+    """A worker of an engine: it holds rows of even tensors, columns of odd ones, and vectors whole.
 
-    def __init__(self, seat: Seat, case: Case, worker: int) -> None:
-        self._seat, self._case, self._worker = seat, case, worker
+    Args:
+        seat, case: of its process.
+        worker: its number among those of all engines.
+        together: waits for the other workers of this process, since one that leaves closes the sockets of all.
+    """
+
+    def __init__(self, seat: Seat, case: Case, worker: int, together: threading.Barrier) -> None:
+        self._seat, self._case, self._worker, self._together = seat, case, worker, together
         self._metas = {meta.name: meta for meta in _metas(MODELS[seat.model])}
         self._blocks = _blocks(self._metas.values(), worker % WORKERS)
         self._live = {name: torch.ones(block.shape) for name, block in self._blocks.items()}
@@ -276,6 +323,7 @@ class _Worker:
             self._take(way, ends[way])
             cpu_s = time.process_time() - cpu_s
             received.append({"way": way, "kernel_bytes": _moved(ends[way]) - before, "cpu_s": cpu_s})
+        self._together.wait()
         for end in ends.values():
             end.shutdown()
         del ends, end
@@ -283,6 +331,7 @@ class _Worker:
         fresh = self._join("sharded", case.ports["memory"])
         with track_peak() as extra:
             self._take("sharded", fresh)
+        self._together.wait()
         fresh.shutdown()
         return {"received": received, "extra_bytes": extra}
 
