@@ -8,7 +8,7 @@ import pytest
 
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.transports.sharded.nixl import load_nixl
+from torchrl_ext.transports.sharded.agents import load_nixl
 
 SMALL = ["bench", "carriers", "--repeats", "2", "--mebibytes", "20", "--bucket-mebibytes", "3"]
 

@@ -19,8 +19,8 @@ from torchrl_ext.transports.collective import sockets
 from torchrl_ext.transports.collective.carrier import Move
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.meeting import LOBBY, Membership
-from torchrl_ext.transports.sharded import nixl, registered
-from torchrl_ext.transports.sharded.registered import Registered
+from torchrl_ext.transports.sharded import agents
+from torchrl_ext.transports.sharded.agents import Registered
 from torchrl_ext.waiting import wait_until
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ RANKS = 3
 
 def installed():
     try:
-        return nixl.load_nixl() is not None
+        return agents.load_nixl() is not None
     except ConfigError:
         return False
 
@@ -391,7 +391,7 @@ def test_what_was_only_received_into_tells_peers_nothing():
 
 
 def test_the_number_of_registered_storages_is_bounded_and_those_in_use_stay(monkeypatch):
-    monkeypatch.setattr(registered, "KEPT", 8)
+    monkeypatch.setattr(agents, "KEPT", 8)
     agent = Registrar()
     memory, flats = Registered(agent), [blank(8) for _ in range(40)]
     stays = Move(blank(16), 1, sends=True)
@@ -406,7 +406,7 @@ def test_the_number_of_registered_storages_is_bounded_and_those_in_use_stay(monk
 
 @pytest.mark.skipif(not installed(), reason="pip install 'torchrl_ext[nixl]'")
 def test_peers_forget_memory_that_was_let_go_of_while_both_still_send(monkeypatch):
-    monkeypatch.setattr(registered, "UNUSED_BYTES", 0)
+    monkeypatch.setattr(agents, "UNUSED_BYTES", 0)
     with carriers("nixl", size=2) as ends:
 
         def run(rank):
@@ -427,9 +427,9 @@ def test_peers_forget_memory_that_was_let_go_of_while_both_still_send(monkeypatc
 
 
 def test_without_nixl_its_group_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(nixl, "_MODULES", ("no_such_module",))
+    monkeypatch.setattr(agents, "_MODULES", ("no_such_module",))
     with pytest.raises(ConfigError, match=r"pip install 'torchrl_ext\[nixl\]'"):
-        nixl.load_nixl()
+        agents.load_nixl()
 
 
 def test_a_group_over_gloo_carries_and_broadcasts_in_between():

@@ -234,7 +234,7 @@ def _policy(shapes: Shapes) -> nn.Module:
 @torch.no_grad()
 def _step(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter += 1e-3
+        parameter.add_(1e-3)
 
 
 def _order(case: Case) -> list[str]:

@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from torchrl_ext.transports.collective.backends import brief
 from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.sockets import await_calls
 
-__all__ = ["Carrier", "Move"]
+__all__ = ["Carrier", "Move", "must_return"]
 
 _LOOK_S = 0.1
 _TEARDOWN_S = 2.0
+_NEAR_S = 10.0
+"""A call into C++ that returns while the interpreter ends takes the process down, so the end waits for such a one."""
 
 
 class Move:
@@ -176,6 +179,20 @@ class Carrier(ABC):
 
 
 _CARRIERS: weakref.WeakSet[Carrier] = weakref.WeakSet()
+_RETURNING: dict[Future[Any], float] = {}
+
+
+def must_return(call: Future[Any], at: float) -> None:
+    """Have the end of the process wait for a call that is in C++, if it will return soon.
+
+    Args:
+        call: of a thread.
+        at: monotonic moment until which it returns; a later word about the same call replaces an earlier one.
+    """
+    new = call not in _RETURNING
+    _RETURNING[call] = at
+    if new:
+        call.add_done_callback(lambda done: _RETURNING.pop(done, None))
 
 
 @atexit.register
@@ -183,3 +200,5 @@ def _end_carriers() -> None:
     for carrier in list(_CARRIERS):
         carrier.sever()
     await_calls(_TEARDOWN_S)
+    soon = time.monotonic() + _NEAR_S
+    wait([call for call, at in list(_RETURNING.items()) if at < soon], _NEAR_S)

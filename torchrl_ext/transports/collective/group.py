@@ -28,7 +28,7 @@ from torchrl_ext.transports.collective.backends import (
     made_in_time,
     torch_store,
 )
-from torchrl_ext.transports.collective.carrier import Carrier, Move
+from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return
 from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.sockets import carried, connected, run_beside, shut_down
 from torchrl_ext.waiting import pauses
@@ -157,16 +157,16 @@ class Group(Carrier):
 
     def _move(self, flat: Tensor, peer: int, *, sends: bool) -> _Parts:
         pg = self._living()
-        move = _Parts(flat, peer, sends)
+        move = _Parts(flat, peer, sends, self.timeout_s + _LATER_S)
         with self._lock:  # the parts of two transfers must not mix
             try:
                 if self.backend == "nccl":
                     self._begin_nccl(pg, move, flat)
                 else:
-                    call, until = pg.send if sends else pg.recv, timedelta(seconds=self.timeout_s + _LATER_S)
+                    call = pg.send if sends else pg.recv
                     for number, part in enumerate(flat.split(_SLICE_BYTES)):  # a tag picks the device
                         work = call([part], peer, number % GLOO_DEVICES)
-                        move.parts.append((partial(work.wait, until), part.numel()))
+                        move.parts.append((partial(_wait_gloo, work), part.numel()))
             except RuntimeError as error:
                 raise self._broken(move, error) from error
             finally:
@@ -200,9 +200,8 @@ class Group(Carrier):
             begun = run_beside(begin)
         self._calls[line] = begun
 
-        def finish() -> None:
+        def finish(longest_s: float) -> None:
             work = begun.result()
-            longest_s = self.timeout_s + _LATER_S
             for _ in pauses(longest_s, self.notes.stop, shortest_s=_PAUSE_S, longest_s=_LONGEST_S):
                 if work.is_completed():  # its wait only orders streams, so completion is asked for
                     work.wait()
@@ -268,35 +267,48 @@ class Group(Carrier):
 
 
 class _Parts(Move):
-    """A transfer in parts that land one after the other; arguments as for `Move`.
+    """A transfer in parts that land one after the other.
 
     gloo's own wait closes every connection at its deadline, and NCCL's only orders streams: a thread waits there.
 
+    Args:
+        flat, peer, sends: as for `Move`.
+        longest_s: deadline of each part, in seconds.
+
     Attributes:
-        parts: a call that waits for each part, and its bytes.
+        parts: a call that waits for each part, in seconds, and its bytes.
     """
 
-    def __init__(self, flat: Tensor, peer: int, sends: bool) -> None:
+    def __init__(self, flat: Tensor, peer: int, sends: bool, longest_s: float) -> None:
         super().__init__(flat, peer, sends)
-        self.parts: list[tuple[Callable[[], Any], int]] = []
-        self._finishing, self._lock = False, threading.Lock()
+        self.parts: list[tuple[Callable[[float], Any], int]] = []
+        self._longest_s = longest_s
+        self._lock = threading.Lock()
+        self._call: futures.Future[None] | None = None
 
     def finish(self) -> None:
         """Have a thread wait for the parts."""
         with self._lock:
-            begun, self._finishing = self._finishing, True
-        if not begun:
-            run_beside(self._run)
+            self._call = self._call or run_beside(self._run)
 
     def _run(self) -> None:
+        with self._lock:
+            call = self._call
         for wait, nbytes in self.parts:
+            seconds = self._longest_s if self.failure is None else _SLICE.total_seconds()
+            if call is not None:
+                must_return(call, time.monotonic() + seconds)
             try:
-                wait()
+                wait(seconds)
                 self.landed += nbytes
             except BaseException as error:  # noqa: BLE001 - raised by who waits; other parts may still use the memory
                 self.failure = self.failure or error
         self.parts.clear()
         self.end()
+
+
+def _wait_gloo(work: Any, seconds: float) -> None:
+    work.wait(timedelta(seconds=seconds))
 
 
 def _endpoints(said: Any) -> set[tuple[Any, ...]]:

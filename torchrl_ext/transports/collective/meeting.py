@@ -137,17 +137,16 @@ class Membership:
     def leave(self) -> None:
         """End the group, if there is one."""
         group, self._carrier = self._carrier, None
-        if group is not None and group.rank == 0 and group.alive:
-            tell_stopped(group, "the trainer shut it down or forms a new one")
         if group is not None:
+            if group.rank == 0 and group.alive:
+                tell_stopped(group, "the trainer shut it down or forms a new one")
             group.sever()
             group.notes.sweep(f"announced/{group.generation}/", f"arrived/{group.generation}/")
 
     def abort(self) -> None:
         """End every wait, from another thread; the group is lost."""
         self.stop.set()
-        carrier = self._carrier
-        if carrier is not None:
+        if (carrier := self._carrier) is not None:
             carrier.sever()
 
     def close(self) -> None:
@@ -157,22 +156,20 @@ class Membership:
         self._end_notes()
 
     def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
+        how: dict[str, Any] = {"device": self.device, "timeout_s": self.timeout_s}
         try:
-            self._carrier = self._make(notes, generation, rank, peers)
+            if self.backend == "nixl":
+                from torchrl_ext.transports.sharded.nixl import NixlGroup
+
+                self._carrier = NixlGroup(notes, generation, rank, peers, **how)
+            else:
+                self._carrier = Group(notes, generation, rank, peers, backend=self.backend, **how)
         except (TransportError, DeadlineError) as error:
             raise type(error)(
                 f"rank {rank} could not form a {self.backend} group of {len(peers)}: {error.what}",
                 expected=f"connections to {', '.join(f'rank {r} ({p})' for r, p in peers.items() if r != rank)}",
                 state="no group was formed",
             ) from error
-
-    def _make(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> Carrier:
-        settings: dict[str, Any] = {"device": self.device, "timeout_s": self.timeout_s}
-        if self.backend == "nixl":
-            from torchrl_ext.transports.sharded.nixl import NixlGroup  # imports a library that is rarely installed
-
-            return NixlGroup(notes, generation, rank, peers, **settings)
-        return Group(notes, generation, rank, peers, backend=self.backend, **settings)
 
     def _keep(self, notes: NoteStore) -> NoteStore:
         self._notes, self._close_notes = notes, weakref.finalize(self, notes.close)

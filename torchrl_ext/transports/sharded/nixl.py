@@ -6,8 +6,6 @@ each slice goes a notification that tells the sender how much has landed.
 
 from __future__ import annotations
 
-import importlib
-import logging
 import struct
 import threading
 import time
@@ -21,16 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
+from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.transports.collective.backends import made_in_time
-from torchrl_ext.transports.collective.carrier import Carrier, Move
+from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return
 from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.sockets import run_beside
-from torchrl_ext.transports.sharded.registered import Registered
+from torchrl_ext.transports.sharded.agents import Registered, load_nixl, make_agent
 
-__all__ = ["NixlGroup", "load_nixl"]
+__all__ = ["NixlGroup"]
 
-_MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
 _SLICE_BYTES = 16 << 20
 _FLYING = 4
 """Reads in flight from one peer."""
@@ -42,30 +39,6 @@ _PING_S = 0.5
 
 _HEAD = struct.Struct("<cQQQQQQ")
 _OFFER, _LANDED, _PING, _BYE = b"o", b"l", b"p", b"b"
-
-
-def load_nixl() -> Any:
-    """Return NIXL's Python interface.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    raises = logging.raiseExceptions
-    try:
-        for name in _MODULES:
-            with suppress(ImportError, RuntimeError, OSError):  # there, but made for another CUDA
-                found = importlib.import_module(name)
-                logger = logging.getLogger("nixl")
-                if logger.level == logging.INFO:  # which it prints to standard output
-                    logger.setLevel(logging.WARNING)
-                return found
-    finally:
-        logging.raiseExceptions = raises  # NIXL sets it for the whole process
-    raise ConfigError(
-        "NIXL is not installed here",
-        expected=f"one of the modules {', '.join(_MODULES)}",
-        hint="pip install 'torchrl_ext[nixl]', or use the backend 'gloo' or 'nccl'",
-    )
 
 
 class NixlGroup(Carrier):
@@ -90,7 +63,7 @@ class NixlGroup(Carrier):
         api, until, key = load_nixl(), time.monotonic() + timeout_s, f"agents/{generation}/"
         self._begun: Counter[tuple[int, bool]] = Counter()
         name = f"{generation}/{rank}/{uuid.uuid4().hex}"
-        agent = made_in_time(partial(_make_agent, api, name), until, timeout_s, notes.stop)
+        agent = made_in_time(partial(make_agent, api, name), until, timeout_s, notes.stop)
         notes.put(f"{key}{rank}", [name, agent.get_agent_metadata().decode("latin-1")])
         said = notes.collect(key, peers, until)
         if notes.stop.is_set():
@@ -101,7 +74,7 @@ class NixlGroup(Carrier):
         self._thread = _Thread(agent, {one: _Peer(read) for one, read in said.items() if one != rank}, device)
         self._end_with_process()
         self._end_thread = weakref.finalize(self, self._thread.end)
-        run_beside(self._thread.run)
+        must_return(run_beside(self._thread.run), 0.0)  # at once, when it is severed
         try:
             self._exchange()
         except BaseException:
@@ -388,14 +361,3 @@ class _Thread:
                     self._memory.leave(move)
                     move.end()
         return moved
-
-
-def _make_agent(api: Any, name: str) -> Any:
-    """Return an agent without a thread of its own, which would take a core."""
-    try:
-        agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
-    except Exception as error:  # NIXL's errors have no root of their own
-        raise RuntimeError(f"NIXL cannot start: {error}") from error
-    if "UCX" not in agent.backends:
-        raise RuntimeError("this build of NIXL has no UCX")
-    return agent

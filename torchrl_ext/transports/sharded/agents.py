@@ -1,15 +1,20 @@
-"""Memory that is registered with a NIXL agent, so that network cards can read and write it."""
+"""NIXL's agents: where the library is, how an agent is made, and the memory that is registered with it."""
 
 from __future__ import annotations
 
+import importlib
+import logging
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.transports.collective.carrier import Move
 
-__all__ = ["KEPT", "UNUSED_BYTES", "Registered"]
+__all__ = ["KEPT", "UNUSED_BYTES", "Registered", "load_nixl", "make_agent"]
+
+_MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
 
 KEPT = 1024
 """Storages that stay registered."""
@@ -17,6 +22,45 @@ UNUSED_BYTES = 64 << 20
 """Bytes of storages that nobody else holds any more, beyond which they are let go of at the next registration."""
 
 _Key = tuple[int, int]
+
+
+def load_nixl() -> Any:
+    """Return NIXL's Python interface.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    raises = logging.raiseExceptions
+    try:
+        for name in _MODULES:
+            with suppress(ImportError, RuntimeError, OSError):  # there, but made for another CUDA
+                found = importlib.import_module(name)
+                logger = logging.getLogger("nixl")
+                if logger.level == logging.INFO:  # which it prints to standard output
+                    logger.setLevel(logging.WARNING)
+                return found
+    finally:
+        logging.raiseExceptions = raises  # NIXL sets it for the whole process
+    raise ConfigError(
+        "NIXL is not installed here",
+        expected=f"one of the modules {', '.join(_MODULES)}",
+        hint="pip install 'torchrl_ext[nixl]', or use the backend 'gloo' or 'nccl'",
+    )
+
+
+def make_agent(api: Any, name: str) -> Any:
+    """Return an agent of this name, without a thread of its own, which would take a core.
+
+    Raises:
+        RuntimeError: NIXL cannot start, or has no UCX.
+    """
+    try:
+        agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+    except Exception as error:  # NIXL's errors have no root of their own
+        raise RuntimeError(f"NIXL cannot start: {error}") from error
+    if "UCX" not in agent.backends:
+        raise RuntimeError("this build of NIXL has no UCX")
+    return agent
 
 
 class Registered:
