@@ -89,7 +89,7 @@ class TrainerEnd(End):
         Raises:
             ManifestError: ranks disagree on parameters, nobody holds an element, or plans differ; named.
         """
-        group, own = self.member.group(), described(source)
+        group, own = self.member.carrier(), described(source)
         plan = self._planned(group, own)
         self._handoffs += 1
         info = {
@@ -217,12 +217,12 @@ class TrainerEnd(End):
 
     def _make_plan(self, order: Info) -> Info:
         own = self._described()
-        self.plan, self.number = self._made(self.member.group(), own, order["number"]), order["number"]
+        self.plan, self.number = self._made(self.member.carrier(), own, order["number"]), order["number"]
         self._held = [own.share]
         return {} if self.plan.digest == order["digest"] else rows_of(self.plan)
 
     def _send_own(self, order: Info) -> Info:
-        group, own = self.member.group(), self._described()
+        group, own = self.member.carrier(), self._described()
         if self.plan is None:
             raise NotConnectedError("this trainer rank has made no transfer plan")
         outgoing, before = Outgoing(self.plan, self.ranks.rank, own.shards, group, self._pool), group.sent.total()
@@ -248,7 +248,7 @@ class TrainerEnd(End):
 
 def _with_workers(member: Membership, workers: int) -> Carrier:
     """Return the group of ``member``, in which the first ranks after 0 receive; other trainer ranks come behind."""
-    group = member.group()
+    group = member.carrier()
     group.workers = range(1, 1 + workers)
     return group
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, TransportError
 from torchrl_ext.transports.collective.backends import choose_backend
 from torchrl_ext.transports.collective.meeting import LOBBY
+from torchrl_ext.transports.sharded.agents import load_nixl
 from torchrl_ext.transports.sharded.ends import End, Settings
 from torchrl_ext.transports.sharded.trainer import TrainerEnd
 from torchrl_ext.transports.sharded.worker import WorkerEnd
@@ -94,11 +95,13 @@ class ShardedTransport(StandaloneTransport):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
         if carrier == "nixl" and backend is not None:
             raise ConfigError(f"carrier 'nixl' takes no backend {backend!r}", hint="leave it out")
-        chosen, made = choose_backend(device, backend)
+        if carrier == "nixl":
+            load_nixl()  # what is not installed is said at once
+        chosen, made = choose_backend(device, carrier if carrier == "nixl" else backend, ("gloo", "nccl", "nixl"))
         self.settings = Settings(
             carrier=carrier,
             device=chosen,
-            backend=made if carrier == "group" else carrier,
+            backend=made,
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
         )

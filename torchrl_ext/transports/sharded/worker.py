@@ -57,7 +57,7 @@ class WorkerEnd(End):
         self.member.stop.clear()
         alone = members is None
         self.member.enter(room, self._rank if rank is None else rank, members, params if alone else ())
-        group, self.plan, self._params, self._share = self.member.group(), None, params, None
+        group, self.plan, self._params, self._share = self.member.carrier(), None, params, None
         if self.slices:
             self._share = Share.of_blocks(self._needed(meta) for meta in params)
         group.notes.put(f"needs/{group.generation}/{group.rank}", Needs(self._share, self.whole).to_json())
@@ -67,7 +67,7 @@ class WorkerEnd(End):
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[Any]:
         """Yield None once the handoff has begun, and then the pairs of `Transport.receive`."""
-        group = self.member.group()
+        group = self.member.carrier()
         incoming = self._incoming(group, info, into)
         name, told, before = None, False, group.received.total()
         try:
@@ -89,7 +89,7 @@ class WorkerEnd(End):
 
     def decline(self, info: Info, error: BaseException) -> None:
         """As `StandaloneTransport.decline`."""
-        group = self.member.group()
+        group = self.member.carrier()
         self._drain(group, self._incoming(group, info, {}), info, why(error))
 
     def _say(self, group: Carrier, info: Info, said: int | str) -> None:
