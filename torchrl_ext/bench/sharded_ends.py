@@ -239,7 +239,7 @@ def _step(model: nn.Module) -> None:
 
 def _order(case: Case) -> list[str]:
     """Return which way sends in each update; every round begins with another one."""
-    ways, found = list(case.ways), []
+    ways, found = list(case.ways), list[str]()
     for turn in range(case.repeats + 1):
         start = turn % len(ways)
         found += ways[start:] + ways[:start]
