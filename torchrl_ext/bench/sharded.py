@@ -84,7 +84,7 @@ def _synthetic(args: argparse.Namespace, folder: str, say: Callable[[str], None]
         ranks, workers = _read(folder, case.name, "rank"), _read(folder, case.name, "worker")
         report = ranks[0]["report"]
         found["model_bytes"] = report["model_bytes"]
-        kernel = [row["kernel_bytes"] for one in workers for row in one[0]["received"][1:] if row["way"] == "sharded"]
+        kernel = [one[0]["kernel_bytes"] / (1 + case.repeats) for one in workers]
         said = report["worker_bytes"]
         found[case.name] = {
             "rank_bytes": report["rank_bytes"],
@@ -93,13 +93,9 @@ def _synthetic(args: argparse.Namespace, folder: str, say: Callable[[str], None]
             "received": at_most(max(got / own[at % WORKERS] for at, got in enumerate(said)), RECEIVED),
         }
         if case.engines == 1:
-            counted = [
-                max(row["kernel_bytes"] for row in one[0]["received"] if row["way"] == "sharded") / own[at]
-                for at, one in enumerate(workers)
-            ]
             found[case.name] |= {
                 "kernel_bytes": kernel,
-                "received_by_the_kernel": at_most(max(counted), RECEIVED),
+                "received_by_the_kernel": at_most(max(got / own[at] for at, got in enumerate(kernel)), RECEIVED),
                 "rank_extra": _extra([one["extra_bytes"] for one in ranks], args),
                 "worker_extra": _extra([one[0]["extra_bytes"] for one in workers], args),
             }
@@ -139,7 +135,7 @@ def _with_engine(args: argparse.Namespace, folder: str, say: Callable[[str], Non
     return {
         "engine": args.engine, "ranks": args.ranks, "model_bytes": last["model_bytes"],
         "rank_bytes": last["rank_bytes"], "worker_bytes": last["worker_bytes"], "whole": last["whole"],
-        "verified": all(row["report"]["verified"] for row in rows), "cpu_s": cpu_s, "spans": spans,
+        "proof": {way: own[-1]["report"]["proof"] for way, own in ways.items()}, "cpu_s": cpu_s, "spans": spans,
         **_compared({way: taken["total"] for way, taken in spans.items()}),
         "pause": _compared({way: taken["pause"] for way, taken in spans.items()})["vs_collective"],
     }  # fmt: skip

@@ -32,7 +32,6 @@ from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.registry import engines, transports
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.sharded.rounds import words_of
-from torchrl_ext.transports.sharded.transport import ShardedTransport
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -318,11 +317,10 @@ class _Worker:
         for way in _order(case):
             if way not in ends:  # the trainer forms a group in its first update
                 ends[way] = self._join(way, case.ports[way])
-            before = _moved(ends[way])
             cpu_s = time.process_time()
             self._take(way, ends[way])
-            cpu_s = time.process_time() - cpu_s
-            received.append({"way": way, "kernel_bytes": _moved(ends[way]) - before, "cpu_s": cpu_s})
+            received.append({"way": way, "cpu_s": time.process_time() - cpu_s})
+        kernel_bytes = _moved(ends["sharded"])  # of all updates: the next one may begin before this line
         self._together.wait()
         for end in ends.values():
             end.shutdown()
@@ -333,7 +331,7 @@ class _Worker:
             self._take("sharded", fresh)
         self._together.wait()
         fresh.shutdown()
-        return {"received": received, "extra_bytes": extra}
+        return {"received": received, "kernel_bytes": kernel_bytes, "extra_bytes": extra}
 
     def _join(self, way: str, port: int) -> Any:
         case = self._case
@@ -368,7 +366,7 @@ class _Worker:
 
 def _moved(end: Any) -> int:
     """Return the bytes that the group of a sharded end has received, as the kernel counts them."""
-    return int(end._end.member.group().moved()[1]) if isinstance(end, ShardedTransport) else 0
+    return int(end._end.member.group().moved()[1])
 
 
 def _metas(shapes: Shapes) -> list[ParamMeta]:
