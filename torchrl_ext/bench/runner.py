@@ -25,7 +25,7 @@ SUBJECTS = {
     "by_shard": ("torchrl_ext.bench.ranks.by_shard", "deltas by shard: memory of FSDP2 ranks, and what workers read"),
     "gpu": ("torchrl_ext.bench.gpu", "on a GPU: shared memory and deltas that are listed there, beside copies"),
     "plan": ("torchrl_ext.bench.plan", "how long a transfer plan of very many tensors takes, and its memory"),
-    "sharded": ("torchrl_ext.bench.sharded", "from shard to shard: bytes, memory and time, beside a broadcast"),
+    "sharded": ("torchrl_ext.bench.sharded.command", "from shard to shard: bytes, memory and time, beside a broadcast"),
     "scheme": ("torchrl_ext.bench.scheme", "an update of a collector's workers, beside TorchRL's own scheme"),
 }
 """Each module has ``add_arguments(parser)``, ``measure(args, say) -> dict`` (JSON-safe) and ``tables(results)``."""

@@ -1,6 +1,6 @@
 """The processes of ``torchrl-ext bench sharded``: trainer ranks, which share a model by FSDP2, and synthetic workers.
 
-Run as ``python -m torchrl_ext.bench.sharded_ends SEAT ...``, where SEAT is the JSON of a `Seat`. Each seat is a
+Run as ``python -m torchrl_ext.bench.sharded.ends SEAT ...``, where SEAT is the JSON of a `Seat`. Each seat is a
 process, which writes what it found into a file of the folder in which all meet.
 """
 
@@ -148,15 +148,12 @@ def _forked(seat: Seat) -> int:
     pid = os.fork()
     if pid:
         return pid
-    status = 1
     try:
         _take_seat(seat)
-        status = 0
     except BaseException:  # noqa: BLE001 - for the log
         traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+        os._exit(1)
+    os._exit(0)
 
 
 def _take_seat(seat: Seat) -> None:

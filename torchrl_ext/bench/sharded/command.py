@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 
 from torchrl_ext.bench.runner import at_most
-from torchrl_ext.bench.sharded_ends import ENDED, MODELS, WORKERS, Case, Seat, needed_bytes
+from torchrl_ext.bench.sharded.ends import ENDED, MODELS, WORKERS, Case, Seat, needed_bytes
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.launch.processes import GuardedProcess, free_port
 from torchrl_ext.transports.sharded.transport import BUCKET_BYTES
@@ -162,7 +162,7 @@ def _extra(found: Sequence[list[int]], args: argparse.Namespace) -> dict[str, An
 
 def _run(seats: Sequence[Seat], folder: str) -> None:
     """Have a process take each seat, and wait until all have ended well."""
-    command = [sys.executable, "-m", "torchrl_ext.bench.sharded_ends", *(seat.to_json() for seat in seats)]
+    command = [sys.executable, "-m", "torchrl_ext.bench.sharded.ends", *(seat.to_json() for seat in seats)]
     environ = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with GuardedProcess(command, name="bench", log_path=Path(folder, "log"), environ=environ) as process:
         if not process.wait(LONGEST_S):

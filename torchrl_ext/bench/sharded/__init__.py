@@ -1,0 +1,1 @@
+"""``torchrl-ext bench sharded``, and the processes that it measures."""
