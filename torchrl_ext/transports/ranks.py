@@ -25,7 +25,7 @@ __all__ = ["TrainerRanks"]
 
 log = logging.getLogger("torchrl_ext")
 
-_SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two looks
+_SHORTEST_S, _LONGEST_S = 0.001, 0.01  # between two looks
 _LONGEST_UPDATE_S = 1800.0
 _OVER = "over"
 _MOST_CHARACTERS = 4 << 20  # of one value

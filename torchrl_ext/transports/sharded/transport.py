@@ -95,9 +95,11 @@ class ShardedTransport(StandaloneTransport):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
         if carrier == "nixl" and backend is not None:
             raise ConfigError(f"carrier 'nixl' takes no backend {backend!r}", hint="leave it out")
+        known: tuple[str, ...] = ("gloo", "nccl")
         if carrier == "nixl":
             load_nixl()  # what is not installed is said at once
-        chosen, made = choose_backend(device, carrier if carrier == "nixl" else backend, ("gloo", "nccl", "nixl"))
+            backend, known = carrier, (carrier,)
+        chosen, made = choose_backend(device, backend, known)
         self.settings = Settings(
             carrier=carrier,
             device=chosen,
