@@ -6,12 +6,20 @@ Ranks and engines are processes; an engine (`tests.transports.sharded_engine`) h
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import pytest
+import torch
 
+import torchrl_ext as tx
 from tests.processes import WAIT_S, running_python
+from torchrl_ext.errors import IntegrityError
 from torchrl_ext.testing import free_port
+from torchrl_ext.transports.sharded import worker as worker_module
+from torchrl_ext.transports.sharded.rounds import Incoming
+from torchrl_ext.weights.source import MappingSource, WeightSource
 
 ENGINE = "from tests.transports.sharded_engine import serve; serve(2)"
 
@@ -226,3 +234,77 @@ def test_ranks_that_disagree_and_holes_are_named_on_every_rank_and_cost_nothing(
         assert "theirs" in names and "ours" in names
         assert "[5, 6]" in shapes and "[5, 4]" in shapes
         assert "ours" in hole and "nobody holds" in hole
+
+
+def ends():
+    """A trainer of one rank and a worker, connected, in this process."""
+    port = free_port()
+    made = [
+        tx.ShardedTransport("127.0.0.1", port, worker=worker, workers=1, timeout_s=20, bucket_bytes=4096)
+        for worker in (None, 0)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for joined in [pool.submit(end.init_all_workers_group, {}) for end in made]:
+            joined.result(WAIT_S)
+    return made
+
+
+def sent_beside(trainer, worker, weights):
+    """What each side returned or raised."""
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(trainer.send_weights, weights), pool.submit(worker.receive_weights, WAIT_S)]
+        return [call.exception(WAIT_S) or call.result() for call in calls]
+
+
+def test_a_worker_that_makes_another_plan_is_an_error_that_names_what_differs_and_moves_nothing(monkeypatch):
+    trainer, worker = ends()
+    own = worker_module.plan_of
+
+    def another(*args, **more):
+        found = own(*args, **more)
+        found.digest = "0" * 32
+        found._found = found._found._replace(
+            rows=found._found.rows + np.arange(len(found._found.rows), dtype=np.uint64)
+        )
+        return found
+
+    monkeypatch.setattr(worker_module, "plan_of", another)
+    weights = {"first": torch.ones(4, 4), "second": torch.ones(8)}
+    sent, received = sent_beside(trainer, worker, weights)
+    assert isinstance(sent, tx.WeightSyncError) and "'second float32[8]'" in str(sent), sent
+    assert isinstance(received, tx.WeightSyncError) and "nothing was moved" in str(received), received
+    for end in (trainer, worker):
+        end.shutdown()
+
+
+def test_what_a_source_only_makes_whole_goes_whole_and_is_named():
+    trainer, worker = ends()
+
+    class Computed(MappingSource):
+        def shards(self):
+            return WeightSource.shards(self)
+
+    weights = {"first": torch.randn(40, 40), "second": torch.randn(8)}
+    sent, received = sent_beside(trainer, worker, Computed(weights))
+    assert sent is None and all(torch.equal(received[name], tensor) for name, tensor in weights.items())
+    assert set(trainer.stats.whole) == {"first", "second"}
+    assert trainer.stats.worker_bytes == trainer.stats.rank_bytes
+    for end in (trainer, worker):
+        end.shutdown()
+
+
+def test_damage_on_the_way_is_named_and_the_version_is_not_taken(monkeypatch):
+    trainer, worker = ends()
+    own = Incoming._round
+
+    def damaged(self):
+        own(self)
+        for tensor, _ in self._targets.values():
+            tensor.view(-1)[:1] += 1
+
+    monkeypatch.setattr(Incoming, "_round", damaged)
+    sent, received = sent_beside(trainer, worker, {"first": torch.ones(4, 4)})
+    assert isinstance(received, IntegrityError) and "'first'" in str(received)
+    assert isinstance(sent, tx.WeightSyncError) and "'first'" in str(sent)
+    for end in (trainer, worker):
+        end.shutdown()
