@@ -146,8 +146,7 @@ class WeightReceiver:
         info = message.info()
         try:
             self._transport = kind.from_info(info)
-            if kind.slices:
-                self._transport.want(loader.slices(), loader.whole())
+            self._transport.want(loader.slices(), loader.whole())
             self._transport.join({**info, "rank": message.rank_offset + self._rank})
         except KeyError as error:
             raise _incomplete(f"the offer of transport {message.transport!r}", error) from error

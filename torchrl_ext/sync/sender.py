@@ -173,8 +173,7 @@ class WeightSender:
             failure = error
             raise
         finally:
-            if not isinstance(failure, ConcurrentUpdateError):  # then they take part in the update that runs
-                self._transport.dismiss(source, failure)
+            self._transport.dismiss(source, failure)
             if source.store is not None:
                 self._ranks.tell(source, source.store, self.version, accepted)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))

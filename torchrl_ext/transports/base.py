@@ -135,7 +135,10 @@ class Transport(ABC):
         source.replay()
 
     def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
-        """Let the other trainer ranks go, which are in `follow`: an update is over, or failed with ``error``."""
+        """Let the other trainer ranks go, which are in `follow`: an update is over, or failed with ``error``.
+
+        Where that is a `ConcurrentUpdateError`, ranks that follow orders are in the update that goes on, and stay.
+        """
         if error is not None:
             source.drain()
 
@@ -169,7 +172,7 @@ class Transport(ABC):
         return cls()
 
     def want(self, slices: Mapping[str, tuple[Block, ...]], whole: Mapping[str, str]) -> None:  # noqa: B027
-        """Take note of what this worker needs, before it joins; asked of those whose `slices` is true.
+        """Take note of what this worker needs, before it joins; a transport of whole tensors has no use for it.
 
         Args:
             slices: blocks of tensors by name, none where nothing lands here; a tensor that is left out is needed whole.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,7 +18,14 @@ from typing import Any
 import torch
 
 from torchrl_ext import errors
-from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.errors import (
+    ConcurrentUpdateError,
+    DeadlineError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+    why,
+)
 from torchrl_ext.types import Info
 from torchrl_ext.waiting import wait_until
 
@@ -47,6 +55,7 @@ class TrainerRanks:
         self._name, self._timeout_s = f"torchrl_ext/ranks/{name}/{_made[name]}", timeout_s
         _made[name] += 1
         self._orders = 0
+        self._serving = threading.Lock()
         self._given: list[tuple[str, int]] = []  # keys of orders, and how many values each took
 
     @property
@@ -114,8 +123,21 @@ class TrainerRanks:
             steps: what is done for each order; it takes the order, and returns what is answered.
 
         Raises:
+            ConcurrentUpdateError: another thread of this process follows them.
             WeightSyncError: rank 0 failed, or is gone; or a step failed here.
         """
+        if not self._serving.acquire(blocking=False):
+            raise ConcurrentUpdateError(
+                "this trainer rank takes part in another update through the same transport",
+                state="that one goes on",
+                hint="update from one thread, or give each sender a transport of its own",
+            )
+        try:
+            self._serve(steps)
+        finally:
+            self._serving.release()
+
+    def _serve(self, steps: Mapping[str, Callable[[Info], Info | None]]) -> None:
         failure: WeightSyncError | None = None
         while True:
             self._orders += 1

@@ -9,7 +9,7 @@ import torch
 
 from torchrl_ext.codecs.auto import AutoCodec
 from torchrl_ext.codecs.base import Codec
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.errors import ConcurrentUpdateError, ConfigError
 from torchrl_ext.stores import Store
 from torchrl_ext.transports.ranks import TrainerRanks
 from torchrl_ext.versions.shards.copies import RankCopies, steps
@@ -80,9 +80,9 @@ class ByShard:
         """Do what rank 0 says, until it says that the update is over."""
         self.ranks.serve(steps(self.own, source, self._store, self.ranks.rank, self._base))
 
-    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
-        """Let the other ranks go."""
-        if self.ranks.rank == 0:
+    def dismiss(self, error: BaseException | None) -> None:
+        """Let the other ranks go; not those of an update that goes on while another one was refused."""
+        if self.ranks.rank == 0 and not isinstance(error, ConcurrentUpdateError):
             self.ranks.dismiss(error)
 
 

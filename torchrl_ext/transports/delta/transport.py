@@ -231,15 +231,19 @@ class DeltaTransport(StandaloneTransport, Incremental):
         return self._writer.baseline_bytes if self._by_shard is None else self._by_shard.own.nbytes
 
     def follow(self, source: WeightSource) -> None:
-        follow = super().follow if self._by_shard is None else self._by_shard.follow
-        follow(source)
+        if self._by_shard is None:
+            super().follow(source)
+        else:
+            self._by_shard.follow(source)
 
     def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
-        dismiss = super().dismiss if self._by_shard is None else self._by_shard.dismiss
-        dismiss(source, error)
+        if self._by_shard is not None:
+            self._by_shard.dismiss(error)
+        elif error is not None:
+            super().dismiss(source, error)
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
-        if self._rank != 0 or not self.drives:
+        if self._rank != 0 or (self._by_shard is not None and self._by_shard.ranks.rank != 0):
             raise TransportError(
                 f"send_weights was called on rank {self._rank}",
                 expected="rank 0, the trainer; other ranks receive",

@@ -20,7 +20,7 @@ from torchrl_ext.transports.sharded.worker import WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.source import WeightSource, as_source
+from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["ShardedTransport"]
 
@@ -200,25 +200,16 @@ class ShardedTransport(StandaloneTransport):
 
         return Handoff(info=info, transfer=transfer)
 
+    @property
+    def drives(self) -> bool:
+        return self._trainer.ranks.rank == 0
+
     def follow(self, source: WeightSource) -> None:
         self._trainer.follow(source)
 
     def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
-        self._trainer.ranks.dismiss(error)
-
-    def send_weights(self, model_id: Any, weights: Any = None) -> None:
-        """As `StandaloneTransport.send_weights`; every rank of the trainer calls it."""
-        if self._trainer.ranks.rank:
-            self._trainer.follow(as_source(model_id if weights is None else weights))
-            return
-        try:
-            super().send_weights(model_id, weights)
-        except ConcurrentUpdateError:
-            raise  # other ranks take part in the send that runs
-        except BaseException as error:
+        if not isinstance(error, ConcurrentUpdateError):
             self._trainer.ranks.dismiss(error)
-            raise
-        self._trainer.ranks.dismiss()
 
     def announce(self, info: Info) -> None:
         self._trainer.member.announcements().put(info)
