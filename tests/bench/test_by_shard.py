@@ -3,11 +3,13 @@ from __future__ import annotations
 import argparse
 import json
 
+import pytest
 from rich.console import Console
 
 from torchrl_ext.bench.ranks import by_shard
 
 
+@pytest.mark.exhaustive
 def test_ranks_keep_their_part_alone_and_half_a_worker_reads_half_of_the_files():
     results = json.loads(json.dumps(by_shard.delta_by_shard(2, 2, 128, versions=1)))
     assert [row["copies"] for row in results["ranks"]] == [0.5, 0.5]

@@ -143,7 +143,7 @@ class Demo:
     [
         ("starting the embedded engine", signal.SIGINT, 1),
         ("step 2", signal.SIGTERM, 1),
-        ("step 1", signal.SIGINT, 2),
+        pytest.param("step 1", signal.SIGINT, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_interrupt_leaves_no_process_behind(moment, number, ranks):
