@@ -193,6 +193,7 @@ class ShardedTransport(StandaloneTransport):
     # trainer ranks
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
+        self.stats.bytes = 0  # until something is sent; listing the shards has counted the whole model
         info, send = self._driver("send_weights").prepare(source, version)
 
         def transfer() -> None:
