@@ -9,6 +9,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
+from tests.transports.sharded_engine import Together as Agreeing
 from torchrl_ext.errors import EngineError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import (
@@ -31,22 +32,12 @@ from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
 
-class Together:
-    """Workers of one engine in threads of this process: `agree` waits until all have spoken."""
+class Together(Agreeing):
+    """Workers of one engine in threads of this process."""
 
     def __init__(self, count):
-        self._words, self._meeting = [""] * count, threading.Barrier(count)
+        super().__init__(count)
         self._pool = ThreadPoolExecutor(count)
-
-    def agree(self, rank):
-        def speak(words):
-            self._words[rank] = words
-            self._meeting.wait(WAIT_S)
-            said = list(self._words)
-            self._meeting.wait(WAIT_S)
-            return said
-
-        return speak
 
     def handle(self, ends, message):
         """What each worker answers, or raises."""
