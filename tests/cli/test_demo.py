@@ -10,10 +10,15 @@ from contextlib import ExitStack
 import httpx
 import psutil
 import pytest
+import torch
+from tensordict import set_list_to_stack
+from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.processes import COMMAND, WAIT_S, finished, python, running_python
+from tests.weights.shards.ranks import outcomes_of, require_passed
+from torchrl_ext.cli.demo.training import Trainer
 from torchrl_ext.launch.tiny import make_tiny_lm
 
 
@@ -61,8 +66,47 @@ def test_a_sharded_trainer_of_two_ranks_takes_the_steps_of_one_and_proves_the_sa
     assert told[2]["verified"] and told[2]["weights_equal"] and told[2]["greedy_equal"]
     assert (told[2]["trainer_ranks"], told[2]["tp"], told[1]["trainer_ranks"]) == (2, 1, 1)
     assert all(report["verified"] for report in told[2]["syncs"]) and len(told[2]["syncs"]) == 3
-    assert told[2]["rewards"] == pytest.approx(told[1]["rewards"])
-    assert told[2]["losses"] == pytest.approx(told[1]["losses"], abs=1e-4)
+    # Requests meet in other batches each time, so a draw next to a limit may choose another token: of 2,048 a step.
+    assert told[2]["rewards"] == pytest.approx(told[1]["rewards"], abs=0.01)
+    assert told[2]["rewards"][1] - told[2]["rewards"][0] > 0.02
+
+
+STEP_ON_RANKS = """
+from pathlib import Path
+from tensordict import set_list_to_stack
+from torchrl_ext.cli.demo.training import Trainer
+
+def step(mesh):
+    where = Path(folder).parent
+    with set_list_to_stack(True):
+        trainer = Trainer(where / "model", group=16, mesh=mesh)
+        trainer.step(torch.load(where / "rollouts.pt", weights_only=False))
+    return trainer.whole()
+"""
+
+ONE_STEP = """
+shared = step(dist.device_mesh.init_device_mesh("cpu", (world,)))
+if rank == 0:
+    start, alone = Trainer(Path(folder).parent / "model", group=16).model, step(None)
+    for (name, old), one, two in zip(start.named_parameters(), alone.parameters(), shared.parameters()):
+        moved, apart = (one - old).norm().item(), (one - two).norm().item()
+        assert moved > 0 and apart < 0.02 * moved, (name, moved, apart)
+"""
+
+
+def test_ranks_that_share_a_model_take_the_steps_of_one_on_the_same_rollouts(server, tmp_path):
+    """Adam moves weights with hardly any gradient as far as others, so they are not compared bit by bit."""
+    trainer = Trainer(make_tiny_lm(tmp_path / "model"), group=16)
+    settings = {"generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True}, "seed": 0}
+    policy = tx.RemoteLLMPolicy(server.url, tokenizer=trainer.tokenizer, input_mode="text", **settings)
+    turns = trainer.task.turns
+    with set_list_to_stack(True):
+        collector = LLMCollector(
+            trainer.task.env(), policy=policy, dialog_turns_per_batch=turns, total_dialog_turns=turns
+        )
+        torch.save(next(iter(collector)), tmp_path / "rollouts.pt")
+        collector.shutdown()
+    require_passed("step", outcomes_of({"step": ONE_STEP}, STEP_ON_RANKS, 2, tmp_path), 2)
 
 
 def test_without_json_the_demo_prints_nothing_on_standard_output(server):
