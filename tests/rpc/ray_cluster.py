@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ def two_nodes(*, num_gpus=1):
             ray.init(address=cluster.address, log_to_driver=False)
             yield ray
         finally:
+            gc.collect()  # TorchRL's collectors call Ray when they are deleted, which would start a cluster anew
             ray.shutdown()
             cluster.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
