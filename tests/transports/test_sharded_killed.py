@@ -122,6 +122,7 @@ engines = [LineEngine(one, 2) for one in ports]
 transport = tx.make_transport("sharded", bucket_bytes=256, timeout_s=15)
 sender = tx.WeightSender(transport, Fleet(engines) if rank == 0 else None, rank=rank)
 sender.update_weights(Source(1))
+dist.barrier()  # rank 1 is told how an update ended by rank 0, which may die at the first step of the next one
 steps.count = 0
 if role == f"rank {rank}":
     steps.at = at
