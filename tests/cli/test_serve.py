@@ -12,7 +12,7 @@ from tests.processes import COMMAND, WAIT_S, running_python
 from torchrl_ext.cli.main import main
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_it_says_where_the_engine_is_and_ends_it_with_itself(tmp_path, number):
     checkpoint = tiny_checkpoint(tmp_path / "model")
     command = ["serve", "embedded", "--model", str(checkpoint), "--dtype", "float32", "--json"]

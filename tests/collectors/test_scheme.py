@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -40,7 +41,13 @@ from torchrl_ext.versions import reader
 Scheme = tx.TransportWeightSyncScheme
 
 
-@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("disk", "ipc") else [])
+        for name in BETWEEN_PROCESSES
+    ],
+)
 def test_workers_of_a_collector_hold_the_trainers_bits_after_each_update(transport):
     policy = make_policy()
     schemes = {"policy": Scheme(transport), "policy.module[2]": Scheme(transport)}
@@ -218,21 +225,18 @@ def test_from_backend_knows_every_transport(name):
     assert (scheme.transport, scheme.timeout_s) == (name, 3.0)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_from_backend_knows_the_names_whichever_package_was_imported_first():
+    asks = (
+        "\nassert w.WeightSyncScheme.from_backend('delta').transport == 'delta'"
+        "\nassert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)"
+    )
+    orders = (
         "import torchrl.weight_update as w, torchrl_ext",
         "import torchrl_ext as tx, torchrl.weight_update as w; tx.WeightSender",
         "import torchrl_ext.collectors.backends, torchrl.weight_update as w",
-    ],
-)
-def test_from_backend_knows_the_names_whichever_package_was_imported_first(code):
-    python(
-        f"{code}\n"
-        "assert w.WeightSyncScheme.from_backend('delta').transport == 'delta'\n"
-        "assert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)",
-        fresh=True,
     )
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda order: python(order + asks, fresh=True), orders))
 
 
 def test_importing_us_leaves_the_import_system_alone_and_torchrl_out():

@@ -198,7 +198,7 @@ def test_the_options_do_not_import_hydra_where_it_is():
     )
 
 
-@pytest.mark.parametrize("transport", ["delta", "ipc"])
+@pytest.mark.parametrize("transport", ["delta", pytest.param("ipc", marks=pytest.mark.exhaustive)])
 def test_a_trainer_of_torchrls_configs_changes_transport_by_name(transport, tmp_path):
     root = tmp_path / "updates"
     place = [f"weight_sync_scheme.root={root}"] if transport == "delta" else []

@@ -38,7 +38,7 @@ def test_a_server_ends_with_its_block(checkpoint):
     server.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_server_ends_when_its_parent_is_killed(checkpoint, number):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, checkpoint], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -296,8 +296,15 @@ def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_nam
         trainer.shutdown()
 
 
-@pytest.mark.parametrize("moment", ["idle", "half"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "moment"),
+    [
+        (signal.SIGKILL, "idle"),
+        (signal.SIGKILL, "half"),
+        pytest.param(signal.SIGSTOP, "idle", marks=pytest.mark.exhaustive),
+        (signal.SIGSTOP, "half"),
+    ],
+)
 def test_a_trainer_process_that_dies_or_freezes_ends_the_worker_and_is_named(how, moment):
     port = free_port()
     with running_python(TRAINER, port) as child:
