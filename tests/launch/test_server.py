@@ -14,6 +14,7 @@ from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.launch.engines.embedded import EmbeddedServer
 from torchrl_ext.launch.engines.sglang import SGLangServer
 from torchrl_ext.launch.engines.vllm import VLLMServer
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.launch.server import Server, ServerSpec, as_flags, usable_port
 
@@ -48,6 +49,21 @@ def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
     picked = usable_port(0)
     assert picked not in (0, taken)
     assert usable_port(picked) == usable_port(picked, "0.0.0.0") == picked
+
+
+def test_a_port_that_was_picked_can_be_used_while_another_thread_starts_a_process(monkeypatch):
+    held = []
+
+    class Forked(socket.socket):
+        def close(self):
+            held.append(self.dup())  # as in a process that was forked, and does not run its program yet
+            super().close()
+
+    monkeypatch.setattr(socket, "socket", Forked)
+    picked = free_port()
+    monkeypatch.undo()
+    assert usable_port(picked) == picked == held[0].getsockname()[1]
+    held[0].close()
 
 
 def test_only_arguments_with_a_value_become_flags():

@@ -21,6 +21,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.engines.ray import EngineActor, RayEngine, Served, as_remote
 
@@ -287,12 +288,6 @@ def make_net_of_zeros():
     for parameter in net.parameters():
         nn.init.zeros_(parameter)
     return net
-
-
-def free_port():
-    from torchrl_ext.launch.processes import free_port as pick
-
-    return pick()
 
 
 def test_outputs_of_an_engine_in_an_actor_are_compared(actors, settings):

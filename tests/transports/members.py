@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 
 WAIT_S = 60
 SHORT_S = 2
 BUCKET = 4096
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def member(port, rank, size, **settings):

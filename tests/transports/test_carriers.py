@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.processes import finished, running_python
-from tests.transports.members import SHORT_S, WAIT_S, beside, free_port
+from tests.transports.members import SHORT_S, WAIT_S, beside
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.transports.collective import sockets
 from torchrl_ext.transports.collective.carrier import Move
 from torchrl_ext.transports.collective.group import Group

@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch
 
-from tests.transports.members import BUCKET, SHORT_S, WAIT_S, beside, enter, free_port, group, member, same, weights
+from tests.transports.members import BUCKET, SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -16,6 +16,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     TransportError,
 )
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.processes import finished, running_python
-from tests.transports.members import WAIT_S, beside, free_port, group, member, same, weights
+from tests.transports.members import WAIT_S, beside, group, member, same, weights
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -24,6 +24,7 @@ from torchrl_ext.errors import (
     WeightSyncError,
 )
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Load
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.processes import running_python
-from tests.transports.members import BUCKET, free_port, member
+from tests.transports.members import BUCKET, member
 from torchrl_ext.errors import TransportError
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.buckets import Plan
 from torchrl_ext.transports.collective.stream import buckets_of

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import torchrl_ext as tx
-from tests.transports.members import SHORT_S, WAIT_S, beside, enter, free_port, group, member, same, weights
+from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective import group as groups

@@ -11,8 +11,9 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.processes import python
-from tests.transports.members import beside, free_port, same
+from tests.transports.members import beside, same
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, StoreError, TransportError, WeightSyncError
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.stores import version_name
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport

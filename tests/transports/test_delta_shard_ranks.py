@@ -9,8 +9,8 @@ import pytest
 
 from tests.processes import WAIT_S, finished, running_python
 from tests.transports.chains import same, trainer_at
-from tests.transports.members import free_port
 from tests.transports.shard_ranks import cut, step, weights
+from torchrl_ext.launch.processes import free_port
 
 
 @pytest.fixture

@@ -252,6 +252,9 @@ def free_port() -> int:
     below = range(_LOWEST_PORT, lowest)
     for port in [*random.SystemRandom().sample(below, min(_PORT_TRIES, len(below))), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
+            # a process that another thread forks holds a copy until it runs its program: without this, its copy of a
+            # closed probe would keep the port from the server that it was chosen for
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return probe.getsockname()[1]
     raise EngineError("there is no free port on 127.0.0.1")

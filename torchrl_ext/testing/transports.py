@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
 from torchrl_ext.errors import ConcurrentUpdateError, ManifestError, WeightSyncError
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.registry import transports
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.standalone import StandaloneTransport
@@ -91,13 +91,6 @@ def any_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
         return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).bool()
     raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Ends:
