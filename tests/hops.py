@@ -17,7 +17,6 @@ It runs against another commit as ``PYTHONPATH=THAT_CHECKOUT python tests/hops.p
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 import tempfile
 import threading
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 TRANSPORTS = ("memory", "collective", "disk", "delta")
@@ -79,10 +79,7 @@ def _second_update(name, settings):
 
 def _where(name, root):
     if name == "collective":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        return {"master_address": "127.0.0.1", "master_port": port, "rank": 0, "world_size": 2}
+        return {"master_address": "127.0.0.1", "master_port": free_port(), "rank": 0, "world_size": 2}
     return {"root": root} if name in ("disk", "delta") else {}
 
 

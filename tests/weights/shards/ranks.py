@@ -4,13 +4,13 @@ they say about the shards of a source."""
 from __future__ import annotations
 
 import json
-import socket
 from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 
 from tests.processes import WAIT_S, running_python
+from torchrl_ext.launch.processes import free_port
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import checked
@@ -45,9 +45,7 @@ def outcomes_of(scenarios, prelude, world, folder):
 
     Scenarios are code that knows ``rank``, ``world``, a ``folder`` of its own and what ``prelude`` makes known.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with ExitStack() as ends:
         ranks = [
             ends.enter_context(running_python(_BEGIN + prelude + _LOOP, rank, world, port, folder))
