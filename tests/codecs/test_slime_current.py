@@ -146,7 +146,7 @@ def test_an_index_survives_and_names_versions_in_six_digits():
     assert document["metadata"]["checksum_format"] == "xxh3-128"
     assert document["weight_map"] == {"w": "model-00000-of-00002.safetensors"}
     assert parse_index(index.to_bytes(), "i") == (index, index.weight_map)
-    document["metadata"]["run"] = "of a later writer"
+    document["metadata"] |= {"run": "of a later writer", "version": 7}  # stitch takes numbers, too
     assert parse_index(json.dumps(document).encode(), "i") == (index, index.weight_map)
     document["metadata"] = {"total_size": 3, "version": "000007"}
     assert parse_index(json.dumps(document).encode(), "i") == (None, index.weight_map)
@@ -160,7 +160,9 @@ def test_an_index_survives_and_names_versions_in_six_digits():
         lambda d: d["weight_map"].update(w=3),
         lambda d: d.update(weight_map=[]),
         lambda d: d["metadata"].update(version="-1"),
-        lambda d: d["metadata"].update(base_version=5),
+        lambda d: d["metadata"].update(base_version=-5),
+        lambda d: d["metadata"].update(base_version=5.0),
+        lambda d: d["metadata"].update(base_version=True),
         lambda d: d["metadata"].pop("delta_encoding"),
         lambda d: d.update(metadata=7),
     ],

@@ -1,4 +1,4 @@
-"""``torchrl-ext chain``: look at, check, thin out and unpack the versions that a delta transport published."""
+"""``torchrl-ext chain``: look at, check, thin out, unpack and convert the versions that a trainer published."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from torch import Tensor
 from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
 from torchrl_ext.stores import LocalStore, Store, open_store, version_name
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.peers import as_chain
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.convert import LAYOUTS, Rebuilt, convert
 from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.weights.checkpoint import companion_files
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["Reader", "add_parser", "run"]
@@ -28,7 +32,7 @@ __all__ = ["Reader", "add_parser", "run"]
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the command."""
-    parser = subparsers.add_parser("chain", help="list, check, thin out and unpack the versions under a root")
+    parser = subparsers.add_parser("chain", help="list, check, thin out, unpack and convert the versions under a root")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("root", metavar="ROOT", help="directory, or URL of an object store")
     common.add_argument("--base", metavar="DIR", help="checkpoint that is version 0, where a delta comes first")
@@ -50,6 +54,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     unpack.add_argument("version", type=int)
     unpack.add_argument("out", metavar="OUT_DIR")
     unpack.add_argument("--shard-bytes", type=int, default=4 << 30, help="bound on the tensors of one file")
+    anew = action("convert", "write every version anew, in our layout or another library's")
+    anew.add_argument("out", metavar="OUT_DIR")
+    anew.add_argument("--to", required=True, choices=LAYOUTS, help="slime-first: its format of June 2026 and before")
     compare = action("diff", "which tensors differ between two versions, and how much of them")
     compare.add_argument("a", type=int)
     compare.add_argument("b", type=int)
@@ -63,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         0; 1 where `verify` finds damage, or cannot check a version.
     """
     options = dict(_option(text) for text in args.storage_option)
-    chain = Reader(open_store(args.root, options), args.base)
+    chain = Reader(as_chain(open_store(args.root, options)), args.base)
     if not chain.store.available():
         raise ConfigError(f"there is nothing at {args.root}", expected="a root that a delta transport publishes into")
     document, lines = _ACTIONS[args.action](chain, args)
@@ -112,6 +119,24 @@ class Reader:
     def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
         follower = self.follower()
         return follower.tensors(self.route(version, follower), {})
+
+    def beside(self, number: int) -> dict[str, bytes]:
+        """Return the files that make a checkpoint of the weights of a full version, by name."""
+        folder = version_name(number)
+        names = (name for name in self.store.sizes(folder) if not name.endswith((".safetensors", ".index.json")))
+        return {name: self.store.get(f"{folder}/{name}") for name in names if name not in (MANIFEST, "DONE")}
+
+    def rebuilt(self) -> Iterator[Rebuilt]:
+        """Yield every version, rebuilt from the one before where that takes fewer bytes."""
+        follower, names = self.follower(keep=True), list[str]()
+        files = {} if self.base is None else companion_files(self.base)
+        for number in self.numbers():
+            for _ in follower.tensors(self.route(number, follower), {}):
+                pass
+            whole, held = self.chain.version(number).full is not None, follower.mirror
+            names = names if held.keys() == set(names) else [*held]
+            files = self.beside(number) if whole else files
+            yield Rebuilt(number=number, whole=whole, tensors={name: held[name] for name in names}, beside=files)
 
     def summary(self, number: int) -> Info:
         version = self.chain.version(number)
@@ -249,6 +274,13 @@ def _materialize(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[s
     return document, [f"version {args.version} is in {out}, {document['bytes']:,} bytes"]
 
 
+def _convert(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+    rows = convert(reader.rebuilt(), args.out, args.to, reader.base)
+    document = {"path": os.path.abspath(args.out), "to": args.to, "versions": rows}
+    lines = [f"{row['version']:>8}  {row['kind']:<15}{row['bytes']:>16,} bytes" for row in rows]
+    return document, [*lines, f"{len(rows)} versions are in {document['path']}"]
+
+
 def _diff(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     from torchrl_ext.codecs.patch import diff
 
@@ -294,9 +326,7 @@ class _Unpacked(WeightSource):
         keyframe = self._route.keyframe
         if keyframe is None:
             return {} if self._route.base is None else self._route.base.files()
-        made_anew, folder = (".safetensors", ".index.json"), version_name(keyframe.version)
-        names = (name for name in keyframe.files if not name.endswith(made_anew))
-        return {name: self._reader.store.get(f"{folder}/{name}") for name in names}
+        return self._reader.beside(keyframe.version)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._follower.tensors(self._route, {})
@@ -309,4 +339,12 @@ def _option(text: str) -> tuple[str, str]:
     return key, value
 
 
-_ACTIONS = {"ls": _ls, "show": _show, "verify": _verify, "gc": _gc, "materialize": _materialize, "diff": _diff}
+_ACTIONS = {
+    "ls": _ls,
+    "show": _show,
+    "verify": _verify,
+    "gc": _gc,
+    "materialize": _materialize,
+    "convert": _convert,
+    "diff": _diff,
+}

@@ -191,8 +191,9 @@ class ForeignVersions:
         if names - {_DONE} or number not in numbers or not self._over(number, names):
             return False
         sides = [other for other in numbers if other > number], [other for other in numbers[::-1] if other < number]
-        nearest = (next(filter(None, (self._store.list(version_name(other)) for other in side)), ()) for side in sides)
-        return any(_flushes(held) and MANIFEST not in held for held in nearest)
+        held = ((frozenset(self._store.list(version_name(other))) - {_DONE} for other in side) for side in sides)
+        nearest = (next(filter(None, folders), frozenset[str]()) for folders in held)
+        return any(_flushes(names) and MANIFEST not in names for names in nearest)
 
     def _index(self, number: int) -> tuple[DeltaIndex | None, Mapping[str, str]]:
         """Return the index of a delta, None where it is no delta, and which file holds which tensor."""

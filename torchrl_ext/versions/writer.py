@@ -79,8 +79,10 @@ class ChainWriter:
         self._since_keyframe = 0
         self._acknowledged = True
 
-    def publish(self, source: WeightSource, version: int) -> DeltaManifest | None:
+    def publish(self, source: WeightSource, version: int, *, keyframe: bool = False) -> DeltaManifest | None:
         """Publish ``source`` as version ``version``, and return its delta; None for a keyframe without one.
+
+        It is a keyframe where ``keyframe`` says so, or one is due.
 
         After an attempt that fails, which leaves nothing in the store, the next version is a keyframe. So it is after a
         version that not every engine acknowledged, since a delta on that one may be of no use.
@@ -93,7 +95,7 @@ class ChainWriter:
         baseline = self._baseline or self._first_baseline(source)
         base = baseline.version if baseline.fits(source) else None
         due = 0 < self._keyframe_every <= self._since_keyframe + 1
-        keyframe = base is None or due or not self._acknowledged
+        keyframe = keyframe or base is None or due or not self._acknowledged
         if not self._acknowledged:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
         self._acknowledged, manifest = False, None

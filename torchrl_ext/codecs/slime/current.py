@@ -8,6 +8,7 @@ encodings travel in the same files, with payloads of their own and no further co
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import zlib
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 INDEX_NAME: Final = "model.safetensors.index.json"
-CHECKSUMS: Final = ("xxh3-128", "blake3", "adler32")
+CHECKSUMS: Final = ("xxh3-128", "blake3", "adler32", "sha256")  # slime has the first three, SkyRL the first and last
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _VERSION = re.compile(r"[0-9]{1,18}")
 
@@ -56,6 +57,7 @@ def checksum(algorithm: str, data: Buffer | np.ndarray) -> str:
         "xxh3-128": xxhash.xxh3_128_hexdigest,
         "adler32": lambda raw: f"{zlib.adler32(raw):08x}",
         "blake3": _blake3,
+        "sha256": lambda raw: hashlib.sha256(raw).hexdigest(),
     }
     if algorithm not in algorithms:
         raise ConfigError(f"there is no checksum called {algorithm!r}", expected=f"one of {', '.join(CHECKSUMS)}")
@@ -158,7 +160,7 @@ def parse_index(data: Buffer, where: str) -> tuple[DeltaIndex | None, Mapping[st
                 raise ValueError(f"tensor {name!r} is kept in {file!r}, which is no plain file name")
         if not any(key in metadata for key in _KEYS[1:]):  # a full one may well say its version
             return None, weight_map
-        words = [metadata[key] for key in _KEYS]
+        words = [str(word) if type(word) is int else word for word in (metadata[key] for key in _KEYS)]
         if not all(isinstance(word, str) for word in words) or not all(map(_VERSION.fullmatch, words[:2])):
             raise ValueError(f"a delta is described by {words}")
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:

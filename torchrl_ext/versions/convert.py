@@ -1,0 +1,292 @@
+"""The writing of a chain anew, in the layout of this library or of another one that follows versions as files.
+
+Every version is rebuilt and compared with its digests first, so that nothing damaged is passed on; a delta is taken
+anew between two of them. `torchrl_ext.stores.peers` has the sources of SkyRL's and stitch's layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain as joined
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.codecs.base import Encoded, make_codec
+from torchrl_ext.codecs.pipeline import encode_tensors
+from torchrl_ext.codecs.slime.container import Entry, build_safetensors
+from torchrl_ext.codecs.slime.current import checksum
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.stores import Chain, LocalStore, version_name
+from torchrl_ext.stores.base import Draft
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.types import Info, ParamMeta, dtype_name
+from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.containers import Flushes, NewDelta, Whole
+from torchrl_ext.versions.writer import ChainWriter
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.digests import byte_view
+from torchrl_ext.weights.source import WeightSource
+
+__all__ = ["LAYOUTS", "Rebuilt", "convert"]
+
+LAYOUTS: Final = ("ours", "slime", "slime-first", "skyrl", "stitch")
+"""The layouts that `convert` writes."""
+
+_SHARD_BYTES: Final = 4 << 30
+_PAYLOAD_BYTES: Final = 1 << 30  # of SkyRL's files, by default
+_CHECKSUM: Final = "xxh3-128"
+
+_Files = Generator[tuple[str, bytes], None, None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rebuilt(WeightSource):
+    """One version of a chain, whole in memory.
+
+    Attributes:
+        number: the version.
+        whole: the chain has it whole; else as a delta only.
+        tensors: on the host, by name, in order. Read before the next version is asked for.
+        beside: files that complete a checkpoint of it: name -> content.
+    """
+
+    number: int
+    whole: bool
+    tensors: Mapping[str, Tensor]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(ParamMeta.of(name, tensor) for name, tensor in self.tensors.items())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors.items())
+
+    def files(self) -> Mapping[str, bytes]:
+        return self.beside
+
+
+def convert(versions: Iterable[Rebuilt], folder: str | os.PathLike[str], layout: str, base: str | None) -> list[Info]:
+    """Write versions into a new directory.
+
+    What the chain has whole is written whole, and so is a version that does not follow on the one before it. All else
+    is written as a delta on the version before, the first one on ``base``. SkyRL has no whole versions: there all are
+    deltas. Memory for the model is taken once, beside ``versions``.
+
+    Args:
+        versions: in order.
+        folder: a directory that does not exist, or is empty. Its name is that of the run, in stitch's layout.
+        layout: one of `LAYOUTS`.
+        base: checkpoint directory that is version 0.
+
+    Returns:
+        A row for each version: its number as ``version``, its ``kind`` (``"keyframe"``, ``"delta"``, or in our layout
+        ``"keyframe+delta"``) and its ``bytes``.
+
+    Raises:
+        ConfigError: the layout cannot take a version, or the directory is not empty; what was written stays.
+        StoreError: no space, no permission.
+    """
+    path = Path(os.path.abspath(folder))
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} exists already", expected="a new or empty directory", state="nothing was written")
+    if layout == "skyrl" and base is None:
+        raise ConfigError(
+            "SkyRL has no full versions: all of them lead back to a checkpoint",
+            expected="the checkpoint with which its engines start",
+            state="nothing was written",
+            hint="name its directory with --base",
+        )
+    rows = list(_as_ours(versions, path, base) if layout == "ours" else _Foreign(path, layout, base).write(versions))
+    for row in rows:
+        files = (path / row.pop("folder")).rglob("*")
+        row["bytes"] = sum(file.stat().st_size for file in files if file.is_file())
+    return rows
+
+
+def _as_ours(versions: Iterable[Rebuilt], path: Path, base: str | None) -> Iterator[Info]:
+    store = LocalStore(path)
+    store.own()
+    chain, writer = Chain(store), None
+    try:
+        for version in versions:
+            if writer is None:
+                writer = ChainWriter(
+                    store,
+                    chain,
+                    uuid.uuid4().hex,
+                    codec=make_codec("auto", whole_base=False),
+                    full=FullWriter(_SHARD_BYTES),
+                    keyframe_every=0,
+                    base=None if version.whole else base,
+                    keep_files=True,
+                )
+            delta = writer.publish(version, version.number, keyframe=version.whole)
+            writer.acknowledge()
+            kind = "keyframe" if delta is None else "keyframe+delta" if version.whole else "delta"
+            yield {"version": version.number, "kind": kind, "folder": version_name(version.number)}
+    finally:
+        store.disown()
+
+
+class _Foreign:
+    """A root in the layout of another library, while it is written.
+
+    Args:
+        path: the directory.
+        layout: its name.
+        base: checkpoint directory that is version 0.
+    """
+
+    def __init__(self, path: Path, layout: str, base: str | None) -> None:
+        self._path, self._layout = path, layout
+        self._inside = "updates/" if layout == "stitch" else ""
+        self._codec = make_codec("deltas_zstd" if layout == "slime-first" else "xor")
+        self._files = _OF_LAYOUT[layout]
+        self._held: dict[str, Tensor] = {}
+        self._number: int | None = None
+        if base is not None:
+            self._number, self._base = 0, CheckpointSource(base)
+        self._readable = False  # whether a version without files would be known for one, in slime's first format
+
+    def write(self, versions: Iterable[Rebuilt]) -> Iterator[Info]:
+        """Write every version, and yield what it became."""
+        store = LocalStore(self._path / self._inside)
+        store.own()
+        try:
+            for version in versions:
+                folder = f"delta-{version.number:08d}" if self._layout == "skyrl" else version_name(version.number)
+                with store.draft(folder) as draft:
+                    delta = self._follows(version) and self._delta(draft, version)
+                    if not delta:
+                        self._whole(draft, version)
+                    if self._layout == "slime-first":
+                        draft.write("DONE", b"")
+                if self._layout == "stitch":
+                    pointer = f"{self._path.name}/{folder}".encode()
+                    LocalStore(self._path).put("latest", pointer)
+                self._number = version.number
+                yield {
+                    "version": version.number,
+                    "kind": "delta" if delta else "keyframe",
+                    "folder": self._inside + folder,
+                }
+        finally:
+            store.disown()
+
+    def _follows(self, version: Rebuilt) -> bool:
+        """Return whether a version is to be a delta on what is held; what the base is is read here.
+
+        Raises:
+            ConfigError: it has to be one, and cannot.
+        """
+        must = self._layout == "skyrl"
+        if self._number != version.number - 1:
+            if must:
+                raise ConfigError(
+                    f"version {version.number} follows on version {self._number} here",
+                    expected=f"version {version.number - 1}: SkyRL counts from its base on, and leaves none out",
+                    hint="convert a root that was kept from its first version on (keep_files=True)",
+                )
+            return False
+        if version.whole and not must:
+            return False
+        if self._number == 0:
+            wanted = version.tensors.keys()
+            self._held = {name: tensor.clone() for name, tensor in self._base if name in wanted}
+        held = {name: ParamMeta.of(name, tensor) for name, tensor in self._held.items()}
+        other = next((meta for meta in version.params() if held.get(meta.name) != meta), None)
+        if other is not None and (must or self._number == 0):
+            raise ConfigError(
+                f"version {self._number} holds {held.get(other.name, f'no {other.name}')}",
+                expected=str(other),
+                hint="pass as --base the checkpoint with which the trainer began",
+            )
+        return other is None
+
+    def _delta(self, draft: Draft, version: Rebuilt) -> bool:
+        """Write a delta; return False where this layout could not tell it from a version that is being written."""
+        params, wrote = version.params(), False
+        new = NewDelta(
+            version=version.number,
+            base=("", version.number - 1),
+            run_id="",
+            codec=self._codec,
+            params=params,
+            tensors=version.tensors,
+            digests={},
+        )
+        pairs = ((meta.name, self._held[meta.name], version.tensors[meta.name]) for meta in params)
+        files = self._files(new, encode_tensors(pairs, self._codec, follow=True))
+        with closing(files):
+            for name, data in files:
+                draft.write(name, data)
+                wrote = self._readable = True
+        return wrote or self._readable
+
+    def _whole(self, draft: Draft, version: Rebuilt) -> None:
+        FullWriter(_SHARD_BYTES).write(draft, version, version.number, "")
+        os.unlink(draft.path / MANIFEST)  # which is ours
+        self._held, self._readable = {name: tensor.clone() for name, tensor in version}, False
+
+
+def _slimes(container: Whole | Flushes) -> Callable[[NewDelta, Iterable[Encoded]], _Files]:
+    def files(delta: NewDelta, changes: Iterable[Encoded]) -> _Files:
+        for name, data, _ in container.files(delta, changes):
+            yield name, data
+
+    return files
+
+
+def _skyrls(delta: NewDelta, changes: Iterable[Encoded]) -> _Files:
+    """Yield SkyRL's files of a delta, the manifest last."""
+    rows, names, waiting, size = list[Info](), list[str](), dict[str, bytes](), 0
+    for change in joined(changes, [None]):
+        payload = b"" if change is None else change.payload
+        if waiting and (change is None or size + len(payload) > _PAYLOAD_BYTES):
+            names.append(f"delta-rank00000-file{len(names):06d}.safetensors")
+            entries = {name: Entry(torch.uint8, (len(data),), data) for name, data in waiting.items()}
+            yield names[-1], build_safetensors(entries, {})
+            waiting, size = {}, 0
+        if change is None or not change.changed:
+            continue
+        meta = change.meta
+        waiting[meta.name], size = payload, size + len(payload)
+        rows.append(
+            {
+                "name": meta.name,
+                "dtype": dtype_name(meta.dtype),
+                "shape": list(meta.shape),
+                "uncompressed_num_bytes": meta.nbytes,
+                "compressed_num_bytes": len(payload),
+                "payload_file": f"delta-rank00000-file{len(names):06d}.safetensors",
+                "payload_key": meta.name,
+                "checksum": checksum(_CHECKSUM, byte_view(delta.tensors[meta.name]).numpy()),
+                "checksum_algorithm": _CHECKSUM,
+            }
+        )
+    manifest: dict[str, Any] = {
+        "version": delta.version,
+        "base_version": delta.base[1],
+        "tensors": rows,
+        "total_uncompressed_num_bytes": sum(row["uncompressed_num_bytes"] for row in rows),
+        "total_compressed_num_bytes": sum(row["compressed_num_bytes"] for row in rows),
+        "payload_files": names,
+    }
+    yield MANIFEST, json.dumps(manifest).encode()
+
+
+_OF_LAYOUT = {
+    "slime": _slimes(Whole()),
+    "slime-first": _slimes(Flushes()),
+    "stitch": _slimes(Whole()),
+    "skyrl": _skyrls,
+}
