@@ -1,0 +1,165 @@
+"""Roots of SkyRL and stitch, read by our reader; nothing of theirs is written to."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from tests.hostile import refused_or_right, worse_bytes, worse_text
+from tests.transports.chains import checkpoint, same, step, trainer_at, weights
+from tests.versions.layouts import edit_manifest, write_skyrl, write_stitch
+from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.stores import open_store
+from torchrl_ext.testing import WAIT_S
+
+
+def copied(tensors):
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+class TestSkyRL:
+    @pytest.fixture
+    def base(self, tmp_path):
+        return checkpoint(tmp_path / "base", weights())
+
+    @pytest.fixture
+    def root(self, tmp_path):
+        """Two deltas on the base, of which the second one is checked by SHA-256."""
+        own, root = weights(), tmp_path / "sync"
+        for version, algorithm in ((1, "xxh3-128"), (2, "sha256")):
+            old = copied(own)
+            step(own, version)
+            write_skyrl(root, version, old, own, algorithm)
+        return root
+
+    @staticmethod
+    def history():
+        own, found = weights(), {0: weights()}
+        for version in (1, 2, 3):
+            step(own, version)
+            found[version] = copied(own)
+        return found
+
+    def test_a_reader_follows_every_version_and_one_that_comes_late_gets_the_newest(self, root, base):
+        history, early = self.history(), trainer_at(root, base=base)
+        assert same(early.receive_weights(WAIT_S), history[2])
+        write_skyrl(root, 3, history[2], history[3])
+        assert same(early.receive_weights(WAIT_S), history[3])
+        write_skyrl(root, 4, history[3], history[3])  # nothing changed: no payload file
+        assert same(early.receive_weights(WAIT_S), history[3]) and early.received_version == 4
+        late = trainer_at(root, base=base)
+        assert same(late.receive_weights(WAIT_S), history[3]) and late.received_version == 4
+
+    def test_rows_of_an_earlier_release_have_sha256_alone(self, root, base):
+        def earlier(document):
+            for row in document["tensors"]:
+                row["sha256"] = row.pop("checksum")
+                del row["checksum_algorithm"], row["payload_key"]
+
+        edit_manifest(root / "delta-00000002", earlier)
+        assert same(trainer_at(root, base=base).receive_weights(WAIT_S), self.history()[2])
+
+    @pytest.mark.parametrize("missing", ["manifest.json", "delta-rank00000-file000000.safetensors"])
+    def test_a_version_that_is_being_written_is_not_there_yet(self, root, base, missing):
+        file = root / "delta-00000002" / missing
+        moved = file.rename(root / missing)
+        reader = trainer_at(root, base=base)
+        assert same(reader.receive_weights(WAIT_S), self.history()[1])
+        moved.rename(file)
+        assert same(reader.receive_weights(WAIT_S), self.history()[2])
+
+    @pytest.mark.parametrize(
+        ("change", "why"),
+        [
+            (lambda document: document.update(version=1), "version 1"),
+            (lambda document: document.update(base_version=2), "base is version 2"),
+            (lambda document: document["tensors"][0].update(checksum="0" * 64), "a.weight"),
+            (lambda document: document["tensors"][0].update(payload_key="other"), "delta-00000002/manifest.json"),
+            (lambda document: document["tensors"][0].update(payload_file="../x.safetensors"), "no plain file name"),
+            (lambda document: document["tensors"][0].update(checksum_algorithm="xxh3-128"), "manifest.json is damaged"),
+            (lambda document: document["tensors"].append(document["tensors"][0]), "twice"),
+            (lambda document: document["tensors"].pop(), "b.weight"),
+        ],
+    )
+    def test_a_manifest_that_is_not_that_of_its_files_is_refused(self, root, base, change, why):
+        edit_manifest(root / "delta-00000002", change)
+        with pytest.raises(IntegrityError, match=why):
+            trainer_at(root, base=base).receive_weights(WAIT_S)
+
+    def test_whatever_becomes_of_its_files_what_is_received_is_a_version_of_it(self, root, base):
+        chance, refused, history = random.Random(5), 0, self.history()
+        folder = root / "delta-00000002"
+        manifest, payload = folder / "manifest.json", next(folder.glob("*.safetensors"))
+        text, data = manifest.read_bytes(), payload.read_bytes()
+        for turn in range(160):
+            manifest.write_bytes(worse_text(json.loads(text), chance) if turn % 2 else text)
+            payload.write_bytes(data if turn % 2 else worse_bytes(data, chance))
+            refused += refused_or_right(
+                lambda: trainer_at(root, base=base).receive_weights(0.0),
+                right=lambda found: found is None or any(same(found, one) for one in history.values()),
+            )
+        assert refused > 60
+
+    def test_nothing_is_written_to_a_root_of_theirs(self, root):
+        before = sorted(root.rglob("*"))
+        with pytest.raises(StoreError, match="belongs to SkyRL"):
+            trainer_at(root).send_weights("policy", weights())
+        with pytest.raises(StoreError, match="belongs to SkyRL"):
+            open_store(root).delete("weight_v000001")
+        assert sorted(root.rglob("*")) == before
+
+
+class TestStitch:
+    @pytest.fixture
+    def root(self, tmp_path):
+        """A full version and a delta on it, both of them committed, and another delta which is not."""
+        own, root = weights(), tmp_path / "run-7"
+        checkpoint(root / "updates" / "weight_v000001", own)
+        for version in (2, 3):
+            old = copied(own)
+            step(own, version)
+            write_stitch(root, version, old, own, pointed=2)
+        return root
+
+    def test_a_reader_takes_what_the_pointer_reaches_and_nothing_beyond(self, root):
+        own, reader = weights(), trainer_at(root)
+        step(own, 2)
+        assert same(reader.receive_weights(WAIT_S), own)
+        assert reader.receive_weights(0.0) is None
+        with pytest.raises(FileNotFoundError):
+            open_store(root).get("weight_v000003/model.safetensors.index.json")
+        (root / "latest").write_text(f"{root.name}/weight_v000003")
+        step(own, 3)
+        assert same(reader.receive_weights(WAIT_S), own)
+
+    @pytest.mark.parametrize("text", ["weight_v000002", "a/b/weight_v000002\n", "2"])
+    def test_every_form_of_its_pointer_is_read(self, root, text):
+        own = weights()
+        (root / "latest").write_text(text)
+        step(own, 2)
+        assert same(trainer_at(root).receive_weights(WAIT_S), own)
+
+    def test_a_claimed_run_without_a_version_holds_nothing(self, root):
+        (root / "latest").write_text("run-7/weight_v000000")
+        assert trainer_at(root).receive_weights(0.0) is None
+
+    def test_a_pointer_that_is_none_is_refused_and_never_read_as_an_older_one(self, root):
+        reader = trainer_at(root)
+        (root / "latest").write_text("run-7/weight_v")
+        with pytest.raises(IntegrityError, match="run-7/weight_v"):
+            reader.receive_weights(0.0)
+
+    def test_nothing_is_written_to_a_root_of_theirs(self, root):
+        before = sorted(root.rglob("*"))
+        with pytest.raises(StoreError, match="belongs to stitch"):
+            trainer_at(root).send_weights("policy", weights())
+        assert sorted(root.rglob("*")) == before
+
+
+def test_a_root_of_ours_is_opened_as_it_is(tmp_path):
+    trainer_at(tmp_path / "root").send_weights("policy", weights())
+    (tmp_path / "root" / "updates").mkdir()
+    (tmp_path / "root" / "delta-00000009").mkdir()
+    assert same(trainer_at(tmp_path / "root").receive_weights(WAIT_S), weights())

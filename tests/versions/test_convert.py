@@ -1,0 +1,240 @@
+"""Chains written anew in other layouts: byte for byte where a format says so, and every version bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+import zstandard
+from safetensors import safe_open
+from safetensors.torch import load, load_file, save
+
+from tests.transports.chains import checkpoint, flip, folder, same, step, trainer_at, weights
+from tests.versions.test_slime_chains import apply_slime
+from torchrl_ext.cli.chain import Reader
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.stores import open_store
+from torchrl_ext.versions.convert import LAYOUTS, convert
+
+CONFIG = {"config.json": b'{"model_type": "tiny"}'}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A chain of ours: keyframe, delta, a version without changes, keyframe with its delta, delta; and its weights."""
+    root = tmp_path_factory.mktemp("made") / "root"
+    trainer = trainer_at(root, encoding="ulp", keyframe_every=3, keep_files=True, files=CONFIG)
+    own, history = weights(), {}
+    for version in range(1, 6):
+        if version not in (1, 3):
+            step(own, version)
+        trainer.send_weights("policy", own)
+        history[version] = {name: tensor.clone() for name, tensor in own.items()}
+    trainer.shutdown()
+    checkpoint(root.parent / "base", weights())
+    (root.parent / "base" / "config.json").write_bytes(CONFIG["config.json"])
+    return root, root.parent / "base", history
+
+
+@pytest.fixture(scope="module")
+def converted(made, tmp_path_factory):
+    """That chain in every layout, by its name."""
+    root, base, _ = made
+    out = tmp_path_factory.mktemp("converted")
+    for layout in LAYOUTS:
+        written(root, out / layout, layout, base)
+    return out
+
+
+def written(source, target, layout, base=None):
+    return convert(Reader(open_store(source), base and str(base)).rebuilt(), target, layout, base and str(base))
+
+
+def every_version(root, base):
+    return {
+        version.number: {name: tensor.clone() for name, tensor in version}
+        for version in Reader(open_store(root), str(base)).rebuilt()
+    }
+
+
+def header_of(data):
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+class TestThereAndBack:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_every_version_is_bit_for_bit_what_it_was(self, made, converted, tmp_path, layout):
+        _, base, history = made
+        written(converted / layout, tmp_path / "back", "ours", base)
+        for root in (converted / layout, tmp_path / "back"):
+            found = every_version(root, base)
+            assert found.keys() == history.keys()
+            assert all(same(found[version], history[version]) for version in history)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_a_reader_that_polls_takes_the_newest_version(self, made, converted, layout):
+        _, base, history = made
+        reader = trainer_at(converted / layout, base=base)
+        assert same(reader.receive_weights(0.0), history[5]) and reader.received_version == 5
+
+    @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "skyrl"])
+    def test_what_was_whole_stays_whole_and_is_a_complete_checkpoint(self, made, converted, layout):
+        _, _, history = made
+        inside = converted / layout / ("updates" if layout == "stitch" else "")
+        for version in range(1, 6):
+            whole = folder(inside, version) / "model.safetensors"
+            assert whole.exists() == (version in (1, 4))
+            if whole.exists():
+                assert same(load_file(whole), history[version])
+                assert (folder(inside, version) / "config.json").read_bytes() == CONFIG["config.json"]
+
+    @pytest.mark.parametrize("layout", ["ours", "slime", "slime-first", "skyrl", "stitch"])
+    def test_a_chain_of_deltas_alone_stays_one(self, made, converted, tmp_path, layout):
+        _, base, history = made
+        written(converted / "skyrl", tmp_path / "out", layout, base)
+        assert not list((tmp_path / "out").rglob("model.safetensors")) or layout == "slime-first"
+        found = every_version(tmp_path / "out", base)
+        assert all(same(found[version], history[version]) for version in history)
+
+    def test_files_of_ours_lie_in_no_root_of_another_layout(self, converted):
+        for layout in ("slime", "slime-first", "stitch"):
+            assert not list((converted / layout).rglob("manifest.json"))
+        assert not (converted / "slime" / "latest").exists()
+        assert not list((converted / "slime").rglob(".*")) and not list((converted / "skyrl").rglob(".*"))
+
+
+class TestBytes:
+    """Each file is put together here once more, of what the format says, by the reference libraries."""
+
+    @pytest.fixture
+    def small(self, tmp_path):
+        """Two versions of two parameters, of which one changes in two elements."""
+        root = tmp_path / "root"
+        trainer = trainer_at(root, encoding="ulp", keyframe_every=0)
+        own = {"a.weight": torch.tensor([[1.0, 2.0], [3.0, -0.0]], dtype=torch.bfloat16), "b": torch.arange(3)}
+        old = checkpoint(tmp_path / "base", {name: tensor.clone() for name, tensor in own.items()})
+        trainer.send_weights("policy", own)
+        own["a.weight"][0, 1], own["a.weight"][1, 1] = 5.0, 0.0
+        trainer.send_weights("policy", own)
+        trainer.shutdown()
+        return root, old
+
+    OLD, NEW = bytes.fromhex("803f 0040 4040 0080"), bytes.fromhex("803f a040 4040 0000")
+    SUM = xxhash.xxh3_128_hexdigest(NEW)
+    PAYLOAD = zstandard.ZstdCompressor(level=1).compress(bytes(a ^ b for a, b in zip(OLD, NEW, strict=True)))
+    ENTRY = torch.frombuffer(bytearray(PAYLOAD), dtype=torch.uint8)
+
+    @pytest.mark.parametrize("layout", ["slime", "stitch"])
+    def test_slimes_current_files_and_index(self, small, tmp_path, layout):
+        written(small[0], tmp_path / "run", layout)
+        path = folder(tmp_path / "run" / ("updates" if layout == "stitch" else ""), 2)
+        files = {file.name: file.read_bytes() for file in path.iterdir()}
+        assert files == {
+            "model-00000-of-00001.safetensors": save({"a.weight": self.ENTRY}, metadata={"a.weight": self.SUM}),
+            "model.safetensors.index.json": b'{"metadata": {"version": "000002", "base_version": "000001", '
+            b'"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}, '
+            b'"weight_map": {"a.weight": "model-00000-of-00001.safetensors"}}',
+        }
+        if layout == "stitch":
+            assert (tmp_path / "run" / "latest").read_bytes() == b"run/weight_v000002"
+
+    def test_slimes_first_files(self, small, tmp_path):
+        written(small[0], tmp_path / "out", "slime-first")
+        files = {file.name: file.read_bytes() for file in folder(tmp_path / "out", 2).iterdir()}
+        assert files.keys() == {"DONE", "rank0000_flush000000.safetensors"} and files["DONE"] == b""
+        packed = files["rank0000_flush000000.safetensors"]
+        assert packed[:4] == b"\x28\xb5\x2f\xfd"
+        plain = zstandard.ZstdDecompressor().decompress(packed)
+        tensors, metadata = load(plain), header_of(plain)["__metadata__"]
+        assert np.frombuffer(tensors["__positions__"].numpy().tobytes(), "<u2").tolist() == [1, 1]  # elements 1 and 3
+        assert tensors["__values__"].view(torch.int16).tolist() == [0x40A0, 0]
+        assert metadata["current_version"] == "2" and metadata["encoding"] == "deltas_zstd"
+        assert json.loads(metadata["params"]) == [
+            {"name": "a.weight", "dtype": "bfloat16", "shape": [2, 2], "pos_start": 0, "pos_end": 4, "pos_width": 2}
+            | {"val_start": 0, "val_end": 2}
+        ]
+
+    def test_skyrls_payloads_and_manifest(self, small, tmp_path):
+        root, base = small
+        written(root, tmp_path / "out", "skyrl", base)
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["delta-00000001", "delta-00000002"]
+        first = {file.name: file.read_bytes() for file in (tmp_path / "out" / "delta-00000001").iterdir()}
+        assert first == {
+            "manifest.json": b'{"version": 1, "base_version": 0, "tensors": [], "total_uncompressed_num_bytes": 0, '
+            b'"total_compressed_num_bytes": 0, "payload_files": []}'
+        }
+        second = {file.name: file.read_bytes() for file in (tmp_path / "out" / "delta-00000002").iterdir()}
+        size = len(self.PAYLOAD)
+        assert second == {
+            "delta-rank00000-file000000.safetensors": save({"a.weight": self.ENTRY}),
+            "manifest.json": (
+                '{"version": 2, "base_version": 1, "tensors": [{"name": "a.weight", "dtype": "bfloat16", "shape": '
+                f'[2, 2], "uncompressed_num_bytes": 8, "compressed_num_bytes": {size}, "payload_file": '
+                '"delta-rank00000-file000000.safetensors", "payload_key": "a.weight", "checksum": '
+                f'"{self.SUM}", "checksum_algorithm": "xxh3-128"}}], "total_uncompressed_num_bytes": 8, '
+                f'"total_compressed_num_bytes": {size}, "payload_files": ["delta-rank00000-file000000.safetensors"]}}'
+            ).encode(),
+        }
+
+    def test_a_chain_in_slimes_current_layout_is_what_its_reader_expects(self, made, converted):
+        _, _, history = made
+        held = load_file(folder(converted / "slime", 1) / "model.safetensors")
+        for version in (2, 3):
+            apply_slime(folder(converted / "slime", version), held, version)
+            assert same(held, history[version])
+
+    def test_skyrls_payloads_roll_over_into_files_and_no_tensor_is_cut(self, made, tmp_path, monkeypatch):
+        monkeypatch.setattr("torchrl_ext.versions.convert._PAYLOAD_BYTES", 100)
+        root, base, history = made
+        written(root, tmp_path / "out", "skyrl", base)
+        names = [path.name for path in sorted((tmp_path / "out" / "delta-00000002").glob("*.safetensors"))]
+        assert names == ["delta-rank00000-file000000.safetensors", "delta-rank00000-file000001.safetensors"]
+        for name in names:
+            with safe_open(tmp_path / "out" / "delta-00000002" / name, "pt") as opened:
+                assert len(list(opened.keys())) == 1 and opened.metadata() is None
+        assert same(every_version(tmp_path / "out", base)[5], history[5])
+
+
+class TestWhatALayoutCannotTake:
+    @pytest.fixture
+    def gap(self, made, tmp_path):
+        """A chain from which a version was left out: 1 and, on it, 3."""
+        root, _, history = made
+        versions = [one for one in Reader(open_store(root), None).rebuilt() if one.number != 2]
+        del versions[2:]
+        return versions, history
+
+    def test_a_version_whose_number_does_not_follow_is_whole(self, gap, tmp_path):
+        versions, _ = gap
+        rows = convert(versions, tmp_path / "out", "slime", None)
+        assert [(row["version"], row["kind"]) for row in rows] == [(1, "keyframe"), (3, "keyframe")]
+
+    def test_skyrl_leaves_no_number_out_and_needs_the_base(self, gap, made, tmp_path):
+        versions, _ = gap
+        with pytest.raises(ConfigError, match="SkyRL has no full versions"):
+            convert(versions, tmp_path / "none", "skyrl", None)
+        with pytest.raises(ConfigError, match="version 3 follows on version 1"):
+            convert(versions, tmp_path / "out", "skyrl", str(made[1]))
+        assert not (tmp_path / "none").exists()
+
+    def test_the_base_has_to_be_one_of_the_model(self, made, tmp_path):
+        other = checkpoint(tmp_path / "other", {**weights(), "b.weight": torch.zeros(299)})
+        with pytest.raises(ConfigError, match=r"b.weight float32\[299\]"):
+            written(made[0], tmp_path / "out", "skyrl", other)
+
+    def test_a_directory_with_something_in_it_is_left_alone(self, made, tmp_path):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").write_text("here")
+        with pytest.raises(ConfigError, match="exists already"):
+            written(made[0], tmp_path / "out", "slime")
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+    def test_a_damaged_version_is_not_passed_on(self, converted, made, tmp_path):
+        written(converted / "slime", tmp_path / "bad", "slime", made[1])
+        flip(folder(tmp_path / "bad", 2) / "model-00000-of-00001.safetensors", -3)
+        with pytest.raises(IntegrityError, match="weight_v000002"):
+            written(tmp_path / "bad", tmp_path / "out", "skyrl", made[1])
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["delta-00000001"]
