@@ -1,0 +1,181 @@
+"""Converted chains before the readers of slime, SkyRL and stitch, and what SkyRL and stitch write before ours.
+
+Each needs a git repository of the program: TORCHRL_EXT_SLIME, TORCHRL_EXT_SKYRL and TORCHRL_EXT_STITCH name them, bare
+or not. Without one its tests are skipped. What its newest commit holds is unpacked into a temporary directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import types
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.transports.chains import checkpoint, folder, same, step, trainer_at, weights
+from tests.versions.test_convert import converted, every_version, made, written
+from tests.versions.test_slime_chains import write_slime
+from torchrl_ext.testing import WAIT_S
+from torchrl_ext.weights.checkpoint import CheckpointSource
+
+__all__ = ["converted", "made"]
+
+PATCH = "docker/patch/latest/sglang-pull_weights.patch"
+PULL = "python/sglang/srt/weight_sync/local_checkpoint.py"
+SYNC = "skyrl/backends/skyrl_train/weight_sync"
+
+
+def asked(variable, *command):
+    """What git answers about the newest commit of a program's repository."""
+    return subprocess.run(
+        ["git", "-C", os.environ[variable], *command], capture_output=True, check=True, timeout=WAIT_S
+    ).stdout
+
+
+def unpacked(variable, path, into):
+    with tarfile.open(fileobj=io.BytesIO(asked(variable, "archive", "HEAD", path))) as archive:
+        archive.extractall(into, filter="data")
+    return into
+
+
+def needs(variable):
+    return pytest.mark.skipif(variable not in os.environ, reason=f"{variable} names no repository")
+
+
+@pytest.fixture
+def modules():
+    """Whatever a test imports is forgotten when it ends."""
+    before = dict(sys.modules)
+    yield sys.modules
+    for name in sys.modules.keys() - before.keys():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@needs("TORCHRL_EXT_SLIME")
+class TestSlime:
+    @pytest.fixture
+    def pull(self, modules):
+        """The function that its patch of SGLang adds."""
+        patch = asked("TORCHRL_EXT_SLIME", "show", f"HEAD:{PATCH}").decode()
+        added = patch.split(f"+++ b/{PULL}\n")[1].split("\ndiff --git ")[0].splitlines()
+        module = types.ModuleType("pulled_by_slime")
+        exec("\n".join(line[1:] for line in added if line.startswith("+")), module.__dict__)
+        return module.pull
+
+    @pytest.mark.parametrize("layout", ["slime", "stitch"])
+    def test_its_pull_makes_every_version_one_after_the_other_and_at_once(
+        self, pull, made, converted, tmp_path, layout
+    ):
+        _, base, history = made
+        root = converted / layout / ("updates" if layout == "stitch" else "")
+        for version in history:
+            for local in (tmp_path / "follows", tmp_path / f"joins-{version}"):
+                pull(str(local), str(base), str(root), version)
+                assert same(load_file(local / "model.safetensors"), history[version])
+                assert (local / "config.json").exists()
+
+    def test_its_pull_follows_deltas_on_the_base_alone(self, pull, made, converted, tmp_path):
+        _, base, history = made
+        written(converted / "skyrl", tmp_path / "out", "slime", base)
+        pull(str(tmp_path / "local"), str(base), str(tmp_path / "out"), 5)
+        assert same(load_file(tmp_path / "local" / "model.safetensors"), history[5])
+
+
+@needs("TORCHRL_EXT_SKYRL")
+class TestSkyRL:
+    @pytest.fixture
+    def theirs(self, modules, tmp_path):
+        """Its module of delta checkpoints; the packages above it would import Ray and its trainer."""
+        parts, path = SYNC.split("/"), unpacked("TORCHRL_EXT_SKYRL", SYNC, tmp_path / "skyrl")
+        for count in range(1, len(parts) + 1):
+            package = types.ModuleType(".".join(parts[:count]))
+            package.__path__ = [str(path.joinpath(*parts[:count]))]
+            modules[package.__name__] = package
+        return importlib.import_module(f"{'.'.join(parts)}.delta_checkpoint")
+
+    def test_its_store_fetches_every_version_one_after_the_other_and_at_once(self, theirs, made, converted, tmp_path):
+        _, base, history = made
+        follows = theirs.LocalCheckpointStore(str(base), str(tmp_path / "follows"))
+        for version in history:
+            joins = theirs.LocalCheckpointStore(str(base), str(tmp_path / f"joins-{version}"))
+            for store in (follows, joins):
+                store.fetch(version, sync_dir=str(converted / "skyrl"))
+                store.validate_ready(version)
+                found = theirs.CheckpointIndex(store._current_checkpoint_dir()).iter_tensors()
+                assert same(dict(found), history[version])
+
+    @pytest.fixture
+    def published(self, theirs, tmp_path):
+        """Three versions that its publisher wrote, the second one without changes; and the weights of each."""
+        own, history, root = weights(), {}, tmp_path / "sync"
+        base = checkpoint(tmp_path / "base", weights())
+        own = {meta.name: own[meta.name] for meta in CheckpointSource(base).params()}  # rows are in the sender's order
+        publisher = theirs.DeltaCheckpointPublisher(str(base), str(root), str(tmp_path / "staging"))
+        for version in (1, 2, 3):
+            if version != 2:
+                step(own, version)
+            chunk = theirs.WeightChunk(
+                names=list(own), dtypes=[str(one.dtype) for one in own.values()],
+                shapes=[list(one.shape) for one in own.values()], tensors=list(own.values()),
+            )  # fmt: skip
+            publisher.publish(publisher.create_delta_files([chunk]))
+            history[version] = {name: tensor.clone() for name, tensor in own.items()}
+        return root, base, history
+
+    def test_what_its_publisher_writes_is_read_here(self, published):
+        root, base, history = published
+        assert same(trainer_at(root, base=base).receive_weights(WAIT_S), history[3])
+        found = every_version(root, base)
+        assert all(same(found[version], history[version]) for version in history)
+
+    def test_by_way_of_slimes_layout_its_files_come_back_byte_for_byte(self, published, tmp_path):
+        root, base, _ = published
+        written(root, tmp_path / "slime", "slime", base)
+        written(tmp_path / "slime", tmp_path / "back", "skyrl", base)
+
+        def files(path):
+            return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*.*") if file.is_file()}
+
+        assert files(tmp_path / "back") == files(root) and len(files(root)) == 5
+
+
+@needs("TORCHRL_EXT_STITCH")
+class TestStitch:
+    @pytest.fixture
+    def stitch(self, modules, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(unpacked("TORCHRL_EXT_STITCH", "src", tmp_path / "stitch") / "src")
+        return {name: importlib.import_module(f"stitch.{name}") for name in ("publish", "types", "stores.modal_volume")}
+
+    def test_its_store_reads_the_pointer_and_every_manifest(self, stitch, converted):
+        ref, store = stitch["types"].VersionRef, stitch["stores.modal_volume"].ModalVolumeStore
+        volume = store(converted / "stitch", run_id="stitch")
+        assert volume.read_pointer() == ref("stitch", 5)
+        kinds = [volume.read_manifest(ref("stitch", version)).kind.value for version in range(1, 6)]
+        assert kinds == ["full", "delta", "delta", "full", "delta"]
+
+    def test_what_it_publishes_is_read_here_up_to_its_pointer(self, stitch, made, converted, tmp_path):
+        _, _, history = made
+        volume = stitch["stores.modal_volume"].ModalVolumeStore(tmp_path / "volume", run_id="r9")
+        stitch["publish"].claim_run(volume, None, "r9")
+        for version in (1, 2, 3):
+            stitch["publish"].publish_version(volume, None, str(folder(converted / "slime", version)), run_id="r9")
+            late = trainer_at(tmp_path / "volume")
+            assert same(late.receive_weights(WAIT_S), history[version]) and late.received_version == version
+
+    def test_a_converted_run_goes_on_under_its_publisher(self, stitch, made, converted, tmp_path):
+        _, _, history = made
+        written(converted / "stitch", tmp_path / "r9", "stitch")
+        volume = stitch["stores.modal_volume"].ModalVolumeStore(tmp_path / "r9", run_id="r9")
+        with pytest.raises(stitch["types"].PointerRewind):
+            stitch["publish"].publish_version(volume, None, str(folder(converted / "slime", 5)), run_id="r9")
+        own = {name: tensor.clone() for name, tensor in history[5].items()}
+        step(own, 9)
+        write_slime(folder(tmp_path / "next", 6), 6, history[5], own, "xor", "xxh3-128")
+        stitch["publish"].publish_version(volume, None, str(folder(tmp_path / "next", 6)), run_id="r9")
+        assert same(trainer_at(tmp_path / "r9").receive_weights(WAIT_S), own)
