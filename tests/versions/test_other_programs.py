@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import tarfile
 import types
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.transports.chains import checkpoint, folder, same, step, trainer_at, weights
@@ -27,6 +29,14 @@ __all__ = ["converted", "made"]
 
 PATCH = "docker/patch/latest/sglang-pull_weights.patch"
 PULL = "python/sglang/srt/weight_sync/local_checkpoint.py"
+FIRST = "9c0751f1c"  # the last release of its first format
+NAMES = """
+import contextlib, json, math, os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Dict, List, Optional, Tuple
+import torch
+"""
 SYNC = "skyrl/backends/skyrl_train/weight_sync"
 
 
@@ -67,6 +77,48 @@ class TestSlime:
         module = types.ModuleType("pulled_by_slime")
         exec("\n".join(line[1:] for line in added if line.startswith("+")), module.__dict__)
         return module.pull
+
+    @pytest.fixture
+    def lands(self):
+        """The receiver of its first format, which a patch of SGLang adds, around a model: takes the paths of files."""
+        if subprocess.run(["git", "-C", os.environ["TORCHRL_EXT_SLIME"], "cat-file", "-e", FIRST]).returncode:
+            pytest.skip(f"the repository goes back to no commit {FIRST}")
+        patch = asked("TORCHRL_EXT_SLIME", "show", f"{FIRST}:docker/patch/latest/sglang.patch").decode()
+
+        def added(begin):
+            lines = itertools.takewhile(lambda line: line[:1] == "+", patch[patch.index(f"+{begin}") :].splitlines())
+            return "\n".join(line[1:] for line in lines) + "\n"
+
+        code = NAMES + added("class DeltaEncoding") + added("def _param_storage_index")
+        module = types.ModuleType("receiver_of_slime")
+        code += "class Receiver:\n" + added("    def _decode_delta_one_param")
+        sys.modules[module.__name__] = module  # where its dataclasses look for themselves
+        exec(code, module.__dict__)
+        yield module.Receiver
+        del sys.modules[module.__name__]
+
+    def test_its_first_receiver_lands_every_version(self, lands, tmp_path):
+        model = torch.nn.ParameterDict({"a": torch.zeros(300, 300), "b": torch.ones(7, dtype=torch.bfloat16)})
+        model.requires_grad_(False)
+        model.load_weights = lambda pairs: [model[name].copy_(tensor) for name, tensor in pairs]
+        own = {name: tensor.clone() for name, tensor in model.items()}
+        trainer = trainer_at(tmp_path / "ours", encoding="ulp", keyframe_every=0)
+        trainer.send_weights("policy", own)
+        receiver, history = lands(), {}
+        receiver.model, receiver.device = model, "cpu"
+        receiver.server_args = types.SimpleNamespace(
+            update_weight_delta_chunk_bytes=1 << 20, update_weight_delta_read_workers=2
+        )
+        for version in (2, 3):
+            own["a"][version, ::7], own["a"][-1, -version], own["b"][version] = version, -version, 0.5
+            trainer.send_weights("policy", own)
+            history[version] = {name: tensor.clone() for name, tensor in own.items()}
+        trainer.shutdown()
+        written(tmp_path / "ours", tmp_path / "out", "slime-first")
+        for version, expected in history.items():
+            done, said = receiver._apply_delta(sorted(map(str, folder(tmp_path / "out", version).glob("rank*"))))
+            assert done, said
+            assert same(dict(model.items()), expected)
 
     @pytest.mark.parametrize("layout", ["slime", "stitch"])
     def test_its_pull_makes_every_version_one_after_the_other_and_at_once(
