@@ -11,8 +11,11 @@ from tests.hostile import refused_or_right, worse_bytes, worse_text
 from tests.transports.chains import checkpoint, same, step, trainer_at, weights
 from tests.versions.layouts import edit_manifest, write_skyrl, write_stitch
 from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.stores import open_store
+from torchrl_ext.stores import Chain, open_store
+from torchrl_ext.stores.base import MemoryStore
+from torchrl_ext.stores.peers import as_chain
 from torchrl_ext.testing import WAIT_S
+from torchrl_ext.versions.foreign import ForeignVersions
 
 
 def copied(tensors):
@@ -163,3 +166,16 @@ def test_a_root_of_ours_is_opened_as_it_is(tmp_path):
     (tmp_path / "root" / "updates").mkdir()
     (tmp_path / "root" / "delta-00000009").mkdir()
     assert same(trainer_at(tmp_path / "root").receive_weights(WAIT_S), weights())
+
+
+def test_a_bucket_of_theirs_is_seen_in_the_same_way(tmp_path):
+    own, store = weights(), MemoryStore()
+    old = copied(own)
+    step(own, 1)
+    for file in write_skyrl(tmp_path, 1, old, own).iterdir():
+        store.put(f"delta-00000001/{file.name}", file.read_bytes())
+    seen = as_chain(store)
+    assert (seen.list(), Chain(seen, foreign=ForeignVersions(seen, "/base")).latest()) == (["weight_v000001"], 1)
+    for name, size in seen.sizes("weight_v000001").items():
+        assert len(seen.get(f"weight_v000001/{name}")) == size
+    assert as_chain(seen) is seen and as_chain(MemoryStore()).list() == []
