@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 
@@ -11,10 +12,12 @@ from tests.hostile import refused_or_right, worse_bytes, worse_text
 from tests.transports.chains import checkpoint, same, step, trainer_at, weights
 from tests.versions.layouts import edit_manifest, write_skyrl, write_stitch
 from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.plugins.roots import invited, locate, parameters
 from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.peers import as_chain
 from torchrl_ext.testing import WAIT_S
+from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.versions.foreign import ForeignVersions
 
 
@@ -54,6 +57,17 @@ class TestSkyRL:
         assert same(early.receive_weights(WAIT_S), history[3]) and early.received_version == 4
         late = trainer_at(root, base=base)
         assert same(late.receive_weights(WAIT_S), history[3]) and late.received_version == 4
+
+    def test_a_new_run_in_the_emptied_root_is_followed_from_the_base(self, root, base):
+        reader, own = trainer_at(root, base=base), weights()
+        assert reader.receive_weights(WAIT_S) is not None
+        for folder in root.iterdir():
+            shutil.rmtree(folder)
+        for version in (1, 2, 3):
+            old = copied(own)
+            step(own, 10 + version)
+            write_skyrl(root, version, old, own)
+        assert same(reader.receive_weights(WAIT_S), own)
 
     def test_rows_of_an_earlier_release_have_sha256_alone(self, root, base):
         def earlier(document):
@@ -159,6 +173,24 @@ class TestStitch:
         with pytest.raises(StoreError, match="belongs to stitch"):
             trainer_at(root).send_weights("policy", weights())
         assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("program", ["SkyRL", "stitch"])
+def test_an_engine_that_is_told_to_load_from_a_root_of_theirs_lands_its_newest_version(tmp_path, program):
+    own, base = weights(), str(checkpoint(tmp_path / "base", weights()))
+    root = tmp_path / "run"
+    for version in (1, 2):
+        old = copied(own)
+        step(own, version)
+        {"SkyRL": write_skyrl, "stitch": write_stitch}[program](root, version, old, own)
+    before = sorted(root.rglob("*"))
+    found, version = locate(str(root))
+    with invited(found, "engine", base, parameters(found, version, base)) as join:
+        worker = DeltaTransport.from_info(join.info())
+        worker.join(join.info())
+        landed = dict(worker.receive({"version": version}, {}))
+    assert version == 2 and same(landed, own)
+    assert sorted(root.rglob("*")) == before  # the probe is gone
 
 
 def test_a_root_of_ours_is_opened_as_it_is(tmp_path):

@@ -50,7 +50,10 @@ def as_chain(store: Store) -> Store:
 
 
 class _Seen(Store):
-    """A root of another program, to be read only, with its versions under the names that they have in a chain."""
+    """A root of another program, to be read only, with its versions under the names that they have in a chain.
+
+    Names that begin with a dot are nobody's versions: by such a file workers find out that they see the root.
+    """
 
     owner: ClassVar[str]
 
@@ -76,11 +79,15 @@ class _Seen(Store):
     def available(self) -> bool:
         return self._store.available()
 
-    def put(self, key: str, data: bytes) -> NoReturn:
-        self._refuse()
+    def put(self, key: str, data: bytes) -> None:
+        if not key.startswith("."):
+            self._refuse()
+        self._store.put(self._place(key), data)
 
-    def delete(self, key: str) -> NoReturn:
-        self._refuse()
+    def delete(self, key: str) -> None:
+        if not key.startswith("."):
+            self._refuse()
+        self._store.delete(self._place(key))
 
     def own(self) -> NoReturn:
         self._refuse()
@@ -106,10 +113,6 @@ class _Stitch(_Seen):
 
     owner: ClassVar[str] = "stitch"
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self.url = f"{store.url}/{_UPDATES}"
-
     def get(self, key: str, at_most: int | None = None) -> bytes:
         return b"%d\n" % self._pointed() if key == _LATEST else self._store.get(self._place(key), at_most)
 
@@ -132,6 +135,8 @@ class _Stitch(_Seen):
 
     def _place(self, key: str) -> str:
         number = version_number(key.split("/")[0])
+        if key.startswith("."):
+            return key
         if number is None or number > self._pointed():
             raise FileNotFoundError(f"{self.url}/{key}")
         return f"{_UPDATES}/{key}"
@@ -160,8 +165,8 @@ class _SkyRL(_Seen):
     def get(self, key: str, at_most: int | None = None) -> bytes:
         folder, _, name = key.partition("/")
         place = self._place(key)
-        if name == MANIFEST:
-            raise FileNotFoundError(f"{self.url}/{key}")
+        if not name:
+            return self._store.get(place, at_most)
         index, metadata = self._read(folder)
         if name == _INDEX:
             return index
@@ -191,7 +196,9 @@ class _SkyRL(_Seen):
     def _place(self, key: str) -> str:
         folder, slash, name = key.partition("/")
         number = version_number(folder)
-        if number is None:
+        if key.startswith("."):
+            return key
+        if number is None or name == MANIFEST:
             raise FileNotFoundError(f"{self.url}/{key}")
         return f"delta-{number:08d}{slash}{MANIFEST if name == _INDEX else name}"
 
