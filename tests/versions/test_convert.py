@@ -17,7 +17,7 @@ from tests.versions.test_slime_chains import apply_slime
 from torchrl_ext.cli.chain import Reader
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.stores import open_store
-from torchrl_ext.versions.convert import LAYOUTS, convert
+from torchrl_ext.versions.convert import LAYOUTS, Rebuilt, convert
 
 CONFIG = {"config.json": b'{"model_type": "tiny"}'}
 
@@ -51,6 +51,11 @@ def converted(made, tmp_path_factory):
 
 def written(source, target, layout, base=None):
     return convert(Reader(open_store(source), base and str(base)).rebuilt(), target, layout, base and str(base))
+
+
+def rebuilt(*given):
+    """Versions from 1 on, the first one whole."""
+    return [Rebuilt(number=number, whole=number == 1, tensors=tensors) for number, tensors in enumerate(given, 1)]
 
 
 def every_version(root, base):
@@ -211,6 +216,26 @@ class TestWhatALayoutCannotTake:
         versions, _ = gap
         rows = convert(versions, tmp_path / "out", "slime", None)
         assert [(row["version"], row["kind"]) for row in rows] == [(1, "keyframe"), (3, "keyframe")]
+
+    def test_an_unchanged_version_that_slimes_first_format_could_not_show_is_whole(self, tmp_path):
+        one, other = {"a": torch.zeros(9)}, {"a": torch.ones(9)}
+        for name, given, kinds in (
+            ("none", [one, one], ["keyframe", "keyframe"]),
+            ("some", [one, other, other, other], ["keyframe", "delta", "delta", "delta"]),
+        ):
+            rows = convert(rebuilt(*given), tmp_path / name, "slime-first", None)
+            assert [row["kind"] for row in rows] == kinds
+            reader = trainer_at(tmp_path / name)
+            assert same(reader.receive_weights(0.0), given[-1]) and reader.received_version == len(given)
+
+    def test_a_model_of_another_shape_begins_anew(self, tmp_path):
+        one, other = {"a": torch.zeros(9)}, {"a": torch.ones(8)}
+        for layout in ("ours", "slime", "slime-first", "stitch"):
+            rows = convert(rebuilt(one, other), tmp_path / layout, layout, None)
+            assert [row["kind"] for row in rows] == ["keyframe", "keyframe"]
+            assert same(trainer_at(tmp_path / layout).receive_weights(0.0), other)
+        with pytest.raises(ConfigError, match=r"version 1 holds a float32\[9\]"):
+            convert(rebuilt(one, other), tmp_path / "skyrl", "skyrl", str(checkpoint(tmp_path / "base", one)))
 
     def test_skyrl_leaves_no_number_out_and_needs_the_base(self, gap, made, tmp_path):
         versions, _ = gap

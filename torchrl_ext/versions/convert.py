@@ -137,6 +137,7 @@ def _as_ours(versions: Iterable[Rebuilt], path: Path, base: str | None) -> Itera
         store.disown()
 
 
+@final
 class _Foreign:
     """A root in the layout of another library, while it is written.
 
