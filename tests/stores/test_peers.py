@@ -145,6 +145,7 @@ class TestStitch:
         step(own, 2)
         assert same(reader.receive_weights(WAIT_S), own)
         assert reader.receive_weights(0.0) is None
+        assert open_store(root).list() == ["latest", "weight_v000001", "weight_v000002"]
         with pytest.raises(FileNotFoundError):
             open_store(root).get("weight_v000003/model.safetensors.index.json")
         (root / "latest").write_text(f"{root.name}/weight_v000003")
