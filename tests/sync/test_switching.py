@@ -150,8 +150,9 @@ class TestEmbedded:
 
     @pytest.mark.xfail(strict=True, reason="a switch sends the whole model, whatever changes of it")
     def test_one_layer_costs_one_layer(self, engine):
+        online = tx.make_engine("inprocess", engine=engine)
         layer = {name: tensor for name, tensor in states(tiny_model(1)).items() if ".layers.0." in name}
-        report = run(engine.update_model_weights_from_state_dict(layer))
+        report = run(online.update_model_weights_from_state_dict(layer))
         assert report.bytes == sum(tensor.nbytes for tensor in layer.values())
 
     @pytest.mark.xfail(strict=True, reason="names of the Hub are not looked up in the local cache")
@@ -162,7 +163,9 @@ class TestEmbedded:
         (snapshots / ("0" * 40)).symlink_to(place / "seed1")
         (tmp_path / "models--somebody--policy" / "refs").mkdir()
         (tmp_path / "models--somebody--policy" / "refs" / "main").write_text("0" * 40)
-        run(engine.update_model_weights("somebody/policy"))
+        online = tx.make_engine("inprocess", engine=engine)
+        assert run(online.update_model_weights("somebody/policy")).verified
+        assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
 
     def test_a_checkpoint_of_another_model_is_refused_and_the_old_weights_serve(self, engine, place):
         online = tx.make_engine("inprocess", engine=engine)
