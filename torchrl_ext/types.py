@@ -16,7 +16,7 @@ import torch
 from torchrl_ext.errors import ManifestError
 
 __all__ = [
-    "PROOFS", "EngineInfo", "EngineRow", "Handoff", "Info", "ParamMeta", "SyncReport", "adapter_label",
+    "PROOFS", "EngineInfo", "EngineRow", "Handoff", "Info", "ParamMeta", "Part", "SyncReport", "adapter_label",
     "adapter_rank", "adapter_version", "dtype_from_name", "dtype_name", "least",
 ]  # fmt: skip
 
@@ -89,6 +89,32 @@ class ParamMeta:
 
     def __str__(self) -> str:
         return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What an update says that brings some tensors: all others are as an earlier version has them.
+
+    Attributes:
+        base: that version; 0 stands for the weights that the engine was started with.
+        names: of the tensors that the update brings, in checkpoint coordinates.
+    """
+
+    base: int
+    names: frozenset[str]
+
+    def to_json(self) -> Info:
+        """Return the part as a JSON object."""
+        return {"base": self.base, "names": sorted(self.names)}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Part:
+        """Make a part from its JSON object; raise ManifestError where it is malformed, or names nothing."""
+        base, names = told.get("base"), told.get("names")
+        sound = type(base) is int and 0 <= base < 1 << 62 and isinstance(names, list) and names
+        if sound and all(isinstance(name, str) for name in names or ()):
+            return cls(base=base or 0, names=frozenset(names or ()))
+        raise ManifestError(f"{told!r:.80} is no part of a model", expected='{"base": N, "names": ["...", ...]}')
 
 
 def adapter_label(name: str, version: int) -> str:
@@ -231,6 +257,8 @@ class SyncReport:
         rank_bytes: bytes that each trainer rank sent; empty where the transport does not count them.
         worker_bytes: bytes that each worker received; empty where the transport does not count them.
         whole: tensors that went the full route although trainer or engine is sharded -> the reason.
+        part: some tensors were sent, and engines kept the others (``update_weights(only=...)``); `proof` is then of
+            those that were sent.
 
     Example:
         >>> sender = tx.WeightSender(tx.make_transport("disk", root=root), tx.connect(address))
@@ -254,6 +282,7 @@ class SyncReport:
     rank_bytes: tuple[int, ...] = ()
     worker_bytes: tuple[int, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
+    part: bool = False
 
     def to_json(self) -> Info:
         """Return a JSON-safe dictionary of every field; an infinite gap is ``"inf"``, as JSON has no such number."""

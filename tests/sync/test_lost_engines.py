@@ -47,9 +47,9 @@ class Doomed(EngineClient):
         self._kill("rehearse")
         self._engine.rehearse(how)
 
-    def prefetch(self, version):
+    def prefetch(self, version, part=None):
         self._kill("prefetch")
-        self._engine.prefetch(version)
+        self._engine.prefetch(version, part)
 
     def begin(self, version):
         self._kill("begin")

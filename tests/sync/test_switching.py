@@ -148,7 +148,6 @@ class TestEmbedded:
         model.load_state_dict({**model.state_dict(), **layer})
         assert self.says(engine) == greedy(model, PROMPT, 8)
 
-    @pytest.mark.xfail(strict=True, reason="a switch sends the whole model, whatever changes of it")
     def test_one_layer_costs_one_layer(self, engine):
         online = tx.make_engine("inprocess", engine=engine)
         layer = {name: tensor for name, tensor in states(tiny_model(1)).items() if ".layers.0." in name}

@@ -164,7 +164,7 @@ class LineEngine(EngineClient):
             self._tell(Join.of({"rank_offset": 1, **info}))
             wait_until(lambda: not any(self._tell(Poll())), WAIT_S, lambda: EngineError("it did not join"))
 
-    def prefetch(self, version):
+    def prefetch(self, version, part=None):
         pass
 
     def begin(self, version):

@@ -228,10 +228,10 @@ class TestFleet:
         class Refusing(InProcessEngine):
             fails = False
 
-            def prefetch(self, version):
+            def prefetch(self, version, part=None):
                 if self.fails:
                     raise StoreError("the mount is gone")
-                super().prefetch(version)
+                super().prefetch(version, part)
 
         engine = Refusing(served)
         sender = tx.WeightSender(trainer_at(root, keyframe_every=2), engine)

@@ -62,6 +62,9 @@ class ModelLoader(WeightLoader):
             ) from error
         self._sent = sent
 
+    def part(self, names: frozenset[str] | None) -> None:
+        self._current().part(None if names is None else frozenset(name for name in names if not _is_extra(name)))
+
     def start(self) -> None:
         self._extra = {}
 

@@ -15,7 +15,7 @@ from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.links import Link
-from torchrl_ext.types import EngineInfo, EngineRow, Info
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 __all__ = ["SchemeWorkerEnd", "WorkerEngine"]
 
@@ -62,8 +62,12 @@ class WorkerEngine(EngineClient):
         """Ask what an update proves; weights land in the very tensors that a worker computes with."""
         self._proof = str(self.ask(Rehearse(how=how))["proof"])
 
-    def prefetch(self, version: int) -> None:
-        self.ask(Prefetch(version=version))
+    @property
+    def takes_parts(self) -> bool:
+        return True
+
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        self.ask(Prefetch(version=version, part=part))
 
     def begin(self, version: int) -> None:
         self._watch.start()

@@ -71,6 +71,20 @@ class WeightLoader(ABC):
     def start(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
         """Begin an update; the model is idle from here to `finish`."""
 
+    def part(self, names: frozenset[str] | None) -> None:
+        """Note which of the checked parameters the next update brings, while the model is in use; None for all.
+
+        Raises:
+            ManifestError: some of them land only together with others, which have to be named too.
+            ConfigError: this loader takes whole updates only.
+        """
+        if names is not None:
+            raise ConfigError(
+                f"a {type(self).__name__} takes whole updates only",
+                state="nothing was changed; the engine serves what it served",
+                hint="leave only= out",
+            )
+
     @abstractmethod
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Apply every pair. A tensor may be kept until `finish`: transports give memory that nobody else writes."""
@@ -173,7 +187,7 @@ class WeightLoader(ABC):
         """Raise EngineRefusedError where a rehearsal showed that an update would go wrong."""
 
     def digests(self) -> dict[str, str]:
-        """Return the `tensor_digest` of every parameter of the update, in checkpoint coordinates.
+        """Return the `tensor_digest` of every parameter that the update brings (see `part`), in checkpoint coordinates.
 
         Taken from what the model holds (`resident`). A loader whose runtime form cannot be read back answers with the
         digests of what it handed to the model, and its docstring says so.
@@ -201,6 +215,7 @@ class TensorsLoader(WeightLoader):
         self._partial = partial
         self._sent: frozenset[str] | None = None
         self._copied: frozenset[str] = frozenset()
+        self._named: frozenset[str] | None = None  # of the parameters that are sent, those that the update brings
         self._patcher: Patcher | None = None
         self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
         self._whole: dict[str, Tensor] = {}
@@ -213,7 +228,12 @@ class TensorsLoader(WeightLoader):
         sent = frozenset(meta.name for meta in params)
         spelled = self._spelled(sent)
         spelled.check(params, dict(self._target.tensors()), partial=self._partial)
-        self._sent, self._copied = sent, frozenset(spelled.copied)
+        self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
+
+    def part(self, names: frozenset[str] | None) -> None:
+        if names is not None:
+            self._spelled().require_together(names)
+        self._named = names
 
     @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -307,11 +327,13 @@ class TensorsLoader(WeightLoader):
         found: dict[str, str] = {}
         taken: dict[Any, str] = {}  # tied tensors are read once
         for name, tensor in spelled.places.items():
+            if self._named is not None and name not in self._named:
+                continue
             key = same_memory(tensor)
             if key not in taken:
                 taken[key] = tensor_digest(full(tensor))
             found[name] = taken[key]
-        for name, tensor in spelled.assembled() if spelled.copied else ():
+        for name, tensor in spelled.assembled(self._named) if spelled.copied else ():
             found[name] = tensor_digest(tensor)
         return found
 

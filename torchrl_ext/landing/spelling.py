@@ -119,9 +119,32 @@ class Spelling:
                 absent |= {name: said or name for name in group.sources if name not in direct}
         return absent
 
-    def assembled(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint tensors that are no part of a live one, made from what is live now."""
+    def require_together(self, names: frozenset[str]) -> None:
+        """Refuse names of which the model takes some only together with others.
+
+        Raises:
+            ManifestError: the model takes no such name, or one without which another does not land.
+        """
+        for name in sorted(names):
+            if name not in self.places and name not in self.copied:
+                raise ManifestError(f"the model has no parameter {name!r}", state="nothing was changed")
+            left = self.copied[name].results.keys() - names if name in self.copied else ()
+            if left:
+                raise ManifestError(
+                    f"{name!r} lands together with {min(left)!r}, which did not come with it",
+                    state="nothing was changed; the engine serves what it served",
+                    hint="name both in only=",
+                )
+
+    def assembled(self, names: frozenset[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checkpoint tensors that are no part of a live one, made from what is live now.
+
+        Args:
+            names: those of which a group has to have one; None for all.
+        """
         for group in dict.fromkeys(self.copied.values()):
+            if names is not None and names.isdisjoint(group.results):
+                continue
             yield from group.undo({name: full(self._own[name]) for name in group.sources}).items()
 
     @torch.no_grad()

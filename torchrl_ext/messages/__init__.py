@@ -1,6 +1,6 @@
 """Messages from a trainer's control layer to the workers of an engine: one frozen class per step.
 
-A message is one JSON object: ``{"format": 1, "release": "0.1.0", "kind": "prefetch", "version": 7}``. The format counts
+A message is one JSON object: ``{"format": 2, "release": "0.1.0", "kind": "prefetch", "version": 7}``. The format counts
 the changes of this protocol, and the release is the one of the sender, for error messages; the other fields are those
 of the message. An engine's client (`torchrl_ext.rpc`) and plugin choose the route that brings it. Workers handle it in
 `torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, where weights land in this process, in

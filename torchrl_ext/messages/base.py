@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info, ParamMeta, Part
 
-FORMAT = 1
+FORMAT = 2
 """The number of this protocol; `docs/formats.md` says what changed with each."""
 
 _UNNUMBERED = "without a number, as earlier releases of torchrl_ext and programs of others send them,"
@@ -54,6 +54,14 @@ def _write_params(params: tuple[ParamMeta, ...]) -> list[Any]:
     return [meta.to_json() for meta in params]
 
 
+def _read_part(told: Any) -> Part | None:
+    return None if told is None else Part.from_json(told)
+
+
+def _write_part(part: Part | None) -> Any:
+    return None if part is None else part.to_json()
+
+
 def _short(value: Any) -> bool:
     return value is None or len(value) <= 4096
 
@@ -82,11 +90,14 @@ Digests = Annotated[
 Params = Annotated[
     tuple[ParamMeta, ...], Rule((list,), "[[name, dtype, [sizes]], ...]", read=_read_params, write=_write_params)
 ]
+PartOrNone = Annotated[
+    Part | None, Rule((dict, NoneType), "a base and names, or null", read=_read_part, write=_write_part)
+]
 
 _OFFERED: dict[str, Rule] = {
     **dict.fromkeys(("root", "probe", "run_id", "host", "master_address", "backend"), rule_of(Text)),
     **dict.fromkeys(("base", "local_dir"), rule_of(TextOrNone)),
-    **dict.fromkeys(("version", "bucket_bytes"), rule_of(Count)),
+    **dict.fromkeys(("version", "onto", "bucket_bytes"), rule_of(Count)),
     "master_port": Rule((int,), "1 to 65535", lambda value: 1 <= value <= 65535),
     "timeout_s": Rule((int, float), f"seconds, above 0, at most {_LONGEST_S:g}", lambda value: 0 < value <= _LONGEST_S),
     "needs_base": rule_of(Flag),

@@ -17,6 +17,7 @@ from torchrl_ext.messages.base import (
     Object,
     ObjectOrNone,
     Params,
+    PartOrNone,
     Text,
     TextOrNone,
     WorldSize,
@@ -109,10 +110,16 @@ class Rehearse(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch(Message):
-    """Tells workers to stage a version while the engine serves; `Poll` says when that is over."""
+    """Tells workers to stage a version while the engine serves; `Poll` says when that is over.
+
+    Attributes:
+        version: that version.
+        part: where it brings some tensors alone: which, and the version that has all others; None for all tensors.
+    """
 
     kind: ClassVar[str] = "prefetch"
     version: Count
+    part: PartOrNone = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +147,8 @@ class Load(Message):
 
     Attributes:
         version: the one that the handoff belongs to.
-        handoff: what the transport's trainer end tells its worker ends.
+        handoff: what the transport's trainer end tells its worker ends; the number ``onto`` where the handoff brings a
+            part of a model that otherwise stays at this version, as `Prefetch` said.
     """
 
     kind: ClassVar[str] = "load"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import EngineInfo, EngineRow, Info
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 __all__ = ["EngineClient", "NullEngine"]
 
@@ -99,9 +99,24 @@ class EngineClient(ABC):
                 where that could not be restored.
         """
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the engine that is connected can be told that an update brings some tensors alone."""
+        return False
+
     @abstractmethod
-    def prefetch(self, version: int) -> None:
-        """Have the engine prepare ``version`` as far as it can while it serves."""
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        """Have the engine prepare ``version`` as far as it can while it serves.
+
+        Args:
+            version: the version that comes.
+            part: which tensors it brings, and what has the others; None for a whole one. Only for an engine that
+                `takes_parts`.
+
+        Raises:
+            EngineRefusedError, IntegrityError: the engine does not hold what the part builds on; it serves what it
+                served.
+        """
 
     @abstractmethod
     def begin(self, version: int) -> None:
@@ -268,7 +283,7 @@ class NullEngine(EngineClient):
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         return None
 
-    def prefetch(self, version: int) -> None:
+    def prefetch(self, version: int, part: Part | None = None) -> None:
         return None
 
     def begin(self, version: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.types import EngineInfo, EngineRow, Info, least
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
 from torchrl_ext.waiting import in_thread
 
 __all__ = ["Fleet"]
@@ -126,9 +126,13 @@ class Fleet(EngineClient):
             "join the transport", lambda one: one.connect({**info, "rank_offset": offsets[one]}), on_failure
         )
 
-    def prefetch(self, version: int) -> None:
+    @property
+    def takes_parts(self) -> bool:
+        return all(engine.takes_parts for engine in self._active())
+
+    def prefetch(self, version: int, part: Part | None = None) -> None:
         self._failed.clear()
-        self._while_any("prefetch", lambda engine: engine.prefetch(version))
+        self._while_any("prefetch", lambda engine: engine.prefetch(version, part))
 
     def begin(self, version: int) -> None:
         self._while_any("pause", lambda engine: engine.begin(version))

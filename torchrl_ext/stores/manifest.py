@@ -14,7 +14,7 @@ import zstandard
 
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.stores.base import checked_key
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info, ParamMeta, Part
 
 __all__ = ["LARGEST", "MANIFEST", "DeltaManifest", "DeltaParam", "DeltaPart", "Manifest", "Placed", "read_manifest"]
 
@@ -55,6 +55,8 @@ class Manifest:
         run_id: names the trainer process that published it.
         params: every parameter, in the order of the source.
         files: size in bytes of every file beside the manifest, by name.
+        part: which tensors differ from those of an earlier version, and the run that published that one; None where any
+            may. The version is complete without it.
     """
 
     FORMAT: ClassVar[str] = "torchrl_ext.weights"
@@ -65,6 +67,7 @@ class Manifest:
     run_id: str
     params: tuple[Placed, ...]
     files: Mapping[str, int]
+    part: tuple[str, Part] | None = None
 
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON in UTF-8, one parameter per line."""
@@ -81,6 +84,7 @@ class Manifest:
             "run_id": self.run_id,
             "checksum": self.SUMS[1],
             "files": dict(self.files),
+            **({} if self.part is None else {"part": {"run_id": self.part[0], **self.part[1].to_json()}}),
         }
         body = (_BODY % (json.dumps(head, indent=2)[:-2], ",\n".join(rows))).encode()
         return body + _END % xxhash.xxh3_128_hexdigest(body).encode()
@@ -104,7 +108,14 @@ class Manifest:
             params[meta.name] = Placed(meta=meta, file=file, checksum=checksum)
         if len(params) != len(found["params"]):
             raise ValueError("a parameter is listed twice")
-        return cls(version=found["version"], run_id=found["run_id"], params=tuple(params.values()), files=files)
+        part = None
+        if "part" in found:
+            part = str(found["part"]["run_id"]), Part.from_json(found["part"])
+            if not part[1].names <= params.keys():
+                raise ValueError("a tensor of its part is none of its parameters")
+        return cls(
+            version=found["version"], run_id=found["run_id"], params=tuple(params.values()), files=files, part=part
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

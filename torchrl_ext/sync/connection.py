@@ -46,6 +46,8 @@ class Connection:
 
     Attributes:
         newest: the greatest version that an engine said it serves when it joined.
+        delivered: the version that all of them have put in service since they joined, which a part can build on; None
+            before the first.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Connection:
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self.newest = 0
+        self.delivered: int | None = None
 
     def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
         """Let every engine join, unless exactly the present members have joined for these parameters.
@@ -85,15 +88,15 @@ class Connection:
 
     def drop(self) -> None:
         """Forget which engines joined, so that all join anew before the next version: a group may be left half-made."""
-        self._joined = None
+        self._joined = self.delivered = None
 
     def shrank(self) -> bool:
         """Return whether engines have left the fleet since they joined; the remaining ones join anew."""
-        joined, self._joined = self._joined, None
+        joined, self._joined, self.delivered = self._joined, None, None
         return joined is not None and len(self.engine.members()) < len(joined[1])
 
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
-        engine = self.engine.info()
+        engine, self.delivered = self.engine.info(), None
         if engine.weight_version.isdecimal():
             self.newest = max(self.newest, int(engine.weight_version))
         with spans.of("connect"):

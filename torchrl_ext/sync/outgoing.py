@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.sync.parts import PartSource
+from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper, converted
 from torchrl_ext.weights.digests import tensor_digest
@@ -44,7 +45,8 @@ class Outgoing(WeightSource):
         digests: digest of each tensor that passed in the last iteration, by name; empty unless `digesting`.
         count, bytes: number and bytes of the tensors that passed in the last iteration, of it or of its `shards`, where
             a tensor passes on every rank and counts as a whole.
-        model_bytes: bytes of all tensors of a whole iteration.
+        model_bytes: bytes of all tensors, whether they are sent or not.
+        whole: of what is sent where no part of it is.
         store: the store of torch's process group; None where this process is the only rank, and can make another pass
             by itself.
 
@@ -64,7 +66,7 @@ class Outgoing(WeightSource):
             source = converted(source, registered)
         self._origin = source
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
-        self._source = source if dtype is None else CastSource(source, dtype)
+        self.whole = self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
         self._gathers, self.digesting = False, False
         self.digests: dict[str, str] = {}
@@ -87,6 +89,17 @@ class Outgoing(WeightSource):
                 hint="load the weights, or bring offloaded ones back, before sending them",
             )
 
+    def limit(self, part: Part | None, *, narrow: bool = True) -> None:
+        """Send some tensors from the next pass on; with None, all of them.
+
+        Args:
+            part: which.
+            narrow: a pass yields these alone, else all of them, and `part` is there to be read.
+        """
+        self.part = part
+        self._source = self.whole if part is None or not narrow else PartSource(self.whole, part)
+        self._params = self._source.params()
+
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
 
@@ -100,10 +113,19 @@ class Outgoing(WeightSource):
     def files(self) -> Mapping[str, bytes]:
         return self._source.files()
 
+    def tied(self) -> Mapping[str, str]:
+        return self._source.tied()
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._pass(iter(self._source), self._params)
+
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        yield from self._pass(self._source.pairs(names), [meta for meta in self._params if meta.name in names])
+
+    def _pass(self, stream: Iterator[tuple[str, Tensor]], params: Iterable[ParamMeta]) -> Iterator[tuple[str, Tensor]]:
         self.digests, self.count, self.bytes = {}, 0, 0
-        self._stream = iter(self._source)
-        for meta, tensor in checked(self._stream, self._params):
+        self._stream = stream
+        for meta, tensor in checked(stream, params):
             if self.digesting:
                 self.digests[meta.name] = tensor_digest(tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
@@ -170,7 +192,10 @@ class Ranks:
             DeadlineError: the rank that drives said nothing within 30 minutes.
             NotConnectedError: torch's store is gone.
         """
-        update = self._next(source)
+        version, accepted = self._heard(self._next(source), store).split()
+        return int(version), accepted == "1"
+
+    def _heard(self, update: str, store: Any) -> str:
         try:
             wait_until(
                 lambda: store.check([update]),
@@ -184,7 +209,7 @@ class Ranks:
                 shortest_s=_SHORTEST_S,
                 longest_s=_LONGEST_S,
             )
-            version, accepted = store.get(update).decode().split()
+            return str(store.get(update).decode())
         except DeadlineError:
             raise
         except RuntimeError as error:
@@ -193,7 +218,31 @@ class Ranks:
                 state="this rank does not know which version the engines serve",
                 hint="look at trainer rank 0, which keeps it as a rule",
             ) from error
-        return int(version), accepted == "1"
+
+    def tell_part(self, source: Outgoing, store: Any) -> None:
+        """Tell the other ranks, before the first gather, whether the update that begins sends a part.
+
+        A store that is gone is logged, not raised.
+        """
+        told = "" if source.part is None else str(source.part.base)
+        try:
+            store.set(f"{self._next(source)}/part", told)
+        except RuntimeError as error:
+            log.warning("the other trainer ranks were not told which weights are sent: %s", error)
+        self._updates -= 1
+
+    def hear_part(self, source: Outgoing, store: Any) -> int | None:
+        """Wait until it is known whether the update that begins sends a part.
+
+        Returns:
+            The version that the part builds on; None where everything is sent.
+
+        Raises:
+            DeadlineError, NotConnectedError: as `hear`.
+        """
+        told = self._heard(f"{self._next(source)}/part", store)
+        self._updates -= 1
+        return int(told) if told else None
 
     def skip(self) -> None:
         """Count an update of which this rank need not hear: it knows that it failed."""

@@ -33,7 +33,7 @@ from torchrl_ext.stores.opening import admit
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, Part
 
 __all__ = ["WeightReceiver"]
 
@@ -62,6 +62,8 @@ class WeightReceiver:
         self._sealed = False
         self._intact = True  # the model holds one version, and not parts of several
         self._staged: Changes | None = None
+        self._part: Part | None = None  # what the version that comes brings, where that is not everything
+        self._followed = False  # a version landed since the trainer joined
         self.empty = False  # the weights were given up, and no update has filled them since
         self.version = 0
 
@@ -88,7 +90,7 @@ class WeightReceiver:
             case Rehearse():
                 return self.rehearse(message)
             case Prefetch():
-                self.prefetch(message.version)
+                self.prefetch(message.version, message.part)
                 self.confirm()
             case Start():
                 self.start()
@@ -151,7 +153,8 @@ class WeightReceiver:
         except KeyError as error:
             raise _incomplete(f"the offer of transport {message.transport!r}", error) from error
         self._transport.incremental.retain(lambda name: not loader.patchable(name))
-        self._staged = None
+        self._staged, self._followed = None, False
+        self._expect(None)
 
     def rehearse(self, message: Rehearse) -> Info:
         """Show that an update's route leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
@@ -169,13 +172,22 @@ class WeightReceiver:
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
-    def prefetch(self, version: int) -> None:
+    def prefetch(self, version: int, part: Part | None = None) -> None:
         """Fetch, check, decode and stage ``version``, as far as that can be done while the engine serves.
 
+        Args:
+            version: the version that comes.
+            part: which tensors it brings, where these are not all, and the version that has the others.
+
         Raises:
-            WeightSyncError: the version cannot be had; the engine goes on with what it serves.
+            IntegrityError: the model does not hold what the part builds on.
+            ManifestError: some tensors of the part land only together with others.
+            WeightSyncError: the version cannot be had. In all cases the engine goes on with what it serves.
         """
         transport, loader, self._staged = self._require_transport(), self._require_loader(), None
+        if part is not None:
+            self._require_base(part.base)
+        self._expect(part)
         changes = transport.incremental.prefetch(version, loader.position_digests if self._intact else None)
         if changes is not None:
             try:
@@ -184,6 +196,26 @@ class WeightReceiver:
                 self._intact = False  # whatever the model holds, the next version does not build on it
                 raise
             self._staged = changes
+
+    def _require_base(self, base: int) -> None:
+        """Refuse a part whose other tensors are not those that the model holds."""
+        if self._intact and not self.empty and self.version == base and (self._followed or base == 0):
+            return
+        holds = f"version {self.version}"
+        if self.empty or not self._intact:
+            holds = "no weights" if self.empty else "parts of several versions, or weights of another origin"
+        raise IntegrityError(
+            f"some tensors of a model were sent to stay beside those of version {base}, and this one holds {holds}",
+            expected=f"version {base}, whole, from this trainer",
+            state="nothing was changed; the engine serves what it served",
+            hint="send again: the next update is sent whole",
+        )
+
+    def _expect(self, part: Part | None) -> None:
+        """Take note of what comes next, also in the loader; with None, everything."""
+        self._part = None
+        self._require_loader().part(None if part is None else part.names)
+        self._part = part
 
     def confirm(self) -> None:
         """Check what was staged together with the engine's other workers; called in the thread that generates.
@@ -215,6 +247,13 @@ class WeightReceiver:
             loader.commit()
             transport.incremental.landed(staged)
             return
+        if message.handoff.get("onto") != (None if self._part is None else self._part.base):
+            raise IntegrityError(
+                f"version {message.version} comes as {'all' if self._part else 'some'} tensors of a model, which was "
+                "not announced",
+                expected="what the prefetch before it said",
+                hint="send again: the next update is sent whole",
+            )
         if self._intact:  # what was staged is another version
             self._intact = False
             loader.start()
@@ -250,8 +289,9 @@ class WeightReceiver:
         if not self._sealed:
             self._require_loader().finish()
         self._sealed = self.empty = False
-        self._intact = True
+        self._intact = self._followed = True
         self.version = version
+        self._expect(None)
 
     def invalidate(self, *, empty: bool = False) -> None:
         """Note that the model holds something else than what landed here: the next version does not build on it.
@@ -260,6 +300,7 @@ class WeightReceiver:
             empty: it holds nothing, until an update fills it.
         """
         self._staged, self._intact, self.empty = None, False, empty
+        self._expect(None)
         self._require_loader().invalidate()
 
     def abort(self) -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -19,10 +20,12 @@ from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.connection import Connection, Spans
 from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
+from torchrl_ext.sync.parts import Only, chosen, trainable
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import PROOFS, ParamMeta, SyncReport, least
+from torchrl_ext.types import PROOFS, ParamMeta, Part, SyncReport, least
 from torchrl_ext.waiting import in_background
+from torchrl_ext.weights.derived import as_mapper
 from torchrl_ext.weights.source import WeightSource, as_source, inner_model, is_tensordict_module, source_of_module
 
 __all__ = ["WeightSender"]
@@ -106,6 +109,8 @@ class WeightSender:
         self._connect_to(engine)
         self._spans = Spans()
         self._attempted = 0
+        self._held: int | None = None
+        self._decided = False
         self.version = 0
 
     # methods with TorchRL's names
@@ -152,27 +157,37 @@ class WeightSender:
         if self._rank == 0:
             self._connection.ensure(params, self._spans)
 
-    def update_weights(self, weights: Any = None) -> SyncReport:
+    def update_weights(self, weights: Any = None, *, only: Only | None = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
+
+        Args:
+            weights: the whole model, in place of the registered one.
+            only: which tensors may differ from what was sent last (`torchrl_ext.sync.parts.Only`); the same on every
+                trainer rank. These alone are sent, where all engines serve what was sent last; else everything is,
+                after a failure or with a new engine for example, and `SyncReport.part` says so.
 
         Returns:
             What was done, with a row per engine.
 
         Raises:
+            ManifestError, ConfigError: ``only`` means none of the tensors, or names one that is not sent.
             WeightSyncError: the update failed; the message says which engines serve what.
         """
         started = time.perf_counter()
         source = self._outgoing(weights)
+        names = None if only is None else chosen(only, source, self._trained(weights))
         if self._rank != 0:
-            return self._follow(source, weights)
+            return self._follow(source, weights, names)
         accepted, failure = False, None
         try:
-            report = self._drive(source, weights, started)
+            report = self._drive(source, weights, started, names)
             accepted = True
         except BaseException as error:
             failure = error
             raise
         finally:
+            if names is not None and not self._decided:
+                self._decide(source, None)
             self._transport.dismiss(source, failure)
             if source.store is not None:
                 self._ranks.tell(source, source.store, self.version, accepted)
@@ -192,7 +207,16 @@ class WeightSender:
         finally:
             self._transport.shutdown()
 
-    def _drive(self, source: Outgoing, weights: Any, started: float) -> SyncReport:
+    def holds(self, version: int) -> None:
+        """Note that the engines hold ``version`` when they join for the first time, so that a part can build on it.
+
+        Args:
+            version: 0: the weights that they were started with, which the caller knows.
+        """
+        self._held = version
+
+    def _drive(self, source: Outgoing, weights: Any, started: float, names: frozenset[str] | None = None) -> SyncReport:
+        self._decided = False
         compared: AbstractContextManager[None] = nullcontext()
         try:
             if self._outputs is not None:
@@ -202,7 +226,7 @@ class WeightSender:
                 try:
                     source.version = self._next_version()
                     with compared:
-                        self._deliver(source)
+                        self._deliver(source, names)
                 except BaseException:
                     self._connection.drop()  # what is left of a group or a half-made update is not built upon
                     raise
@@ -215,14 +239,18 @@ class WeightSender:
                 report=report,
                 rows=report.engines,
             ) from error
-        self.version = source.version
+        self.version = self._connection.delivered = source.version
         return self._report(self.version, source, started)
 
-    def _follow(self, source: Outgoing, weights: Any) -> SyncReport:
+    def _follow(self, source: Outgoing, weights: Any, names: frozenset[str] | None) -> SyncReport:
         """Take part in the gathers, on a rank that does not drive, and wait for what became of the update."""
         if self._outputs is not None:
             self._outputs.asked(weights, self._model())
         try:
+            if names is not None and source.store is not None:
+                base = self._ranks.hear_part(source, source.store)
+                part = None if base is None else Part(base=base, names=names)
+                source.limit(part, narrow=self._transport.parts)
             self._transport.follow(source)
         except BaseException:
             self._ranks.skip()
@@ -235,7 +263,7 @@ class WeightSender:
             log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
         return SyncReport(version=self.version, transport=self._transport.name)
 
-    def _deliver(self, source: Outgoing) -> None:
+    def _deliver(self, source: Outgoing, names: frozenset[str] | None) -> None:
         """Send one version to every engine that answers.
 
         A broadcast in which an engine is lost fails for its whole group: the others get the version in another one,
@@ -243,8 +271,14 @@ class WeightSender:
         """
         lost: WeightSyncError | None = None
         while True:
+            source.limit(None)
             self._connection.ensure(source.params(), self._spans)
+            if self._held is not None and self.version == self._attempted == self._connection.newest == self._held:
+                self._connection.delivered = self._held
+            self._held = None
             version = source.version = self._next_version()
+            if names is not None:
+                self._decide(source, names)
             source.digesting = self._verify and self.engine.verifies and not self._transport.proves
             try:
                 self._update(source, version)
@@ -258,6 +292,18 @@ class WeightSender:
                 raise lost
             return
 
+    def _decide(self, source: Outgoing, names: frozenset[str] | None) -> None:
+        """Send these tensors alone, if every engine serves what was sent last; tell the other trainer ranks."""
+        base, self._decided = self.version, True
+        if names is not None and self._connection.delivered == base == self._attempted:
+            rows = self.engine.rows()
+            served = bool(rows) and all((row.state, row.version or 0) == ("serving", base) for row in rows)
+            told = not self._transport.parts or self.engine.takes_parts
+            if served and told and self._transport.builds_on(base):
+                source.limit(Part(base=base, names=names), narrow=self._transport.parts)
+        if source.store is not None:
+            self._ranks.tell_part(source, source.store)
+
     def _nobody_got(self, version: int) -> bool:
         return not any(row.version == version and row.state == "serving" for row in self.engine.rows())
 
@@ -267,7 +313,11 @@ class WeightSender:
         self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
         with self._spans.of("prepare"):
             handoff = self._transport.prepare(source, version)
-        with self._spans.of("prefetch"), in_background(self._prefetch, version, self._transport.abort):
+        part = source.part if self._transport.parts else None
+        if part is not None:
+            handoff = replace(handoff, info={**handoff.info, "onto": part.base})
+        staged = partial(self._prefetch, part)
+        with self._spans.of("prefetch"), in_background(staged, version, self._transport.abort):
             handoff.ahead()  # engines still generate: they fetch, check, decode, stage
         with self._spans.of("pause"), self.engine.updating(version):  # paused only from here
             with in_background(self.engine.load, handoff.info, self._transport.abort):
@@ -277,8 +327,16 @@ class WeightSender:
 
     # its helpers
 
-    def _prefetch(self, version: int, _: Callable[[], None]) -> None:
-        self.engine.prefetch(version)
+    def _prefetch(self, part: Part | None, version: int, _: Callable[[], None]) -> None:
+        self.engine.prefetch(version, part)
+
+    def _trained(self, weights: Any) -> Callable[[], frozenset[str]] | None:
+        """Return what tells the names of trainable parameters, as they are sent; None where no module does."""
+        module = self._model() if weights is None else inner_model(weights)
+        if not isinstance(module, nn.Module) or is_tensordict_module(module):
+            return None
+        rename = as_mapper(self._mapper or {})
+        return lambda: frozenset(map(rename, trainable(module)))
 
     def _outgoing(self, weights: Any) -> Outgoing:
         registered = self._model()
@@ -328,4 +386,5 @@ class WeightSender:
             rank_bytes=stats.rank_bytes,
             worker_bytes=stats.worker_bytes,
             whole=stats.whole,
+            part=source.part is not None and not failed,
         )

@@ -75,7 +75,7 @@ class WorkerEnd:
                 self.together(lambda: self._check(message))
                 self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
-                self._begin(lambda: self.receiver.prefetch(message.version), after=self.receiver.confirm)
+                self._begin(lambda: self.receiver.prefetch(message.version, message.part), after=self.receiver.confirm)
             case Poll():
                 return {"working": True} if self._is_working() else {}
             case Rehearse():

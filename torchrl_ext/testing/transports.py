@@ -60,22 +60,12 @@ SMALL_BYTES = 4096
 
 DTYPES = [
     getattr(torch, name)
-    for name in (
-        "bfloat16",
-        "float16",
-        "float32",
-        "float64",
-        "int8",
-        "uint8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    )
-    if name in dir(torch)
-]
+    for name in dir(torch)
+    if name in {
+        "bfloat16", "float16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool",
+        "float8_e4m3fn", "float8_e5m2",
+    }
+]  # fmt: skip
 """Every dtype in which weights are kept, as far as this release of torch has it."""
 
 
@@ -371,6 +361,24 @@ class TransportContract(ABC):
             for (name, sent), (_, held) in zip(as_source(policy), as_source(served), strict=True):
                 assert same_bits(sent, held), name
         sender.shutdown()
+        sender.shutdown()
+
+    def test_a_part_of_the_model_arrives_alone_and_the_rest_stays_as_it_was(self, tmp_path: Path) -> None:
+        policy, served = (nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 7)) for _ in range(2))
+        sender = tx.WeightSender(self.make_trainer(tmp_path), _Remote(served))
+        sender.register_model(policy)
+        assert not sender.update_weights(only="1").part, "there was nothing to build on"
+        for only in (["1.weight", "1.bias"], ["0.bias", "1.weight"], ["1.weight"], None, ["0.weight"]):
+            expected = {name: tensor.clone() for name, tensor in as_source(served)}
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.mul_(1.5)
+            sent = {name: tensor for name, tensor in as_source(policy) if only is None or name in only}
+            report = sender.update_weights(only=only)
+            assert (report.part, report.verified, report.tensors) == (only is not None, True, len(sent))
+            assert report.bytes < report.model_bytes or only is None
+            for name, held in as_source(served):
+                assert same_bits(held, sent.get(name, expected[name])), name
         sender.shutdown()
 
     def test_an_update_that_cannot_land_fails_by_name_and_the_next_one_recovers(self, tmp_path: Path) -> None:

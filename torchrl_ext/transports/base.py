@@ -102,6 +102,9 @@ class Transport(ABC):
     slices: ClassVar[bool] = False
     """Workers get the blocks that they `want` alone, as `torchrl_ext.landing.sliced.Sliced`; none of what they need no
     part of."""
+    parts: ClassVar[bool] = True
+    """`prepare` takes a source of some tensors (`WeightSource.part`), and workers get these alone; where this is false,
+    it gets the whole source always, whose `part` says what may have changed."""
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -125,6 +128,10 @@ class Transport(ABC):
 
         A handoff's ``info`` has at least ``version`` and ``params``, a list of `ParamMeta.to_json`.
         """
+
+    def builds_on(self, version: int) -> bool:
+        """Return whether the next version may be a part of the model, which has all else in common with ``version``."""
+        return True
 
     def follow(self, source: WeightSource) -> None:
         """Take part in one update on a trainer rank that does not drive it: as a rule in the gathers alone.

@@ -13,13 +13,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.errors import StoreError
+from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, LocalStore, Manifest, version_name
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.types import Handoff, Info, ParamMeta, Part
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.weights.source import WeightSource
@@ -75,7 +75,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         self._versions = Chain(self._store)
         self._keep_files = keep_files
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
-        self._full = FullWriter(shard_bytes, files, adapter=adapter)
+        self._full, self._adapter = FullWriter(shard_bytes, files, adapter=adapter), adapter
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
         self._connected = False
@@ -109,12 +109,41 @@ class DiskTransport(StandaloneTransport, Incremental):
             self._store.own()
         if self._shared.probe is not None:  # workers that joined have found it
             self._shared.clear()
-        with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
-            manifest = self._full.write(draft, source, version, self._run_id)
+        if source.part is None:
+            needed = self._full.needed_bytes(source)
+            with self._store.draft(version_name(version), needed_bytes=needed) as draft:
+                manifest = self._full.write(draft, source, version, self._run_id)
+        else:
+            base = self._own_version(source.part.base)
+            needed = self._full.needed_bytes(source, base.manifest)
+            try:
+                with self._store.draft(version_name(version), needed_bytes=needed) as draft:
+                    manifest, self.stats.bytes = self._full.write_part(draft, source, version, self._run_id, base)
+            finally:
+                base.close()
         self._versions.advance(version)
         self._connected = True
         self.stats.spans = {"publish": time.perf_counter() - began}
-        return Handoff(info=self._info(manifest), acknowledge=self._prune)
+        return Handoff(info=self._info(manifest, source.part), acknowledge=self._prune)
+
+    def builds_on(self, version: int) -> bool:
+        """Return whether this trainer published ``version``, and it is there; adapters are published whole."""
+        if self._adapter:
+            return False
+        try:
+            self._own_version(version).close()
+        except (FileNotFoundError, IntegrityError):
+            return False
+        return True
+
+    def _own_version(self, version: int) -> PublishedVersion:
+        opened = PublishedVersion(self._store, version)
+        try:
+            opened.check(opened.params(), self._run_id)
+        except IntegrityError:
+            opened.close()
+            raise
+        return opened
 
     def latest_version(self) -> int:
         return self._versions.newest()
@@ -132,7 +161,9 @@ class DiskTransport(StandaloneTransport, Incremental):
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> None:
         opened = self._open_version(version)
         self._pin(opened)
-        opened.verify()
+        part = opened.manifest.part  # what else it holds was verified with the version before
+        known = part is not None and (part[0], part[1].base) == self._received
+        opened.verify(part[1].names if part is not None and known else None)
 
     def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         version = info["version"]
@@ -142,8 +173,9 @@ class DiskTransport(StandaloneTransport, Incremental):
             self._pin(opened)
         self._opened = None
         try:
-            opened.check(tuple(map(ParamMeta.from_json, info["params"])), info.get("run_id"))
-            yield from opened.pairs(into)
+            params = tuple(map(ParamMeta.from_json, info["params"]))
+            opened.check(params, info.get("run_id"))
+            yield from opened.pairs(into, {meta.name for meta in params})
         finally:
             opened.close()
         self._received = opened.manifest.run_id, version
@@ -203,10 +235,11 @@ class DiskTransport(StandaloneTransport, Incremental):
             return True
         return self._versions.replaced(newest, self._received[0])
 
-    def _info(self, manifest: Manifest) -> Info:
+    def _info(self, manifest: Manifest, part: Part | None = None) -> Info:
         rows = []
         for placed in manifest.params:
-            rows.append(placed.meta.to_json())
+            if part is None or placed.meta.name in part.names:
+                rows.append(placed.meta.to_json())
         return {
             "transport": self.name,
             "version": manifest.version,

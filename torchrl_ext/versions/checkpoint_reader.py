@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from operator import attrgetter
@@ -33,6 +33,10 @@ class PublishedVersion:
     Raises:
         FileNotFoundError: the version is not there (any more).
         IntegrityError: its files are not what its manifest says.
+
+    Attributes:
+        number, manifest: as given, or read.
+        path: the directory of its files.
     """
 
     def __init__(self, store: Store, number: int, manifest: Manifest | None = None) -> None:
@@ -47,19 +51,19 @@ class PublishedVersion:
             manifest = found.full
         self.number, self.manifest = number, manifest
         self._files: dict[str, TensorFile] = {}
-        self._verified = False
+        self._verified: set[str] = set()
         self._staged = ExitStack()
         try:
             needed = sorted(set(map(attrgetter("file"), manifest.params)))
-            self._path = self._staged.enter_context(store.local(version_name(number), needed))
+            self.path = self._staged.enter_context(store.local(version_name(number), needed))
             for name in needed:
                 try:
-                    file = self._files[name] = TensorFile(self._path / name, within=self._path.parent)
+                    file = self._files[name] = TensorFile(self.path / name, within=self.path.parent)
                 except FileNotFoundError as error:
-                    if not self._path.is_dir():  # pruned in between
+                    if not self.path.is_dir():  # pruned in between
                         raise
                     raise IntegrityError(
-                        f"{self._path / name} is missing",
+                        f"{self.path / name} is missing",
                         expected="every file that the manifest names",
                         hint="send again",
                     ) from error
@@ -71,9 +75,7 @@ class PublishedVersion:
             for placed in manifest.params:
                 entry = self._files[placed.file].entries.get(placed.meta.name)
                 if entry is None or entry[0] != placed.meta:
-                    raise IntegrityError(
-                        f"{self._path / placed.file} does not hold {placed.meta}, as the manifest says"
-                    )
+                    raise IntegrityError(f"{self.path / placed.file} does not hold {placed.meta}, as the manifest says")
         except BaseException:
             self.close()
             raise
@@ -85,53 +87,60 @@ class PublishedVersion:
     def check(self, params: tuple[ParamMeta, ...], run_id: str | None) -> None:
         """Compare the manifest with what the trainer says that it published.
 
+        Args:
+            params: of the version; or those of its part alone, where it is known to be one.
+            run_id: of the trainer, where it said so.
+
         Raises:
             ManifestError: names the first parameter that differs.
             IntegrityError: another trainer's run published it.
         """
         if run_id is not None and run_id != self.manifest.run_id:
             raise IntegrityError(
-                f"{self._path} was published by run {self.manifest.run_id}",
+                f"{self.path} was published by run {self.manifest.run_id}",
                 expected=f"run {run_id}, the trainer that announced it",
                 hint="give each trainer a root of its own",
             )
-        for placed, told in zip(self.manifest.params, params, strict=False):
-            if placed.meta != told:
-                raise ManifestError(f"{self._path} holds {placed.meta}", expected=str(told), state="nothing was read")
-        if len(self.manifest.params) != len(params):
+        held, part = self.params(), self.manifest.part
+        if part is not None and {meta.name for meta in params} == part[1].names:
+            held = tuple(meta for meta in held if meta.name in part[1].names)
+        for meta, told in zip(held, params, strict=False):
+            if meta != told:
+                raise ManifestError(f"{self.path} holds {meta}", expected=str(told), state="nothing was read")
+        if len(held) != len(params):
             raise ManifestError(
-                f"{self._path} holds {len(self.manifest.params)} parameters",
+                f"{self.path} holds {len(held)} parameters",
                 expected=str(len(params)),
                 state="nothing was read",
             )
 
-    def verify(self) -> None:
-        """Verify the checksum of every tensor; later calls do nothing.
+    def verify(self, names: Collection[str] | None = None) -> None:
+        """Verify the checksum of every tensor, or of these, unless an earlier call did.
 
         Raises:
             IntegrityError: names the first tensor whose bytes differ, and its file.
         """
-        if self._verified:
-            return
         scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        for placed in self.manifest.params:
-            self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
-        self._verified = True
+        for placed in self._of(names):
+            if placed.meta.name not in self._verified:
+                self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
+                self._verified.add(placed.meta.name)
 
-    def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def pairs(self, into: Mapping[str, Tensor], names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor in order, each verified first; the next ones are read meanwhile.
 
         Args:
-            into: tensors to fill directly where they are contiguous and on the CPU. Then the whole version is verified
-                first, so that damaged files change none of them.
+            into: tensors to fill directly where they are contiguous and on the CPU. Then all that is yielded is
+                verified first, so that damaged files change none of them.
+            names: those to yield; None for all.
 
         Raises:
             IntegrityError: names the tensor whose bytes differ, and its file.
         """
         if into:
-            self.verify()
+            self.verify(names)
         batches, held = list[list[Placed]]([[]]), 0
-        for placed in self.manifest.params:
+        for placed in self._of(names):
             if batches[-1] and held + placed.meta.nbytes > _AHEAD_BYTES:
                 batches.append([])
                 held = 0
@@ -144,6 +153,9 @@ class PublishedVersion:
                 pending = ahead.submit(self._read, following, into)
                 while read:  # the consumer alone holds on to what it was given
                     yield read.popleft()
+
+    def _of(self, names: Collection[str] | None) -> Iterator[Placed]:
+        return (placed for placed in self.manifest.params if names is None or placed.meta.name in names)
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -169,7 +181,7 @@ class PublishedVersion:
     def _compare(self, placed: Placed, checksum: str) -> None:
         if placed.checksum not in ("", checksum):
             raise IntegrityError(
-                f"tensor {placed.meta.name!r} in {self._path / placed.file} is damaged",
+                f"tensor {placed.meta.name!r} in {self.path / placed.file} is damaged",
                 expected=f"xxh3-128 {placed.checksum}, found {checksum}",
                 state=f"nothing of version {self.number} was used beyond the tensors before it",
                 hint="let the trainer send again, and check the disk",

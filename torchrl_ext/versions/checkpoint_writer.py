@@ -1,32 +1,33 @@
 """Writing a full version: a complete Hugging Face checkpoint with our manifest as its last file.
 
-Shards are written while the source still gathers: checksums, writes and fsyncs run beside each other.
+Where a part of the model is published, files in which nothing changed are those of the version before, linked under
+another name.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from io import FileIO
+from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.stores import Manifest, Placed
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import ParamMeta, Part
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.tensor_writer import write_shards
 from torchrl_ext.weights.checkpoint import companion_files
-from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import WeightSource, checked
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, Layout, plan_shards
 
@@ -34,9 +35,6 @@ __all__ = ["FullWriter"]
 
 _INDEX = "model.safetensors.index.json"
 _IN_FLIGHT_BYTES = 64 << 20
-_BATCH_BYTES = 8 << 20
-_SYNC_BYTES = 64 << 20
-_MAX_BUFFERS = 512  # below IOV_MAX
 
 
 class FullWriter:
@@ -59,9 +57,14 @@ class FullWriter:
         self._adapter = adapter
         self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
 
-    def needed_bytes(self, source: WeightSource) -> int:
-        """Return about how many bytes a version of ``source`` takes: its tensors, and a little for the small files."""
-        params = source.params()
+    def needed_bytes(self, source: WeightSource, base: Manifest | None = None) -> int:
+        """Return about how many bytes a version takes: its tensors, and a little for the small files.
+
+        Args:
+            source: what is written.
+            base: the version that `write_part` would write onto.
+        """
+        params = [*source.params(), *(() if base is None else _beside(source, base))]
         return sum(map(attrgetter("nbytes"), params)) + 256 * len(params) + sum(map(len, self._files.values()))
 
     def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
@@ -73,31 +76,118 @@ class FullWriter:
         """
         params = source.params()
         shards = plan_shards(params, self._shard_bytes, "adapter_model" if self._adapter else "model")
-        sizes: dict[str, int] = {}
-        where: dict[str, str] = {}
+        head = Manifest(version=version, run_id=run_id, params=(), files={})
+        return self._write(draft, source, head, params, shards, checked(source, params))
+
+    def write_part(
+        self, draft: Draft, source: WeightSource, version: int, run_id: str, base: PublishedVersion
+    ) -> tuple[Manifest, int]:
+        """Write a complete version that has all but the tensors of ``source`` in common with an earlier one.
+
+        Files in which nothing changed are linked. What else lies in a file with a changed tensor is written once more,
+        apart from the changed ones: an old tensor must not stay beside a new one, since readers load all that they
+        find. So the next version of the same part writes nothing else.
+
+        Args:
+            draft: a folder of the file system of ``base``; of another one, files are copied.
+            source: of the part.
+            version, run_id: of the new version.
+            base: the earlier one.
+
+        Returns:
+            The manifest, and the bytes of the tensors that were written.
+
+        Raises:
+            OSError, ManifestError: as `write`; or the base has a tensor not, or another one.
+            IntegrityError: a tensor that has to be written once more is damaged.
+        """
+        changed, old = {meta.name: meta for meta in source.params()}, base.manifest
+        order = base.params()
+        for name in changed.keys() - {meta.name for meta in order if changed.get(meta.name) == meta}:
+            raise ManifestError(f"version {old.version} has no parameter {changed[name]}", state="nothing was written")
+        rest = _beside(source, old)
+        fresh = changed.keys() | {meta.name for meta in rest}
+        kept = list(dict.fromkeys(placed.file for placed in old.params if placed.meta.name not in fresh))
+        plans = plan_shards(rest, self._shard_bytes) if rest else []
+        plans += plan_shards(source.params(), self._shard_bytes)
+        count = len(kept) + len(plans)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        renamed = dict(zip(kept, names, strict=False))
+        for file, name in renamed.items():
+            _link(base.path / file, draft.path / name)
+        head = Manifest(
+            version=version,
+            run_id=run_id,
+            params=tuple(replace(one, file=renamed[one.file]) for one in old.params if one.file in renamed),
+            files={name: old.files[file] for file, name in renamed.items()},
+            part=(old.run_id, Part(base=old.version, names=frozenset(changed))),
+        )
+        shards = [replace(plan, name=name) for plan, name in zip(plans, names[len(kept) :], strict=True)]
+        again = {meta.name: meta for meta in rest}
+        pairs = ((again[name], tensor) for name, tensor in base.pairs({}, again))
+        manifest = self._write(draft, source, head, order, shards, chain(pairs, checked(source)))
+        return manifest, sum(map(attrgetter("nbytes"), (*rest, *changed.values())))
+
+    def _write(
+        self,
+        draft: Draft,
+        source: WeightSource,
+        head: Manifest,
+        params: Sequence[ParamMeta],
+        shards: Sequence[Layout],
+        pairs: Iterator[tuple[ParamMeta, Tensor]],
+    ) -> Manifest:
+        """Write tensors and the files beside them, the manifest last.
+
+        Args:
+            draft: where to.
+            source: has the files beside the tensors.
+            head: of the manifest, with the parameters and files that are there already.
+            params: every parameter of the version, in order.
+            shards: layouts of those that are written, one after the other as ``pairs`` come.
+            pairs: these.
+        """
+        placed, sizes = {one.meta.name: one for one in head.params}, dict(head.files)
+        where = {meta.name: shard.name for shard in shards for meta in shard.params}
+        where |= {name: one.file for name, one in placed.items()}
+        files = {**_checked_files(source.files()), **self._files}
+        if not self._adapter:  # which file holds which tensor, as in any Hugging Face checkpoint; and the version
+            total = {"total_size": sum(map(attrgetter("nbytes"), params)), "version": f"{head.version:06d}"}
+            in_order = {meta.name: where[meta.name] for meta in params}
+            files[_INDEX] = (json.dumps({"metadata": total, "weight_map": in_order}, indent=2) + "\n").encode()
+        sums = write_shards(
+            draft.path, shards, pairs, in_flight_bytes=min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
+        )
         for shard in shards:
             sizes[shard.name] = shard.nbytes
             for meta in shard.params:
-                where[meta.name] = shard.name
-        files = {**_checked_files(source.files()), **self._files}
-        if not self._adapter:  # which file holds which tensor, as in any Hugging Face checkpoint; and the version
-            total = {"total_size": sum(map(attrgetter("nbytes"), params)), "version": f"{version:06d}"}
-            files[_INDEX] = (json.dumps({"metadata": total, "weight_map": where}, indent=2) + "\n").encode()
-        checksums = _write_shards(
-            draft.path,
-            shards,
-            checked(source, params),
-            in_flight_bytes=min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES),
-        )
+                placed[meta.name] = Placed(meta=meta, file=shard.name, checksum=sums[meta.name])
         for name, data in files.items():
             sizes[name] = len(data)
             draft.write(name, data)
-        placed = []
-        for meta in params:
-            placed.append(Placed(meta=meta, file=where[meta.name], checksum=checksums[meta.name]))
-        manifest = Manifest(version=version, run_id=run_id, params=tuple(placed), files=sizes)
+        manifest = replace(head, params=tuple(placed[meta.name] for meta in params), files=sizes)
         draft.write(MANIFEST, manifest.to_bytes())
         return manifest
+
+
+def _beside(source: WeightSource, base: Manifest) -> list[ParamMeta]:
+    """Return the other parameters that lie in the files of a version in which those of ``source`` do, in order."""
+    changed = {meta.name for meta in source.params()}
+    touched = {placed.file for placed in base.params if placed.meta.name in changed}
+    return [one.meta for one in base.params if one.file in touched and one.meta.name not in changed]
+
+
+def _link(old: Path, new: Path) -> None:
+    """Make a file known under another name; copy it where the file system has no such links, or no more of them."""
+    try:
+        os.link(old, new)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+            raise
+        with open(old, "rb") as source, open(new, "xb") as target:
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
+            target.flush()
+            os.fsync(target.fileno())
 
 
 def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -109,122 +199,3 @@ def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
                 expected="plain names such as config.json",
             )
     return dict(files)
-
-
-def _write_shards(
-    folder: Path, shards: Sequence[Layout], pairs: Iterator[tuple[ParamMeta, Tensor]], *, in_flight_bytes: int
-) -> dict[str, str]:
-    """Write ``pairs`` into ``shards`` under ``folder``, durably.
-
-    Tensors on the CPU are written from their own memory; what a source gathers or copies is freed as soon as it is
-    written, and no more than ``in_flight_bytes`` (or one tensor) waits.
-
-    Args:
-        folder: where the files go.
-        shards: layouts whose parameters, one shard after the other, are those of ``pairs``.
-        pairs: `(meta, tensor)` in order.
-        in_flight_bytes: bound on the bytes handed over and not yet written.
-
-    Returns:
-        xxh3-128 of each tensor's bytes, as 32 hex digits, by name.
-
-    Raises:
-        OSError: a write failed; the files are incomplete.
-    """
-    checksums: dict[str, str] = {}
-    writer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-write")  # two would wait for one inode's lock
-    syncer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-fsync")
-    handed, in_flight = deque[tuple[Future[None], int]](), 0  # batches in the order in which they are written
-    synced: list[Future[None]] = []
-    with ExitStack() as files:
-        try:
-            for shard in shards:
-                file = files.enter_context(open(folder / shard.name, "xb", buffering=0))
-                batch: list[tuple[ParamMeta, Tensor]] = []
-                written: list[Future[None]] = []
-                waiting = unsynced = 0
-                head = shard.header
-                for last in range(len(shard.params) - 1, -1, -1):
-                    meta, tensor = next(pairs)
-                    batch.append((meta, tensor.detach().cpu()))
-                    waiting += meta.nbytes
-                    if waiting >= _BATCH_BYTES or len(batch) >= _MAX_BUFFERS or last == 0:
-                        while handed and (handed[0][0].done() or in_flight + waiting > in_flight_bytes):
-                            future, nbytes = handed.popleft()
-                            future.result()
-                            in_flight -= nbytes
-                        written.append(
-                            writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums)
-                        )
-                        handed.append((written[-1], waiting))
-                        in_flight += waiting
-                        unsynced += waiting
-                        batch, waiting, head = [], 0, b""
-                    if unsynced >= _SYNC_BYTES:  # the device starts while later tensors are still copied
-                        synced.append(syncer.submit(_sync, file, written, False))
-                        written, unsynced = [], 0
-                if head:  # a file without tensors
-                    written.append(writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums))
-                synced.append(syncer.submit(_sync, file, written, True))
-            next(pairs, None)  # lets the source say that it has more than it declared
-            for future in synced:
-                future.result()
-        finally:
-            writer.shutdown(cancel_futures=True)
-            syncer.shutdown(cancel_futures=True)
-    return checksums
-
-
-def _write_batch(
-    descriptor: int,
-    head: bytes,
-    offsets: Mapping[str, int],
-    batch: list[tuple[ParamMeta, Tensor]],
-    checksums: dict[str, str],
-) -> None:
-    """Write tensors, neighbours with one system call, and take their checksums while they are in the core's cache.
-
-    Args:
-        descriptor: of the file.
-        head: what stands at its beginning, with its first tensors.
-        offsets: where each tensor goes.
-        batch: the tensors; emptied on the way, so that what is written is freed.
-        checksums: takes the xxh3-128 of each.
-    """
-    pieces, begin, end = [memoryview(head)] if head else [], 0, len(head)
-    while batch:
-        meta, tensor = batch.pop(0)
-        hasher, offset = xxhash.xxh3_128(), offsets[meta.name]
-        view = byte_view(tensor).numpy().data
-        for at in range(0, len(view), CHUNK_BYTES):
-            chunk = view[at : at + CHUNK_BYTES]
-            hasher.update(chunk)
-            if offset + at != end or len(pieces) >= _MAX_BUFFERS or end - begin >= CHUNK_BYTES:
-                _write(descriptor, pieces, begin)
-                pieces, begin, end = [], offset + at, offset + at
-            pieces.append(chunk)
-            end += len(chunk)
-        checksums[meta.name] = hasher.hexdigest()
-        del tensor
-    _write(descriptor, pieces, begin)
-
-
-def _write(descriptor: int, pieces: list[memoryview], offset: int) -> None:
-    while pieces:
-        count = os.pwritev(descriptor, pieces, offset)
-        offset += count
-        while pieces and count >= len(pieces[0]):
-            count -= len(pieces.pop(0))
-        if pieces:
-            pieces[0] = pieces[0][count:]
-
-
-def _sync(file: FileIO, written: list[Future[None]], last: bool) -> None:
-    """Wait for batches to be written, and flush them to the device; close the file after the last ones."""
-    for future in written:
-        future.result()
-    if last:
-        os.fsync(file.fileno())
-        file.close()
-    else:
-        os.fdatasync(file.fileno())

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
 import torch
 import xxhash
@@ -83,6 +83,8 @@ class ChainWriter:
         """Publish ``source`` as version ``version``, and return its delta; None for a keyframe without one.
 
         It is a keyframe where ``keyframe`` says so, or one is due.
+        Where a part of the source alone may have changed since the version before (`WeightSource.part`), nothing else
+        is looked at, and all else stays as it was.
 
         After an attempt that fails, which leaves nothing in the store, the next version is a keyframe. So it is after a
         version that not every engine acknowledged, since a delta on that one may be of no use.
@@ -125,6 +127,11 @@ class ChainWriter:
         baseline.version = (self._run_id, version)
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
         return manifest
+
+    def builds_on(self, version: int) -> bool:
+        """Return whether the next version may be a delta on this one in which some tensors alone are looked at."""
+        baseline = self._baseline
+        return baseline is not None and baseline.looks_at_parts and baseline.version == (self._run_id, version)
 
     @property
     def baseline_bytes(self) -> int:
@@ -178,6 +185,9 @@ class Baseline(WeightSource):
         version: run id and number of the version that they are.
     """
 
+    looks_at_parts: ClassVar[bool] = False
+    """`write` leaves out tensors that `WeightSource.part` does not name."""
+
     def __init__(self) -> None:
         self.metas: tuple[ParamMeta, ...] = ()
         self.tensors: dict[str, Tensor] = {}
@@ -227,6 +237,8 @@ class Copies(Baseline):
         device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
     """
 
+    looks_at_parts: ClassVar[bool] = True
+
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
         self._device = device
@@ -269,8 +281,12 @@ class Copies(Baseline):
 
     def _beside(self, source: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each name with its copy and the new tensor; the caller has to make the copy equal to it."""
-        for meta, tensor in checked(source, self.metas):
-            yield meta.name, self.tensors[meta.name], tensor
+        if source.part is None:
+            pairs: Iterable[tuple[str, Tensor]] = ((meta.name, tensor) for meta, tensor in checked(source, self.metas))
+        else:
+            pairs = source.pairs(source.part.names)
+        for name, tensor in pairs:
+            yield name, self.tensors[name], tensor
 
     def _copy(self, pairs: Iterable[tuple[ParamMeta, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         known, self.tensors, self.digests = self.tensors, {}, {}

@@ -15,7 +15,8 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.peft import is_peft
 from torchrl_ext.weights.shards.blocks import Shard
-from torchrl_ext.weights.source import Row, WeightSource, full, require_whole
+from torchrl_ext.weights.shards.dtensor import require_whole
+from torchrl_ext.weights.source import Row, WeightSource, full
 from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["ADAPTER_CONFIG", "AdapterFolder", "AdapterSource", "as_adapter"]

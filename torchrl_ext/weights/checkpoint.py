@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -134,6 +134,12 @@ class CheckpointSource(WeightSource):
         read = self._reader()
         for meta in self._params:
             yield meta.name, read(meta.name)
+
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        read = self._reader()
+        for meta in self._params:
+            if meta.name in names:
+                yield meta.name, read(meta.name)
 
     def shards(self) -> Iterator[Shard]:
         """Yield every tensor as a whole, on each rank: it is read when it is taken, and other ranks need not do so."""

@@ -4,7 +4,7 @@ checkpoint, `torchrl_ext.weights.groups`), in another dtype, or with some tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -56,12 +56,20 @@ class RenamedSource(WeightSource):
         for name, tensor in self._source:
             yield self._mapper(name), tensor
 
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        own = {meta.name for meta in self._source.params() if self._mapper(meta.name) in names}
+        for name, tensor in self._source.pairs(own):
+            yield self._mapper(name), tensor
+
     def shards(self) -> Iterator[Shard]:
         for shard in self._source.shards():
             yield shard.under(replace(shard.meta, name=self._mapper(shard.meta.name)))
 
     def held(self) -> Mapping[str, Tensor]:
         return {self._mapper(name): tensor for name, tensor in self._source.held().items()}
+
+    def tied(self) -> Mapping[str, str]:
+        return {self._mapper(name): self._mapper(via) for name, via in self._source.tied().items()}
 
     def files(self) -> Mapping[str, bytes]:
         return self._source.files()
@@ -87,6 +95,10 @@ class CastSource(WeightSource):
         for name, tensor in self._source:
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._source.pairs(names):
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks that this rank holds, not cast yet: the copy to where they are sent from casts them.
 
@@ -101,6 +113,9 @@ class CastSource(WeightSource):
             for name, tensor in self._source.held().items()
             if tensor.dtype is self._dtype or not tensor.is_floating_point()
         }
+
+    def tied(self) -> Mapping[str, str]:
+        return self._source.tied()
 
     def files(self) -> Mapping[str, bytes]:
         return with_dtype(self._source.files(), self._dtype)
@@ -184,6 +199,12 @@ class Layered(WeightSource):
         for name, tensor in self._below:
             yield name, self._above.get(name, tensor)
 
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        below = self._below.pairs([name for name in names if name not in self._above])
+        for meta in self.params():
+            if meta.name in names:
+                yield (meta.name, self._above[meta.name]) if meta.name in self._above else next(below)
+
     def files(self) -> Mapping[str, bytes]:
         return self._below.files()
 
@@ -222,6 +243,14 @@ class ConvertedSource(WeightSource):
                 yield rows[0].name, rows[0].take()
             else:  # nothing here keeps the tensors while the next ones are gathered
                 yield from _undone(group, rows)
+
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Begin a pass over the tensors of these names; a group of which one is meant is taken as a whole."""
+        for group, rows in self._batches():
+            if group is None and rows[0].name in names:
+                yield rows[0].name, rows[0].take()
+            elif group is not None and not group.results.keys().isdisjoint(names):
+                yield from (pair for pair in _undone(group, rows) if pair[0] in names)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks that this rank holds, under the names of the checkpoint.

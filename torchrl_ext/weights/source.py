@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.shards.dtensor import shards_of_dtensor
+from torchrl_ext.weights.shards.dtensor import require_whole, shards_of_dtensor
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked", "inner_model"]
 
@@ -38,7 +38,13 @@ class WeightSource(ABC):
         [('weight', (2, 4)), ('bias', (2,))]
         >>> [name for name, tensor in source]
         ['weight', 'bias']
+
+    Attributes:
+        part: says of a source of some tensors what the others are; of a source of all, which of them may have changed
+            since that version; None where any may.
     """
+
+    part: Part | None = None
 
     @abstractmethod
     def params(self) -> tuple[ParamMeta, ...]:
@@ -47,6 +53,12 @@ class WeightSource(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Begin a fresh pass: each tensor is full (not sharded), detached, and as it is now."""
+
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Begin a pass over the tensors of these names, the same on every rank; by default all are made for it."""
+        for name, tensor in self:
+            if name in names:
+                yield name, tensor
 
     def held(self) -> Mapping[str, Tensor]:
         """Return tensors, if any, that every pass yields as they lie in memory, without a gather, a cast or a copy."""
@@ -186,6 +198,11 @@ class RowSource(WeightSource):
         for row in self.rows():
             yield row.name, row.take()
 
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        for row in self.rows():
+            if row.name in names:
+                yield row.name, row.take()
+
     def shards(self) -> Iterator[Shard]:
         for row in self.rows():
             yield from row.shards()
@@ -310,28 +327,6 @@ def unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def require_whole(module: nn.Module) -> None:
-    """Refuse a module that `FullyShardedDataParallel` (FSDP1) holds, wholly or in part.
-
-    Its parameters are flat pieces of this rank, and nothing about such a tensor says which part of which parameter it
-    is; a DTensor of FSDP2 does.
-
-    Raises:
-        ConfigError: some part of ``module`` is one.
-    """
-    for path, part in module.named_modules():
-        if "FullyShardedDataParallel" in map(attrgetter("__name__"), type(part).__mro__):
-            where = f"its part {path!r}" if path else "it"
-            raise ConfigError(
-                f"a {type(module).__name__} cannot be sent: {where} is sharded by FullyShardedDataParallel (FSDP1), so "
-                "this rank holds a flat piece of its parameters",
-                expected="a module whose parameters are whole, or sharded as DTensors",
-                state="nothing was sent",
-                hint="shard it by FSDP2 (torch.distributed.fsdp.fully_shard); or gather FSDP1's full state dict on "
-                "every rank, and send that",
-            )
 
 
 def as_source(weights: Any) -> WeightSource:

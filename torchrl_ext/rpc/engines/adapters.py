@@ -17,7 +17,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.base import is_absent, restated
-from torchrl_ext.types import EngineInfo, EngineRow, Info, adapter_label
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, adapter_label
 
 __all__ = ["AdapterClient"]
 
@@ -95,7 +95,7 @@ class AdapterClient(EngineClient):
         with self._step(f"make ready for adapter {self.name!r}"):
             self._tell(CheckAdapter.of(info))
 
-    def prefetch(self, version: int) -> None:
+    def prefetch(self, version: int, part: Part | None = None) -> None:
         return None
 
     def begin(self, version: int) -> None:

@@ -37,7 +37,7 @@ from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, is_absent, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, named_tags
 from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
-from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.types import EngineInfo, Info, Part
 from torchrl_ext.waiting import pauses
 
 __all__ = ["SGLangEngine"]
@@ -195,11 +195,15 @@ class SGLangEngine(HTTPEngine):
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise EngineRefusedError(f"{self.url}/weights_checker answered {told!r}", hint=_PLUGIN) from None
 
-    def prefetch(self, version: int) -> None:
+    @property
+    def takes_parts(self) -> bool:
+        return not self._native
+
+    def prefetch(self, version: int, part: Part | None = None) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if not self._native:
                 self._wake(frozenset({"weights"}), self.sleep_state())  # staging checks changes against them
-                self.tell(messages.Prefetch(version=version))
+                self.tell(messages.Prefetch(version=version, part=part))
                 self._await_idle(f"stage version {version}")
 
     def begin(self, version: int) -> None:

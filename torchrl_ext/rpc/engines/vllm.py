@@ -37,7 +37,7 @@ from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, sleep_state_of_vllm
 from torchrl_ext.rpc.server_info import parse_server_info, sees
-from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.types import EngineInfo, Info, Part
 from torchrl_ext.waiting import wait_until
 
 __all__ = ["EmbeddedEngine", "VLLMEngine"]
@@ -144,11 +144,15 @@ class VLLMRoutes(HTTPEngine):
         self._wake_weights()
         super().rehearse(how)
 
-    def prefetch(self, version: int) -> None:
+    @property
+    def takes_parts(self) -> bool:
+        return True
+
+    def prefetch(self, version: int, part: Part | None = None) -> None:
         """See `EngineClient.prefetch`. Workers stage while they generate."""
         self._wake_weights()  # staging checks changes against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
-            self.tell(messages.Prefetch(version=version))
+            self.tell(messages.Prefetch(version=version, part=part))
             self._await_idle(f"stage version {version}")
 
     def begin(self, version: int) -> None:

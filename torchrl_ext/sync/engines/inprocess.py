@@ -21,8 +21,9 @@ from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.outgoing import Outgoing
+from torchrl_ext.sync.parts import Only, chosen
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.types import EngineInfo, EngineRow, Info, SyncReport
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import Layered
 from torchrl_ext.weights.source import WeightSource, as_source
@@ -109,8 +110,12 @@ class InProcessEngine(EngineClient):
         self._rehearsed = (told,)
         self._proof = str(told["proof"])
 
-    def prefetch(self, version: int) -> None:
-        self._host.handle(Prefetch(version=version))
+    @property
+    def takes_parts(self) -> bool:
+        return True
+
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        self._host.handle(Prefetch(version=version, part=part))
 
     def begin(self, version: int) -> None:
         served = self.pause()
@@ -168,21 +173,29 @@ class InProcessEngine(EngineClient):
 
     # online switching
 
-    async def update_model_weights(self, model_weights_path: str | os.PathLike[str]) -> Any:
+    async def update_model_weights(
+        self, model_weights_path: str | os.PathLike[str], *, only: Only | None = None
+    ) -> Any:
         """Serve the weights of a checkpoint directory, without a restart; concurrent updates run one by one.
+
+        Args:
+            model_weights_path: the directory.
+            only: which of its tensors (`torchrl_ext.sync.parts.Only`); all others stay as they are, and only these are
+                moved. None for all.
 
         Returns:
             The `SyncReport`.
 
         Raises:
+            ManifestError: ``only`` means none of its tensors, or the engine's model has none of such a name and shape.
             UpdateError: they did not land; the engine serves what it served, unless the message says otherwise.
         """
-        return await self._switched(lambda switch: switch.to_checkpoint(model_weights_path))
+        return await self._switched(lambda switch: switch.to_checkpoint(model_weights_path, only))
 
     async def update_model_weights_from_state_dict(
         self, state_dict: Mapping[str, Any], *, mapper: Callable[[str], str] | Mapping[str, str] | None = None
     ) -> Any:
-        """Serve these tensors; parameters that are left out stay as they are.
+        """Serve these tensors, which alone are moved; parameters that are left out stay as they are.
 
         Args:
             state_dict: tensors by name, full shapes, on any device.
@@ -228,13 +241,21 @@ class _Switch:
     def __init__(self, engine: InProcessEngine, *, transport: str) -> None:
         self._engine = engine
         self._sender = WeightSender(transports.make(transport), engine)
+        self._sender.holds(0)
         self._turn = threading.Lock()
         self._held: WeightSource | None = None
 
-    def to_checkpoint(self, path: str | os.PathLike[str]) -> SyncReport:
-        """Serve what a checkpoint directory holds."""
+    def to_checkpoint(self, path: str | os.PathLike[str], only: Only | None = None) -> SyncReport:
+        """Serve what a checkpoint directory holds, or some of it.
+
+        Raises:
+            ManifestError: as `to_state_dict`; or ``only`` means nothing.
+        """
+        checkpoint = CheckpointSource(path)
+        if only is not None:
+            return self.to_state_dict(dict(checkpoint.pairs(chosen(only, checkpoint))))
         with self._turn:
-            return self._to(CheckpointSource(path))
+            return self._to(checkpoint)
 
     def to_state_dict(
         self, tensors: Mapping[str, Tensor], mapper: Callable[[str], str] | Mapping[str, str] | None = None
@@ -249,18 +270,18 @@ class _Switch:
             good = self._last_good()
             dtypes = {meta.name: meta.dtype for meta in good.params()}
             copies = {name: tensor.to("cpu", dtypes.get(name), copy=True) for name, tensor in given}
-            return self._to(Layered(good, copies))
+            return self._to(Layered(good, copies), frozenset(copies))
 
     def _last_good(self) -> WeightSource:
         if self._held is None:
             self._held = self._engine.start_weights()
         return self._held
 
-    def _to(self, source: WeightSource) -> SyncReport:
+    def _to(self, source: WeightSource, names: frozenset[str] | None = None) -> SyncReport:
         self._engine.check()
         good = self._last_good()
         try:
-            report = self._sender.update_weights(source)
+            report = self._sender.update_weights(source, only=names)
             self._engine.check()
         except WeightSyncError as error:
             if self._engine.rows()[0].state == "serving":

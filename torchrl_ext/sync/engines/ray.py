@@ -16,7 +16,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, E
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.types import EngineInfo, EngineRow, Info
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 __all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]
 
@@ -109,8 +109,12 @@ class EngineActor:
         self._client.rehearse(how)
         return self._client.proof
 
-    def prefetch(self, version: int) -> None:
-        self._client.prefetch(version)
+    def takes_parts(self) -> bool:
+        """Return `EngineClient.takes_parts`."""
+        return self._client.takes_parts
+
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        self._client.prefetch(version, part)
 
     def begin(self, version: int) -> None:
         self._client.begin(version)
@@ -217,8 +221,12 @@ class RayEngine(EngineClient):
     def rehearse(self, how: str = "once") -> None:
         self._row = replace(self._row, proof=self._ask("rehearse", how, timeout_s=self._load_timeout_s))
 
-    def prefetch(self, version: int) -> None:
-        self._ask("prefetch", version, timeout_s=self._load_timeout_s)
+    @property
+    def takes_parts(self) -> bool:
+        return bool(self._ask("takes_parts"))
+
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        self._ask("prefetch", version, part, timeout_s=self._load_timeout_s)
 
     def begin(self, version: int) -> None:
         self._row = replace(self._row, state="paused")

@@ -16,7 +16,7 @@ from torchrl_ext.errors import DeadlineError, EngineRefusedError, ManifestError,
 from torchrl_ext.landing.loader import Changes, WeightLoader
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, dtype_name
+from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, Part, dtype_name
 from torchrl_ext.waiting import in_thread
 from torchrl_ext.weights.digests import tensor_digest
 
@@ -57,8 +57,8 @@ class RLvLLMClient(EngineClient):
     def rehearse(self, how: str = "once") -> None:
         self._inner.rehearse(how)
 
-    def prefetch(self, version: int) -> None:
-        self._inner.prefetch(version)
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        self._inner.prefetch(version, part)
 
     def begin(self, version: int) -> None:
         self._inner.begin(version)

@@ -93,6 +93,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     name: ClassVar[str] = "delta"
     proves: ClassVar[bool] = True
+    parts: ClassVar[bool] = False  # changes are of whole versions; what did not change costs nothing
 
     def __init__(
         self,
@@ -275,6 +276,9 @@ class DeltaTransport(StandaloneTransport, Incremental):
             return handoff
         base = None if delta is None else delta.base_version
         return replace(handoff, ahead=partial(self._broadcast.send, version, base))
+
+    def builds_on(self, version: int) -> bool:
+        return self._writer.builds_on(version)
 
     def latest_version(self) -> int:
         return self._chain.newest()

@@ -6,16 +6,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchrl_ext.errors import ManifestError
+from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 
-__all__ = ["shards_of_dtensor"]
+__all__ = ["require_whole", "shards_of_dtensor"]
 
 _Runs = tuple[tuple[int, int], ...]
 """Indices along one dimension, in order: ``start <= index < stop`` of each."""
@@ -165,3 +166,25 @@ def _placed(runs: _Runs) -> Iterator[tuple[int, int, int]]:
     for start, stop in runs:
         yield start, stop, first
         first += stop - start
+
+
+def require_whole(module: nn.Module) -> None:
+    """Refuse a module that `FullyShardedDataParallel` (FSDP1) holds, wholly or in part.
+
+    Its parameters are flat pieces of this rank, and nothing about such a tensor says which part of which parameter it
+    is; a DTensor of FSDP2 does.
+
+    Raises:
+        ConfigError: some part of ``module`` is one.
+    """
+    for path, part in module.named_modules():
+        if "FullyShardedDataParallel" in map(attrgetter("__name__"), type(part).__mro__):
+            where = f"its part {path!r}" if path else "it"
+            raise ConfigError(
+                f"a {type(module).__name__} cannot be sent: {where} is sharded by FullyShardedDataParallel (FSDP1), so "
+                "this rank holds a flat piece of its parameters",
+                expected="a module whose parameters are whole, or sharded as DTensors",
+                state="nothing was sent",
+                hint="shard it by FSDP2 (torch.distributed.fsdp.fully_shard); or gather FSDP1's full state dict on "
+                "every rank, and send that",
+            )

@@ -1,0 +1,288 @@
+"""An update may bring some tensors alone: which these are, when everything is sent all the same, and who refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from tests.models import tiny_model
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, UpdateError
+from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
+from torchrl_ext.messages import Finish, Join, Load, Prefetch, Start
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.sync.parts import PartSource, chosen, trainable
+from torchrl_ext.types import Part
+from torchrl_ext.weights.derived import CastSource, Layered, RenamedSource
+from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.source import ModuleSource, WeightSource, as_source
+
+
+class Counted(ModuleSource):
+    """Counts the tensors that are made."""
+
+    made = 0
+
+    def rows(self):
+        def noted(row):
+            def take():
+                self.made += 1
+                return row.take()
+
+            return row._replace(take=take)
+
+        return [noted(row) for row in super().rows()]
+
+
+def policy():
+    return nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2), "bb": nn.Linear(2, 1)})
+
+
+NAMES = ["a.weight", "a.bias", "b.weight", "b.bias", "bb.weight", "bb.bias"]
+
+
+class TestWhichTensors:
+    @pytest.mark.parametrize(
+        ("only", "meant"),
+        [
+            ("b", ["b.weight", "b.bias"]),
+            ("b.weight", ["b.weight"]),
+            ("*.bias", ["a.bias", "b.bias", "bb.bias"]),
+            ("b[b].*", ["bb.weight", "bb.bias"]),
+            (re.compile(r"b+\.weight"), ["b.weight", "bb.weight"]),
+            (lambda name: name.startswith("a"), ["a.weight", "a.bias"]),
+            ({"a.bias": True, "b.bias": False}, ["a.bias"]),
+            (["a.bias", "bb"], ["a.bias", "bb.weight", "bb.bias"]),
+            (frozenset(["a.bias"]), ["a.bias"]),
+        ],
+    )
+    def test_they_are_said_by_name_module_pattern_function_or_mask(self, only, meant):
+        assert [name for name in NAMES if name in chosen(only, as_source(policy()))] == meant
+
+    @pytest.mark.parametrize("only", ["b.wieght", {"b.wieght": True}, ["a", "b.wieght"]])
+    def test_a_name_that_is_not_sent_is_refused_with_the_closest_one(self, only):
+        with pytest.raises(ManifestError, match=r"'b\.wieght'(.|\n)*'b\.weight'"):
+            chosen(only, as_source(policy()))
+
+    @pytest.mark.parametrize("only", ["*.nothing", lambda name: False, []])
+    def test_to_mean_nothing_is_refused(self, only):
+        with pytest.raises(ManifestError, match="none of the 6 tensors"):
+            chosen(only, as_source(policy()))
+
+    def test_what_says_nothing_about_names_is_refused(self):
+        with pytest.raises(ConfigError, match="only=7 says nothing about names"):
+            chosen(7, as_source(policy()))
+
+    def test_a_tied_name_means_the_tensor_that_is_sent(self):
+        model = tiny_model(0, tie_word_embeddings=True)
+        assert chosen("lm_head.weight", as_source(model)) == {"model.embed_tokens.weight"}
+
+    def test_trainable_tensors_go_by_the_names_of_the_checkpoint(self):
+        module = policy()
+        module["a"].requires_grad_(False)
+        assert trainable(module) == {"b.weight", "b.bias", "bb.weight", "bb.bias"}
+        with pytest.raises(ConfigError, match="needs a module"):
+            chosen("trainable", as_source({"x": torch.zeros(1)}))
+
+
+class TestPartSource:
+    def test_tensors_that_are_left_out_are_not_made(self):
+        source = Counted(policy())
+        part = PartSource(
+            RenamedSource(CastSource(source, torch.float64), lambda name: f"m.{name}"),
+            Part(base=1, names=frozenset(["m.b.bias", "m.a.weight"])),
+        )
+        assert [name for name, _ in part] == [meta.name for meta in part.params()] == ["m.a.weight", "m.b.bias"]
+        assert source.made == 2 and all(tensor.dtype == torch.float64 for _, tensor in part)
+
+    def test_layers_above_are_taken_without_those_below(self):
+        below = Counted(policy())
+        layered = Layered(below, {"b.bias": torch.ones(2)})
+        part = PartSource(layered, Part(base=1, names=frozenset(["b.bias", "bb.bias"])))
+        assert [(name, tensor.numel()) for name, tensor in part] == [("b.bias", 2), ("bb.bias", 1)]
+        assert below.made == 1
+
+    def test_shards_that_come_from_one_stream_keep_their_tensors(self):
+        class Streamed(WeightSource):
+            def params(self):
+                return ModuleSource(self.module).params()
+
+            def __iter__(self):
+                return iter(ModuleSource(self.module))
+
+        source = Streamed()
+        source.module = policy()
+        part = PartSource(source, Part(base=1, names=frozenset(["a.bias", "bb.weight"])))
+        listed = list(part.shards())
+        assert [shard.meta.name for shard in listed] == ["a.bias", "bb.weight"]
+        assert torch.equal(listed[0].take(), source.module["a"].bias)
+        assert torch.equal(listed[1].take(), source.module["bb"].weight)
+
+    def test_shards_that_gather_nothing_are_passed_over(self):
+        taken = []
+
+        class Held(WeightSource):
+            def params(self):
+                return ModuleSource(policy()).params()
+
+            def __iter__(self):
+                raise AssertionError("no pass is needed")
+
+            def shards(self):
+                for meta in self.params():
+                    yield Shard(meta, Block.whole(meta.shape), lambda name=meta.name: taken.append(name))
+
+        for shard in PartSource(Held(), Part(base=1, names=frozenset(["b.bias"]))).shards():
+            shard.take()
+        assert taken == ["b.bias"]
+
+
+def change(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+
+
+class TestSender:
+    @pytest.fixture
+    def made(self):
+        trained, served = policy(), policy()
+        sender = tx.WeightSender(tx.MemoryTransport(), tx.make_engine("inprocess", engine=served))
+        sender.register_model(trained)
+        return sender, trained, served
+
+    def test_what_changed_outside_of_the_part_does_not_arrive_before_a_whole_update(self, made):
+        sender, trained, served = made
+        sender.update_weights()
+        change(trained)
+        report = sender.update_weights(only="b")
+        assert report.part and report.tensors == 2 and report.bytes == sum(p.nbytes for p in trained["b"].parameters())
+        assert torch.equal(served["b"].weight, trained["b"].weight)
+        assert torch.equal(served["a"].weight + 1, trained["a"].weight)
+        assert not sender.update_weights().part
+        assert torch.equal(served["a"].weight, trained["a"].weight)
+
+    def test_the_part_is_given_under_the_names_that_are_sent(self, made):
+        _, trained, _ = made
+        served = nn.ModuleDict({"x": policy()})
+        sender = tx.WeightSender(
+            tx.MemoryTransport(), tx.make_engine("inprocess", engine=served), mapper={r"(.*)": r"x.\1"}
+        )
+        sender.register_model(trained)
+        trained["a"].requires_grad_(False)
+        sender.update_weights()
+        assert sender.update_weights(only="x.b").tensors == 2
+        assert sender.update_weights(only="trainable").tensors == 4
+
+    def test_everything_is_sent_first_and_after_a_failure(self, made):
+        sender, trained, served = made
+        assert not sender.update_weights(only="b").part
+        with pytest.raises(UpdateError):
+            sender.update_weights(nn.Linear(1, 1))
+        change(trained)
+        report = sender.update_weights(only="b")
+        assert (report.part, report.tensors) == (False, 6)
+        assert torch.equal(served["a"].weight, trained["a"].weight)
+
+    def test_everything_is_sent_once_the_engine_holds_what_came_from_elsewhere(self, made):
+        sender, trained, served = made
+        receiver = tx.WeightReceiver(served)
+        sender = tx.WeightSender(tx.MemoryTransport(), tx.make_engine("inprocess", engine=receiver))
+        sender.register_model(trained)
+        sender.update_weights()
+        receiver.invalidate()
+        with pytest.raises(UpdateError, match=r"weights of another origin(.|\n)*nothing was changed"):
+            sender.update_weights(only="b")
+        assert sender.engine.rows()[0].state == "serving"
+        assert not sender.update_weights(only="b").part
+
+    def test_a_new_engine_gets_everything(self, made):
+        sender, trained, _ = made
+        sender.update_weights()
+        other = policy()
+        sender.init_all_workers_group(vllm_engine=tx.make_engine("inprocess", engine=other))
+        assert not sender.update_weights(only="b").part
+        assert torch.equal(other["a"].weight, trained["a"].weight)
+
+    def test_one_of_two_engines_that_left_the_fleet_and_came_back_gets_everything(self, made):
+        _, trained, _ = made
+        served = [policy(), policy()]
+        fleet = Fleet([tx.make_engine("inprocess", engine=one, url=f"engine-{n}") for n, one in enumerate(served)])
+        sender = tx.WeightSender(tx.MemoryTransport(), fleet)
+        sender.register_model(trained)
+        sender.update_weights()
+        change(trained)
+        assert sender.update_weights(only="b").part
+        for one in served:
+            assert torch.equal(one["b"].weight, trained["b"].weight)
+            assert not torch.equal(one["a"].weight, trained["a"].weight)
+
+
+class TestReceiver:
+    @pytest.fixture
+    def joined(self):
+        trained, served = policy(), policy()
+        transport, receiver = tx.MemoryTransport(), tx.WeightReceiver(served)
+        source = as_source(trained)
+        handoff = transport.open(1, source.params())
+        params = [meta.to_json() for meta in source.params()]
+        receiver.handle(Join.of({**handoff.info, "params": params}))
+
+        def send(version, part=None, *, told=True):
+            of = source if part is None else PartSource(source, part)
+            info = transport.prepare(of, version).info
+            if told:
+                receiver.handle(Prefetch(version=version, part=part))
+            receiver.handle(Start())
+            receiver.handle(Load.of(info if part is None else {**info, "onto": part.base}))
+            receiver.handle(Finish(version=version))
+
+        return receiver, served, send
+
+    def test_a_part_lands_beside_the_version_that_it_names(self, joined):
+        receiver, _, send = joined
+        send(1)
+        send(2, Part(base=1, names=frozenset(["a.bias"])))
+        assert receiver.version == 2
+        send(3)
+
+    @pytest.mark.parametrize("base", [0, 2])
+    def test_another_base_is_refused_before_anything_changes(self, joined, base):
+        receiver, _, send = joined
+        send(1)
+        with pytest.raises(IntegrityError, match=f"beside those of version {base}, and this one holds version 1"):
+            receiver.handle(Prefetch(version=3, part=Part(base=base, names=frozenset(["a.bias"]))))
+        send(3)
+
+    def test_a_torn_or_an_empty_model_is_no_base(self, joined):
+        receiver, _, send = joined
+        send(1)
+        receiver.handle(Start())  # and nothing follows
+        with pytest.raises(IntegrityError, match="parts of several versions"):
+            receiver.handle(Prefetch(version=2, part=Part(base=1, names=frozenset(["a.bias"]))))
+        send(2)
+        receiver.invalidate(empty=True)
+        with pytest.raises(IntegrityError, match="holds no weights"):
+            receiver.handle(Prefetch(version=3, part=Part(base=2, names=frozenset(["a.bias"]))))
+
+    def test_a_part_that_was_not_announced_does_not_land_nor_everything_where_a_part_was(self, joined):
+        receiver, served, send = joined
+        send(1)
+        before = served["a"].bias.detach().clone()
+        with pytest.raises(IntegrityError, match="comes as some tensors of a model, which was not announced"):
+            send(2, Part(base=1, names=frozenset(["a.bias"])), told=False)
+        assert torch.equal(served["a"].bias, before)
+        send(3)
+        receiver.handle(Prefetch(version=4, part=Part(base=3, names=frozenset(["a.bias"]))))
+        with pytest.raises(IntegrityError, match="comes as all tensors of a model"):
+            send(4, told=False)
+
+    def test_a_loader_that_knows_no_parts_refuses_them(self):
+        class Plain(TensorsLoader):
+            part = WeightLoader.part
+
+        with pytest.raises(ConfigError, match="a Plain takes whole updates only"):
+            Plain(policy()).part(frozenset(["a.bias"]))
