@@ -8,13 +8,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.landing.placement import record
 from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.plugins.loader import PluginLoader
 from torchrl_ext.plugins.slices import merged
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import as_source
 
@@ -191,9 +192,11 @@ def loader(rank, tmp_path):
     return found
 
 
-def sent(loader, seed, targets):
+def sent(loader, seed, targets, names=SHAPES):
     """What a transport yields that fills targets where they are given."""
     for name, tensor in weights(seed).items():
+        if name not in names:
+            continue
         blocks = loader.slices().get(name)
         if blocks is None:
             yield name, tensor
@@ -395,3 +398,70 @@ def test_neighbours_become_one_block_and_so_does_what_overlaps():
     assert merged(grid) == (box((0, 3), (0, 6)),)
     corner = (box((0, 1), (0, 2)), box((1, 2), (0, 1)))
     assert merged(corner) == corner
+
+
+def of(loader, seed, names, targets=None):
+    """What a transport yields of a part."""
+    if targets is None:
+        return [(name, tensor) for name, tensor in weights(seed).items() if name in names]
+    return list(sent(loader, seed, targets, names))
+
+
+def mixed(rank, seed, names):
+    """The model as a start from weights makes it of which these have the other seed."""
+    model = Model(rank)
+    model.load_weights({**weights(0), **{name: weights(seed)[name] for name in names}}.items())
+    pack(model.down)
+    return model
+
+
+@pytest.mark.parametrize("by_slices", [False, True])
+def test_a_part_lands_as_a_cold_start_lands_it_and_opens_only_layers_that_are_rebuilt(loader, rank, by_slices):
+    loader.by_slices(by_slices)
+    landed = set()
+    for names in ({"q", "embed", "experts.1.w"}, {"v", "norm"}, {"down", "decay", "corner", "k"}):
+        loader.part(frozenset(names))
+        loader.start()
+        loader.load(of(loader, 1, names, loader.targets() if by_slices else None))
+        loader.finish()
+        loader.part(None)
+        landed |= names
+        assert_is(loader._model, mixed(rank, 1, landed))
+    assert loader.opened == [["corner", "decay", "down"]]  # corner shares its layer with decay
+    assert set(loader._model.handed) == {"down", "decay", "corner"}
+    loader.by_slices(False)
+    loader.start()
+    loader.load(weights(2).items())
+    loader.finish()
+    assert_is(loader._model, cold(rank, 2))
+
+
+def test_a_part_without_what_its_layers_are_rebuilt_from_is_refused_by_name(loader, rank):
+    before = state(loader._model)
+    for by_slices in (False, True):
+        loader.by_slices(by_slices)
+        with pytest.raises(ManifestError, match=r"'down' the engine builds layers anew, and lacks 'decay'"):
+            loader.part(frozenset({"q", "down"}))
+    with pytest.raises(ManifestError, match="no parameter 'nobody'"):
+        loader.part(frozenset({"nobody"}))
+    assert {key: tensor.tolist() for key, tensor in state(loader._model).items()} == {
+        key: tensor.tolist() for key, tensor in before.items()
+    }
+
+
+def test_what_did_not_come_of_a_part_is_named(loader):
+    loader.by_slices(False)
+    loader.part(frozenset({"q", "k"}))
+    loader.start()
+    loader.load(of(loader, 1, {"k"}))
+    with pytest.raises(IntegrityError, match="1 of the parameters that were announced did not come, first 'q'"):
+        loader.finish()
+
+
+def test_digests_are_those_of_the_part(loader):
+    loader.by_slices(False)
+    loader.part(frozenset({"q", "down", "decay", "corner"}))
+    loader.start()
+    loader.load(of(loader, 1, {"q", "down", "decay", "corner"}))
+    loader.finish()
+    assert loader.digests() == {name: tensor_digest(weights(1)[name]) for name in ("q", "down", "decay", "corner")}

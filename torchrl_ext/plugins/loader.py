@@ -20,7 +20,7 @@ from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, holds
 from torchrl_ext.landing.placement import Landing, Placement
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.plugins import refusals
-from torchrl_ext.plugins.slices import Slices, land
+from torchrl_ext.plugins.slices import Slices, apart, land
 from torchrl_ext.plugins.workers import combine
 from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import announced
@@ -77,7 +77,9 @@ class PluginLoader(EngineLoader):
         self._coverage: dict[str, Coverage] = {}
         self._expected: Mapping[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
-        self._opened: Collection[nn.Module] = ()
+        self._opened: Collection[nn.Module] | None = None  # None: no layer had to be opened
+        self._part: frozenset[str] | None = None
+        self._direct: frozenset[str] = frozenset()  # of the part, what is written past the model's loader
         self._targets: Mapping[str, Sliced] = {}
         self._loading = self._whole_model = False
 
@@ -241,13 +243,39 @@ class PluginLoader(EngineLoader):
             if not self._is_tied_head(name):
                 raise refusals.absent(name)
 
-    # whole versions
+    # whole versions, and parts of them
+
+    def part(self, names: frozenset[str] | None) -> None:
+        """Note what comes; the layers that are opened for it have to come whole, as the engine builds them anew.
+
+        Raises:
+            ManifestError: a tensor lands together with one that is not among ``names``, or is not known.
+        """
+        self._part, self._direct = None, frozenset()
+        if names is None:
+            return
+        for name in names - {meta.name for meta in self._params}:
+            raise refusals.unknown(name)
+        sliced = self._sliced() if self.takes_slices else None
+        if sliced is None:
+            plain = {name for name in names if self.patchable(name)}
+            direct = apart(plain, {name: [*self.landings(name)] for name in names})
+        else:
+            direct = frozenset(name for name in names if name in sliced.direct or not sliced.landing(name))
+        left = sorted({*self._loaded_with({*names - direct})} - names) if names - direct else ()
+        if left:
+            raise refusals.together(sorted(names - direct), left)
+        self._part, self._direct = names, direct
 
     def start(self) -> None:
         self.forget()
         self.touched = self.touched or not self._rehearsing
         sliced = self._sliced() if self.takes_slices else None
-        self._opened = self._open(None if sliced is None or not sliced.direct else sliced.loaded)
+        if self._part is None:
+            self._opened = self._open(None if sliced is None or not sliced.direct else sliced.loaded)
+        else:
+            rest = self._part - self._direct
+            self._opened = self._open(rest) if rest else None
         self._targets = {} if sliced is None else sliced.targets(self._live())
         self._loading = True
 
@@ -259,7 +287,10 @@ class PluginLoader(EngineLoader):
     def _passing(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
             self._handed[name] = tensor_digest(tensor) if self.vouches and not self._readable(name) else ""
-            yield name, tensor
+            if name in self._direct:
+                land(tensor, self._pieces[name])
+            else:
+                yield name, tensor
 
     def _slices_of(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield what the model's loader takes; no digests, as the transport has checked each block."""
@@ -286,15 +317,17 @@ class PluginLoader(EngineLoader):
                 state="the model holds part of an update",
                 hint="send the version again",
             )
-        self._close(self._opened)
-        self._loading, self._targets = False, {}
+        if self._opened is not None:
+            self._close(self._opened)
+        self._loading, self._targets, self._opened = False, {}, None
 
     def missing(self) -> list[str]:
         """Return the parameters of an unfinished load that did not come yet."""
         if not self._loading or self._rehearsing:
             return []
         sliced = self._sliced() if self.takes_slices else None
-        due = (meta.name for meta in self._params if sliced is None or sliced.landing(meta.name))
+        comes = (meta.name for meta in self._params if self._part is None or meta.name in self._part)
+        due = (name for name in comes if sliced is None or sliced.landing(name))
         return [name for name in due if name not in self._handed]
 
     def digests(self) -> dict[str, str]:

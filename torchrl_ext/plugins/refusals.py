@@ -9,7 +9,7 @@ import torch
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_name
 
-__all__ = ["UNCHANGED", "absent", "incomplete", "misshapen", "rebalanced", "rounded", "unknown"]
+__all__ = ["UNCHANGED", "absent", "incomplete", "misshapen", "rebalanced", "rounded", "together", "unknown"]
 
 UNCHANGED = "nothing was changed; the engine serves what it served"
 _EVERY = "every parameter of the checkpoint that the engine was started with"
@@ -37,6 +37,22 @@ def unknown(name: str) -> ManifestError:
 def absent(name: str) -> ManifestError:
     """Return the refusal of an update without a parameter that is needed."""
     return ManifestError(f"parameter {name!r} is missing from the update", expected=_EVERY, state=UNCHANGED)
+
+
+def together(names: Sequence[str], others: Sequence[str]) -> ManifestError:
+    """Return the refusal of a part without tensors that land together with some of its own.
+
+    Args:
+        names: those of the part whose layers the engine builds anew.
+        others: what has to come with them.
+    """
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return ManifestError(
+        f"of a part with {', '.join(map(repr, names[:3]))} the engine builds layers anew, and lacks "
+        f"{', '.join(map(repr, others[:3]))}{more} for them",
+        state=UNCHANGED,
+        hint="name them too: only= with the path of the whole layer; or leave only= out",
+    )
 
 
 def incomplete(param: str, written: int, numel: int, sources: Sequence[str]) -> ManifestError:

@@ -15,7 +15,7 @@ from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["Slices", "land", "merged"]
+__all__ = ["Slices", "apart", "land", "merged"]
 
 _WASTE = 2
 """A tensor comes whole where the blocks around what is needed of it have more than so many times its elements."""
@@ -52,18 +52,7 @@ class Slices:
                     self.whole[meta.name] = "the engine's loader takes elements of it that lie far apart"
                     continue
                 self._walks[meta.name], self.blocks[meta.name] = found, blocks
-        self.direct = self._direct({name for name, own in pieces.items() if own and self.blocks.get(name)})
-
-    def _direct(self, plain: set[str]) -> frozenset[str]:
-        layers = {
-            name: {one.param.rpartition(".")[0] for one in own} for name, own in self._placement.landings.items() if own
-        }
-        while True:
-            opened = set().union(*(own for name, own in layers.items() if name not in plain))
-            kept = {name for name in plain if not layers[name] & opened}
-            if kept == plain:
-                return frozenset(plain)
-            plain = kept
+        self.direct = apart({name for name, own in pieces.items() if own and self.blocks.get(name)}, placement.landings)
 
     @cached_property
     def loaded(self) -> tuple[str, ...]:
@@ -89,6 +78,22 @@ class Slices:
             if len(parts) == len(laid):
                 found[name] = Sliced.of(self._metas[name], parts)
         return found
+
+
+def apart(plain: set[str], landings: Mapping[str, Iterable[Landing]]) -> frozenset[str]:
+    """Return those of ``plain`` that share no layer with other tensors.
+
+    Args:
+        plain: names of tensors that could be written into live parameters.
+        landings: all tensors that come -> where they land.
+    """
+    layers = {name: {one.param.rpartition(".")[0] for one in own} for name, own in landings.items()}
+    while True:
+        opened = set().union(*(own for name, own in layers.items() if name not in plain))
+        kept = {name for name in plain if not layers[name] & opened}
+        if kept == plain:
+            return frozenset(plain)
+        plain = kept
 
 
 @torch.no_grad()
