@@ -17,7 +17,7 @@ import torch
 from torchrl_ext.errors import EngineError, EngineUnreachableError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.messages import Finish, Join, Poll, Start, loading, read
+from torchrl_ext.messages import Finish, Join, Poll, Prefetch, Start, loading, read
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.worker_end import WorkerEnd
 from torchrl_ext.types import EngineInfo, EngineRow
@@ -56,6 +56,9 @@ class SliceLoader(WeightLoader):
     def targets(self):
         metas = {meta.name: meta for meta in self._params}
         return {name: Sliced.of(metas[name], [(block, held)]) for name, (block, held) in self.memory.items()}
+
+    def part(self, names):
+        assert names is None or names <= self.memory.keys()
 
     def load(self, pairs):
         for _ in pairs:  # everything has landed where it belongs
@@ -164,8 +167,14 @@ class LineEngine(EngineClient):
             self._tell(Join.of({"rank_offset": 1, **info}))
             wait_until(lambda: not any(self._tell(Poll())), WAIT_S, lambda: EngineError("it did not join"))
 
+    @property
+    def takes_parts(self):
+        return True
+
     def prefetch(self, version, part=None):
-        pass
+        if part is not None:
+            self._tell(Prefetch(version=version, part=part))
+            wait_until(lambda: not any(self._tell(Poll())), WAIT_S, lambda: EngineError("it did not stage"))
 
     def begin(self, version):
         self._state, self._version, self._error = "paused", None, None

@@ -112,6 +112,20 @@ for version in (1, 2, 3):
         print(json.dumps([report.rank_bytes, report.worker_bytes, report.model_bytes]), flush=True)
     else:
         assert report.version == version
+for version, only in ((4, {"1.weight", "2.bias"}), (5, None), (6, {"3.weight"})):
+    before = expected(made)
+    step(made)
+    after = expected(made)
+    report = sender.update_weights(only=None if only is None else sorted(only))
+    if rank == 0:
+        metas = [meta for meta in as_source(made).params() if only is None or meta.name in only]
+        named = {meta.name for meta in metas}
+        wanted = [{name: (new if name in named else old)[name] for name in old} for old, new in zip(before, after)]
+        for engine in sender.engine.each():
+            assert engine.state()["held"] == wanted and engine.state()["version"] == version
+        needed = sum(meta.nbytes * (1 if len(meta.shape) > 1 else 2) for meta in metas)  # vectors go to both workers
+        assert (report.part, report.bytes) == (only is not None, needed), (report, needed)
+        assert sum(report.worker_bytes) < 1.05 * needed + 512  # and what frames them
 sender.shutdown()
 """
 

@@ -142,8 +142,11 @@ class Outgoing(WeightSource):
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the rest of it
             yield from held
 
+    def _begin(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._source) if self.part is None else self._source.pairs(self.part.names)
+
     def replay(self) -> None:
-        for _ in self._source if self._gathers else ():
+        for _ in self._begin() if self._gathers else ():
             pass
 
     def drain(self) -> None:
@@ -154,7 +157,7 @@ class Outgoing(WeightSource):
         if self.store is None or not self._gathers:
             return
         try:
-            for _ in iter(self._source) if self._stream is None else self._stream:
+            for _ in self._begin() if self._stream is None else self._stream:
                 pass
         except Exception:
             log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)

@@ -249,8 +249,7 @@ class WeightSender:
         try:
             if names is not None and source.store is not None:
                 base = self._ranks.hear_part(source, source.store)
-                part = None if base is None else Part(base=base, names=names)
-                source.limit(part, narrow=self._transport.parts)
+                source.limit(None if base is None else Part(base=base, names=names))
             self._transport.follow(source)
         except BaseException:
             self._ranks.skip()

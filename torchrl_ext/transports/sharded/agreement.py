@@ -28,10 +28,17 @@ class Description(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What one worker needs: its share, or None for everything, and why some of it is whole."""
+    """What one worker needs of the parameters that it joined for.
+
+    Attributes:
+        share: its share, or None for everything.
+        whole: why some of it is whole.
+        params: all of them; an update may bring some.
+    """
 
     share: Share | None
     whole: Mapping[str, str]
+    params: Sequence[ParamMeta] = ()
 
     def to_json(self) -> Info:
         """Return the note that says so."""
@@ -47,12 +54,15 @@ class Needs(NamedTuple):
         if type(told) is not dict or type(told.get("whole")) is not dict:
             raise TransportError(f"a worker says of its needs {str(told)[:200]!r}", expected="a share, and reasons")
         share = told.get("share")
-        return cls(None if share is None else Share.from_json(share, params), told["whole"])
+        return cls(None if share is None else Share.from_json(share, params), told["whole"], params)
 
     def blocks(self, params: Sequence[ParamMeta]) -> Share:
-        """Return the share, in full where it is everything."""
+        """Return the share of the parameters of an update, in full where it is everything."""
         if self.share is not None:
-            return self.share
+            if tuple(params) == tuple(self.params):
+                return self.share
+            places = {meta.name: place for place, meta in enumerate(self.params)}
+            return self.share.some(places[meta.name] for meta in params)
         return Share.of_blocks((Block.whole(meta.shape),) for meta in params)
 
 

@@ -38,7 +38,6 @@ class WorkerEnd(End):
         self._rank = 1 + worker
         self.slices: Mapping[str, tuple[Block, ...]] = {}
         self.whole: Mapping[str, str] = {}
-        self._share: Share | None = None
         self._params: tuple[ParamMeta, ...] = ()
         self._rows: list[Any] = []
 
@@ -57,10 +56,9 @@ class WorkerEnd(End):
         self.member.stop.clear()
         alone = members is None
         self.member.enter(room, self._rank if rank is None else rank, members, params if alone else ())
-        group, self.plan, self._params, self._share = self.member.carrier(), None, params, None
-        if self.slices:
-            self._share = Share.of_blocks(self._needed(meta) for meta in params)
-        group.notes.put(f"needs/{group.generation}/{group.rank}", Needs(self._share, self.whole).to_json())
+        group, self.plan, self._params = self.member.carrier(), None, params
+        share = Share.of_blocks(self._needed(meta) for meta in params) if self.slices else None
+        group.notes.put(f"needs/{group.generation}/{group.rank}", Needs(share, self.whole).to_json())
 
     def _needed(self, meta: ParamMeta) -> tuple[Block, ...]:
         return self.slices.get(meta.name, (Block.whole(meta.shape),))
@@ -130,7 +128,8 @@ class WorkerEnd(End):
         key, until = f"plan/{group.generation}/{info['plan']}/{group.rank}", deadline(self.settings.timeout_s)
         bucket_bytes = self.settings.bucket_bytes
         try:
-            plan = plan_of(group, info["plan"], params, until, bucket_bytes=bucket_bytes, own=self._share)
+            own = Share.of_blocks(self._needed(meta) for meta in params) if self.slices else None
+            plan = plan_of(group, info["plan"], params, until, bucket_bytes=bucket_bytes, own=own)
         except WeightSyncError as error:
             group.notes.put(key, {"error": why(error)})
             raise

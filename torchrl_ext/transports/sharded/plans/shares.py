@@ -68,6 +68,10 @@ class Share:
         """Return the blocks of the parameter at this place, in ascending order; none of them is empty."""
         return self.patterns[self.of[index]]
 
+    def some(self, places: Iterable[int]) -> Share:
+        """Return the share of the parameters at these places alone, in this order."""
+        return Share.of_blocks(self.blocks(place) for place in places)
+
     def __len__(self) -> int:
         return len(self.of)
 
