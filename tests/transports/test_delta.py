@@ -47,6 +47,22 @@ class TestVersions:
         assert report.density < 0.5
         sender.shutdown()
 
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    def test_a_part_is_a_delta_of_the_named_tensors_also_where_a_keyframe_is_due(self, root, encoding):
+        own, served = weights(), {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
+        sender = tx.WeightSender(trainer_at(root, encoding=encoding, keyframe_every=3), InProcessEngine(served))
+        follower, expected = trainer_at(root), {}
+        for version, only in enumerate((None, "a", "b.*", ["a.weight"], None, "b", "a"), 1):
+            report = sender.update_weights(own, only=only)
+            expected |= {
+                name: tensor.clone() for name, tensor in own.items() if only in (None, name[0], f"{name[0]}.*", [name])
+            }
+            assert report.part == (only is not None) and report.verified
+            assert same(served, expected) and same(follower.receive_weights(WAIT_S), expected)
+            assert same(trainer_at(root).receive_weights(WAIT_S), expected)  # a late one finds a whole keyframe
+            step(own, version)
+        sender.shutdown()
+
     def test_a_version_without_changes_moves_next_to_nothing(self, root):
         trainer, reader, own = trainer_at(root, encoding="xor"), trainer_at(root), weights()
         for _ in range(2):

@@ -117,6 +117,55 @@ for moment in (None, 0, 1, 4, len(as_source(policy).params())):
         assert rank == 1
     dist.barrier()
 """,
+    "a part gathers nothing else, and no rank waits for another one whether it is sent, refused or too much": """
+from torch.distributed.tensor import DTensor
+from torchrl_ext.errors import TransportError
+
+class Failing(tx.MemoryTransport):
+    failing = False
+    def prepare(self, source, version):
+        if self.failing:
+            raise TransportError("cannot prepare")
+        return super().prepare(source, version)
+
+gathered = []
+whole = DTensor.full_tensor
+DTensor.full_tensor = lambda self, **more: gathered.append(tuple(self.shape)) or whole(self, **more)
+policy, served = sharded(), plain()
+transport = Failing() if rank == 0 else tx.DiskTransport(folder)
+sender = tx.WeightSender(transport, InProcessEngine(served) if rank == 0 else None, rank=rank)
+sender.register_model(policy)
+for step, (only, fails, sent) in enumerate([
+    ("body", False, None), ("body.0", False, 2), ("body.2.bias", True, None), ("body.2.bias", False, None),
+    (["one", "embed.weight"], False, 2), (None, False, None),
+]):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 1
+    transport.failing, everything = fails and rank == 0, len(as_source(policy).params()) - 1  # a buffer is no shard
+    before = {name: tensor.clone() for name, tensor in as_source(served)}
+    gathered.clear()
+    try:
+        report = sender.update_weights(only=only)
+        assert not (fails and rank == 0)
+    except tx.WeightSyncError as error:
+        assert fails and rank == 0 and "cannot prepare" in str(error), error
+    assert len(gathered) == ((1 if fails else everything) if sent is None else sent), (step, gathered)
+    if rank == 0 and not fails:
+        assert report.part == (sent is not None), step
+        now = dict(as_source(policy))
+        for name, tensor in as_source(served):
+            paths = [only] if isinstance(only, str) else only
+            named = sent is None or any(name == path or name.startswith(path + ".") for path in paths)
+            assert torch.equal(tensor, now[name] if named else before[name]), (step, name)
+    elif not fails:
+        dict(as_source(policy))  # rank 0 has gathered once more, for this test
+try:
+    sender.update_weights(only="nobody")
+except tx.errors.ManifestError as error:
+    assert "nobody" in str(error)
+sender.update_weights()
+""",
     "rank 0 leaves no gather and no forward pass, whatever stops it before it sends": """
 from torchrl_ext.errors import ConcurrentUpdateError, StoreError
 from torchrl_ext.sync.outputs import Probe
