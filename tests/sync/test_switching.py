@@ -154,7 +154,6 @@ class TestEmbedded:
         report = run(online.update_model_weights_from_state_dict(layer))
         assert report.bytes == sum(tensor.nbytes for tensor in layer.values())
 
-    @pytest.mark.xfail(strict=True, reason="names of the Hub are not looked up in the local cache")
     def test_a_name_of_the_hub_means_what_is_in_the_local_cache(self, engine, place, tmp_path, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         snapshots = tmp_path / "models--somebody--policy" / "snapshots"

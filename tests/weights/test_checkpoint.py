@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tests.models import tiny_checkpoint, tiny_model
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.testing import same_bits
-from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files
+from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files, local_checkpoint, revised
 from torchrl_ext.weights.source import checked
 
 
@@ -122,3 +122,55 @@ def test_a_directory_without_weights_is_refused(tmp_path):
         CheckpointSource(tmp_path)
     with pytest.raises(ConfigError, match="no directory"):
         companion_files(tmp_path / "nowhere")
+
+
+class TestNamesOfTheHub:
+    @pytest.fixture(autouse=True)
+    def offline(self, monkeypatch):
+        def refuse(*_, **__):
+            raise AssertionError("nothing is fetched")
+
+        monkeypatch.setattr("socket.socket.connect", refuse)
+        monkeypatch.setattr("socket.getaddrinfo", refuse)
+
+    @pytest.fixture
+    def cache(self, tmp_path, monkeypatch):
+        """A cache with two revisions of one model, as a download leaves it."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        model = tmp_path / "models--somebody--policy"
+        for seed, revision in enumerate(("main", "v2")):
+            tiny_checkpoint(model / "snapshots" / (str(seed) * 40), seed)
+            (model / "refs").mkdir(exist_ok=True)
+            (model / "refs" / revision).write_text(str(seed) * 40)
+        return model
+
+    @pytest.mark.parametrize(("name", "seed"), [("somebody/policy", 0), ("somebody/policy@v2", 1)])
+    def test_one_means_what_is_in_the_local_cache(self, cache, name, seed):
+        found, expected = dict(CheckpointSource(name)), tiny_model(seed).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(same_bits(found[one], expected[one]) for one in found)
+        assert "config.json" in companion_files(name)
+
+    def test_a_directory_of_the_same_name_comes_first(self, cache, tmp_path, monkeypatch):
+        (tmp_path / "here" / "somebody" / "policy").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "here")
+        assert str(local_checkpoint("somebody/policy")) == "somebody/policy"
+
+    @pytest.mark.parametrize("name", ["somebody/other", "somebody/policy@v3", "other", "so--me/../body"])
+    def test_one_that_is_not_there_is_refused_and_not_fetched(self, cache, name):
+        with pytest.raises(ConfigError, match="there is no checkpoint directory") as refused:
+            CheckpointSource(name)
+        if ".." not in name:
+            assert f"hf download {name.split('@')[0]}" in str(refused.value)
+
+    def test_a_copy_that_lacks_a_shard_is_damaged(self, cache):
+        place = cache / "snapshots" / ("0" * 40)
+        where = {name: "model-00001-of-00002.safetensors" for name, _ in CheckpointSource(place)}
+        (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        with pytest.raises(IntegrityError, match="model-00001-of-00002"):
+            CheckpointSource("somebody/policy")
+
+    def test_the_revision_that_an_engine_was_started_with_counts(self, cache, tmp_path):
+        assert revised("somebody/policy", None) == "somebody/policy"
+        assert revised("somebody/policy", "v2") == "somebody/policy@v2"
+        assert revised(str(tmp_path), "v2") == str(tmp_path)

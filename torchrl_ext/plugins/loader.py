@@ -406,7 +406,7 @@ _UNKNOWN = "layers of this model rebuild their weights after loading, so that it
 
 
 def _shapes_of(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a local checkpoint by name; nothing for any other."""
+    """Return the shapes of a checkpoint on this machine by name; nothing for any other."""
     try:
         return {meta.name: meta.shape for meta in CheckpointSource(checkpoint).params()}
     except (ConfigError, IntegrityError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -20,20 +21,54 @@ from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
 from torchrl_ext.weights.tensorfile import TensorFile
 
-__all__ = ["CheckpointSource", "companion_files", "model_files", "with_dtype"]
+__all__ = ["CheckpointSource", "companion_files", "local_checkpoint", "model_files", "revised", "with_dtype"]
 
 _INDEX = "model.safetensors.index.json"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", re.ASCII)
 _COMPANIONS = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm"}
 _NOT_COMPANIONS = ("manifest.json", ".index.json")
+
+
+def local_checkpoint(place: str | os.PathLike[str]) -> Path:
+    """Return the directory of a checkpoint, which need not exist; a name of the Hub stands for a copy in the cache.
+
+    A directory of that name comes first. Otherwise ``"somebody/policy"``, or ``"somebody/policy@revision"``, is looked
+    up in the local cache of Hugging Face, and never fetched.
+
+    Raises:
+        ConfigError: it is neither a directory nor in the cache.
+    """
+    if not isinstance(place, str) or os.path.isdir(place) or not _HUB_NAME.fullmatch(place):
+        return Path(place)
+    name, _, revision = place.partition("@")
+    try:
+        from huggingface_hub import constants, snapshot_download
+    except ImportError:  # then nobody has filled the cache
+        return Path(place)
+    try:
+        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except (OSError, ValueError) as error:  # not there; or no name of the Hub after all
+        raise ConfigError(
+            f"there is no checkpoint directory {place}, and no model of that name in the local cache "
+            f"{constants.HF_HUB_CACHE}",
+            expected="a directory, or a name of the Hugging Face Hub whose files were fetched before",
+            state="nothing was read, and nothing fetched",
+            hint=f"hf download {name}" + (f" --revision {revision}" if revision else ""),
+        ) from error
+
+
+def revised(model: str, revision: str | None) -> str:
+    """Return what `local_checkpoint` takes for a model that an engine was started with, and its revision on the Hub."""
+    return model if revision is None or os.path.isdir(model) else f"{model}@{revision}"
 
 
 def companion_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the config, generation and tokenizer files of a checkpoint directory, name -> content.
 
     Raises:
-        ConfigError: there is no such directory.
+        ConfigError: there is no such directory, nor such a model in the local cache (`local_checkpoint`).
     """
-    path = Path(directory)
+    path = local_checkpoint(directory)
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}", expected="a model directory with its config.json")
     return {
@@ -93,7 +128,8 @@ class CheckpointSource(WeightSource):
     """The tensors of a checkpoint directory, in the order of its files (and of each file's header).
 
     Args:
-        directory: holds ``model.safetensors.index.json`` and the files that it names, or ``*.safetensors`` files.
+        directory: holds ``model.safetensors.index.json`` and the files that it names, or ``*.safetensors`` files; or a
+            name of the Hub, for what is in the local cache (`local_checkpoint`).
 
     Raises:
         ConfigError: there is no checkpoint.
@@ -101,7 +137,7 @@ class CheckpointSource(WeightSource):
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = local_checkpoint(directory)
         if not self.directory.is_dir():
             raise ConfigError(f"there is no checkpoint directory {self.directory}")
         index = self.directory / _INDEX

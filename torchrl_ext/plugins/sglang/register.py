@@ -193,6 +193,7 @@ def _worker(runner: Any) -> Any:
 
     from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
     from torchrl_ext.plugins.sglang.worker import SGLangWorker
+    from torchrl_ext.weights.checkpoint import revised
 
     model = runner.model
     if model not in _workers:
@@ -203,7 +204,7 @@ def _worker(runner: Any) -> Any:
             )
         _workers[model] = SGLangWorker(
             model,
-            runner.model_config.model_path,
+            revised(runner.model_config.model_path, getattr(runner.model_config, "revision", None)),
             get_tp_group().cpu_group,
             dummy=str(runner.server_args.load_format) == "dummy",
             unfit=unfit,

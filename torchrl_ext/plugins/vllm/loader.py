@@ -38,6 +38,7 @@ from torchrl_ext.plugins.loader import PluginLoader
 from torchrl_ext.plugins.refusals import rebalanced
 from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, made_up, readings
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.checkpoint import revised
 
 __all__ = ["VLLMLoader"]
 
@@ -54,7 +55,7 @@ class VLLMLoader(PluginLoader):
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
         super().__init__(
             model,
-            config.model,
+            revised(config.model, getattr(config, "revision", None)),
             get_tp_group().cpu_group,
             alone=parallel.world_size == 1,
             dtype=config.dtype,

@@ -33,6 +33,7 @@ from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.writer import ChainWriter, Copies
+from torchrl_ext.weights.checkpoint import local_checkpoint
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
@@ -52,7 +53,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
             the same versions are broadcast to them, and each end keeps in its memory what it needs.
         encoding: one of `encodings`.
         keyframe_every: every so many versions a full one is published beside the delta; 0 for the first one only.
-        base: checkpoint directory that the readers hold already; the first version of a root is a delta on it then.
+        base: checkpoint directory that the readers hold already, or a name of the Hub in the local cache; the first
+            version of a root is a delta on it then.
         keep_files: never remove old versions. Else those go that neither the newest keyframe nor a reader needs.
         shard_bytes: bound on the tensors of one file of a keyframe, in bytes.
         files: as in `DiskTransport`, for keyframes.
@@ -149,7 +151,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             full = FullWriter(shard_bytes, files)
             self._carrier = SharedFiles(open_store(root, storage_options), run_id, full, self._aborted, timeout_s)
         self._wrote, self._reading = hook_at(post_write_hook), hook_at(pre_read_hook)
-        self._base = None if base is None else os.path.abspath(base)
+        self._base = None if base is None else os.path.abspath(local_checkpoint(base))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         store = self._carrier.store
         self.root = store.url
