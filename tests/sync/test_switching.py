@@ -165,6 +165,36 @@ class TestEmbedded:
         assert run(online.update_model_weights("somebody/policy")).verified
         assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
 
+    def test_memory_of_keys_and_values_is_given_up_for_the_load_and_requests_go_on(self, engine, place, monkeypatch):
+        online = tx.make_engine("inprocess", engine=engine, free_cache=True)
+        asleep, load = [], engine._receiver.load
+        monkeypatch.setattr(engine._receiver, "load", lambda told: (asleep.append(engine.asleep), load(told)))
+        running = submitted(engine, 40, temperature=1.0, seed=1)
+        run(online.update_model_weights(place / "seed1"))
+        assert asleep == [{"kv_cache"}] and not engine.asleep
+        (output,) = running.result(60)
+        assert len(output.token_ids) == 40 and self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
+
+    def test_what_torch_keeps_is_freed_before_a_load_and_after_it(self, engine, place, monkeypatch):
+        seen, receiver = [], engine._receiver
+        monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+        monkeypatch.setattr("torch.accelerator.empty_cache", lambda: seen.append("freed"), raising=False)
+        for step in ("load", "finish"):
+            taken = getattr(receiver._loader, step)
+            noted = lambda *given, step=step, taken=taken: (seen.append(step), taken(*given))  # noqa: E731
+            monkeypatch.setattr(receiver._loader, step, noted)
+        message = tx.make_engine("inprocess", engine=engine)
+        run(message.update_model_weights(place / "seed1"))
+        assert seen == ["freed", "load", "finish", "freed"]
+
+    def test_some_tensors_of_a_checkpoint_are_switched_alone(self, engine, place):
+        online, model, other = tx.make_engine("inprocess", engine=engine), tiny_model(0), tiny_model(1)
+        report = run(online.update_model_weights(place / "seed1", only="model.layers.1"))
+        layer = {name: tensor for name, tensor in other.state_dict().items() if ".layers.1." in name}
+        assert report.part and report.bytes == sum(tensor.nbytes for tensor in layer.values())
+        model.load_state_dict({**model.state_dict(), **layer})
+        assert self.says(engine) == greedy(model, PROMPT, 8)
+
     def test_a_checkpoint_of_another_model_is_refused_and_the_old_weights_serve(self, engine, place):
         online = tx.make_engine("inprocess", engine=engine)
         with pytest.raises(UpdateError, match=r"lm_head.*\[512, 64\]"):

@@ -34,6 +34,7 @@ from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, Part
+from torchrl_ext.weights.devices import free_cached
 
 __all__ = ["WeightReceiver"]
 
@@ -231,11 +232,12 @@ class WeightReceiver:
                 raise
 
     def start(self) -> None:
-        """Make ready to load; the engine is idle."""
+        """Make ready to load; the engine is idle, and what torch keeps of the device's memory is there for the load."""
         self._require_transport()
         self._sealed = False
         if self._staged is None:
             self._intact = False
+            free_cached()
             self._require_loader().start()
 
     def load(self, message: Load) -> None:
@@ -280,14 +282,15 @@ class WeightReceiver:
                 )
 
     def seal(self) -> None:
-        """End the load, so that nothing is left for `finish` that could fail."""
+        """End the load, so that nothing is left for `finish` that could fail, and give back what it took meanwhile."""
         self._require_loader().finish()
+        free_cached()
         self._sealed = True
 
     def finish(self, version: int) -> None:
         """Note that the model holds ``version``, of which everything arrived; end the load if `seal` did not."""
         if not self._sealed:
-            self._require_loader().finish()
+            self.seal()
         self._sealed = self.empty = False
         self._intact = self._followed = True
         self.version = version

@@ -1,4 +1,4 @@
-"""Checks that a device which a setting names exists, and that this process can use it."""
+"""Devices: whether one that a setting names exists and can be used, and giving back what torch keeps of its memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import torch
 
 from torchrl_ext.errors import ConfigError
 
-__all__ = ["known_device", "usable_device"]
+__all__ = ["free_cached", "known_device", "usable_device"]
+
+
+def free_cached() -> None:
+    """Give back the memory of the accelerator, if there is one, that torch keeps and no tensor uses."""
+    if torch.accelerator.is_available():
+        empty = getattr(torch.accelerator, "empty_cache", torch.cuda.empty_cache)  # before torch 2.9 CUDA has it alone
+        empty()
 
 
 def known_device(device: torch.device | str | int) -> torch.device:

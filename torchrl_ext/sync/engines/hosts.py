@@ -65,6 +65,12 @@ class Host(ABC):
     def resume(self) -> None:
         """Generate again."""
 
+    def free(self) -> None:  # noqa: B027 - not everything has a cache
+        """Give up the memory of keys and values, while paused; requests that are frozen are computed again later."""
+
+    def regain(self) -> None:  # noqa: B027
+        """Take back the memory that `free` gave up, before `resume`."""
+
     @abstractmethod
     def check(self) -> None:
         """Raise EngineError where the engine could not take an update: it is dead, or asleep."""
@@ -136,6 +142,12 @@ class EmbeddedHost(Host):
 
     def resume(self) -> None:
         self._engine.resume()
+
+    def free(self) -> None:
+        self._engine.release_kv_cache()
+
+    def regain(self) -> None:
+        self._engine.wake_up(["kv_cache"])
 
     def check(self) -> None:
         if self._engine.asleep:
@@ -220,6 +232,16 @@ class VLLMHost(Host):
     def resume(self) -> None:
         if self._asynchronous:
             self._done(self._llm.resume_generation())
+
+    def free(self) -> None:
+        if self._asynchronous and self._config.model_config.enable_sleep_mode:
+            self._done(self._llm.release_kv_cache_memory())
+        else:
+            self._done(self._llm.reset_prefix_cache(self._asynchronous))
+
+    def regain(self) -> None:
+        if self._asynchronous and self._config.model_config.enable_sleep_mode:
+            self._done(self._llm.wake_up(["kv_cache"]))
 
     def check(self) -> None:
         if self._asynchronous:

@@ -40,6 +40,9 @@ class InProcessEngine(EngineClient):
         url: name for reports.
         pause_mode: what becomes of running requests of vLLM and the embedded engine: ``"keep"`` freezes them,
             ``"wait"`` lets them end, ``"abort"`` ends them.
+        free_cache: give up the memory of keys and values for the time of a load, where the engine can; frozen requests
+            are then computed again from their tokens. vLLM gives the memory back in sleep mode alone, and else only
+            forgets what it cached.
         loop: event loop of an `AsyncLLM`; None finds it.
         transport: name of the transport of `update_model_weights`; None picks by the kind of ``engine``.
         timeout_s: deadline of every wait, in seconds.
@@ -56,12 +59,14 @@ class InProcessEngine(EngineClient):
         *,
         url: str = "inprocess",
         pause_mode: str = "keep",
+        free_cache: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
         transport: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self._host: Host = host_of(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
         self.url, self._transport = url, transport or self._host.transport
+        self._free_cache, self._freed = free_cache, False
         self._paused_at: float | None = None  # seconds of `time.perf_counter`; None while it serves
         self._pause_s = 0.0
         self._version: int | None = None
@@ -120,6 +125,9 @@ class InProcessEngine(EngineClient):
     def begin(self, version: int) -> None:
         served = self.pause()
         try:
+            if self._free_cache:
+                self._freed = True
+                self._host.free()
             self._host.handle(Start())
         except WeightSyncError:
             if served:
@@ -152,6 +160,9 @@ class InProcessEngine(EngineClient):
         return served
 
     def resume(self) -> None:
+        if self._freed:
+            self._host.regain()
+        self._freed = False
         self._host.resume()
         if self._paused_at is not None:
             self._pause_s, self._paused_at = time.perf_counter() - self._paused_at, None
