@@ -64,6 +64,41 @@ class Follows(OfOneKind):
         assert served.server.pid == pid and served.server.alive()
 
     @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_a_layer_alone_lands_beside_the_others(self, served, tmp_path, transport):
+        self._layer_alone(served, tmp_path, transport)
+
+    def test_a_layer_alone_lands_on_two_workers(self, tensor_parallel, tmp_path):
+        self._layer_alone(tensor_parallel, tmp_path, "collective")
+
+    def _layer_alone(self, served, tmp_path, transport):
+        model, other = tiny_model(61), tiny_model(62).state_dict()
+        layer = {name: tensor for name, tensor in other.items() if ".layers.1." in name}
+        with sending(transport, tmp_path, served) as sender:
+            served.assert_serves(model, sender.update_weights(model))
+            model.load_state_dict({**model.state_dict(), **layer})
+            report = sender.update_weights(model, only="model.layers.1")
+            assert report.part and report.tensors == len(layer)
+            assert transport == "disk" or report.bytes == sum(tensor.nbytes for tensor in layer.values())
+            served.assert_serves(model, report)
+            last = tiny_model(63)
+            served.assert_serves(last, sender.update_weights(last))
+
+    def test_a_tensor_alone_lands_or_what_its_layer_lacks_is_named(self, served, tmp_path):
+        name, model = "model.layers.1.self_attn.q_proj.weight", tiny_model(64)
+        with sending("ipc", tmp_path, served) as sender:
+            sender.update_weights(model)
+            changed = {**model.state_dict(), name: tiny_model(65).state_dict()[name]}
+            try:
+                report = sender.update_weights(changed, only=name)
+            except tx.WeightSyncError as error:  # packed with the others, so that it has to be built anew
+                assert "model.layers.1.self_attn.k_proj.weight" in str(error) and served.says(model)
+                changed = model.state_dict()
+                report = sender.update_weights(changed, only="model.layers.1.self_attn")
+                assert not report.part, "after a failure everything is sent"
+            model.load_state_dict(changed)
+            served.assert_serves(model, report)
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_two_workers_follow(self, tensor_parallel, tmp_path, transport):
         assert tx.discover(tensor_parallel.url)[0].world_size == 2
         with sending(transport, tmp_path, tensor_parallel) as sender:
