@@ -65,6 +65,7 @@ class WeightReceiver:
         self._staged: Changes | None = None
         self._part: Part | None = None  # what the version that comes brings, where that is not everything
         self._followed = False  # a version landed since the trainer joined
+        self._landed = 0  # the version of the last load; engines need not say which one they put in service
         self.empty = False  # the weights were given up, and no update has filled them since
         self.version = 0
 
@@ -188,7 +189,8 @@ class WeightReceiver:
         transport, loader, self._staged = self._require_transport(), self._require_loader(), None
         if part is not None:
             self._require_base(part.base)
-        self._expect(part)
+        if part is not None or self._part is not None:
+            self._expect(part)
         changes = transport.incremental.prefetch(version, loader.position_digests if self._intact else None)
         if changes is not None:
             try:
@@ -200,9 +202,9 @@ class WeightReceiver:
 
     def _require_base(self, base: int) -> None:
         """Refuse a part whose other tensors are not those that the model holds."""
-        if self._intact and not self.empty and self.version == base and (self._followed or base == 0):
+        if self._intact and not self.empty and self._landed == base and (self._followed or base == 0):
             return
-        holds = f"version {self.version}"
+        holds = f"version {self._landed}"
         if self.empty or not self._intact:
             holds = "no weights" if self.empty else "parts of several versions, or weights of another origin"
         raise IntegrityError(
@@ -244,6 +246,7 @@ class WeightReceiver:
         """Land one handoff, or the staged changes where they are of its version."""
         loader = self._require_loader()
         transport, staged, self._staged = self._require_transport(), self._staged, None
+        self._landed = message.version
         if staged is not None and staged.reached[1] == message.version:
             self._intact = False
             loader.commit()
@@ -294,7 +297,8 @@ class WeightReceiver:
         self._sealed = self.empty = False
         self._intact = self._followed = True
         self.version = version
-        self._expect(None)
+        if self._part is not None:
+            self._expect(None)
 
     def invalidate(self, *, empty: bool = False) -> None:
         """Note that the model holds something else than what landed here: the next version does not build on it.

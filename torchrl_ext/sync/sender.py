@@ -270,7 +270,8 @@ class WeightSender:
         """
         lost: WeightSyncError | None = None
         while True:
-            source.limit(None)
+            if source.part is not None:  # of an attempt before
+                source.limit(None)
             self._connection.ensure(source.params(), self._spans)
             if self._held is not None and self.version == self._attempted == self._connection.newest == self._held:
                 self._connection.delivered = self._held
@@ -323,17 +324,13 @@ class WeightSender:
 
     # its helpers
 
-    def _part(self, source: Outgoing) -> Part | None:
-        """Return what workers are told of a part; nothing where they get whole versions anyhow."""
-        return source.part if self._transport.parts else None
-
     def _marked(self, source: Outgoing, handoff: Handoff) -> Handoff:
-        """Return the handoff, which names the version that it builds on where it brings a part."""
-        part = self._part(source)
+        """Return the handoff, which names the version that it builds on where workers get a part."""
+        part = source.part if self._transport.parts else None
         return handoff if part is None else replace(handoff, info={**handoff.info, "onto": part.base})
 
     def _prefetch(self, source: Outgoing, version: int, _: Callable[[], None]) -> None:
-        self.engine.prefetch(version, self._part(source))
+        self.engine.prefetch(version, source.part if self._transport.parts else None)
 
     def _trained(self, weights: Any) -> Callable[[], frozenset[str]] | None:
         """Return what tells the names of trainable parameters, as they are sent; None where no module does."""

@@ -281,12 +281,12 @@ class Copies(Baseline):
 
     def _beside(self, source: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each name with its copy and the new tensor; the caller has to make the copy equal to it."""
-        if source.part is None:
-            pairs: Iterable[tuple[str, Tensor]] = ((meta.name, tensor) for meta, tensor in checked(source, self.metas))
-        else:
-            pairs = source.pairs(source.part.names)
-        for name, tensor in pairs:
-            yield name, self.tensors[name], tensor
+        if source.part is not None:
+            for name, tensor in source.pairs(source.part.names):
+                yield name, self.tensors[name], tensor
+            return
+        for meta, tensor in checked(source, self.metas):
+            yield meta.name, self.tensors[meta.name], tensor
 
     def _copy(self, pairs: Iterable[tuple[ParamMeta, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         known, self.tensors, self.digests = self.tensors, {}, {}
