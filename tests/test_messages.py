@@ -9,14 +9,14 @@ import torchrl_ext
 from torchrl_ext import messages
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.messages import Join, Load, Message, Poll, Prefetch, Verify, answers_in, loading, merged, read
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import ParamMeta, Part
 
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
 EVERY = [
     messages.Inspect(root={"root": "/x"}, dial=["host", 1], token="0" * 32),
     Join(transport="disk", params=PARAMS, rank_offset=3, world_size=9, compares=False, offer={"root": "/x"}),
     messages.Rehearse(how="always", ask=True),
-    Prefetch(version=7),
+    Prefetch(version=7, part=Part(base=6, names=frozenset({"w", "b"}))),
     Poll(),
     messages.Start(bracketed=True),
     Load(version=7, handoff={"path": "/x/weight_v000007"}),
@@ -102,6 +102,15 @@ def test_a_field_that_is_missing_is_named():
             read({other: value for other, value in told.items() if other != name})
     with pytest.raises(ConfigError, match="a 'join' message has no params"):
         Join.of({"transport": "disk"})
+
+
+@pytest.mark.parametrize(
+    "part", [[], {}, {"base": 6}, {"base": 6, "names": []}, {"base": -1, "names": ["w"]}, {"base": 6, "names": [7]}]
+)
+def test_what_is_no_part_of_a_model_is_refused(part):
+    with pytest.raises(ConfigError, match="part of a 'prefetch' message"):
+        read({**Prefetch(version=7).to_json(), "part": part})
+    assert read({**Prefetch(version=7).to_json(), "part": None}) == Prefetch(version=7)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class Outgoing(WeightSource):
             a tensor passes on every rank and counts as a whole.
         model_bytes: bytes of all tensors, whether they are sent or not.
         whole: of what is sent where no part of it is.
+        decided: the other trainer ranks were told whether a part is sent.
         store: the store of torch's process group; None where this process is the only rank, and can make another pass
             by itself.
 
@@ -68,7 +69,7 @@ class Outgoing(WeightSource):
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self.whole = self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
-        self._gathers, self.digesting = False, False
+        self._gathers = self.digesting = self.decided = False
         self.digests: dict[str, str] = {}
         self._stream: Iterator[tuple[str, Tensor]] | None = None
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()

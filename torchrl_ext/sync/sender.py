@@ -110,7 +110,6 @@ class WeightSender:
         self._spans = Spans()
         self._attempted = 0
         self._held: int | None = None
-        self._decided = False
         self.version = 0
 
     # methods with TorchRL's names
@@ -186,7 +185,7 @@ class WeightSender:
             failure = error
             raise
         finally:
-            if names is not None and not self._decided:
+            if names is not None and not source.decided:
                 self._decide(source, None)
             self._transport.dismiss(source, failure)
             if source.store is not None:
@@ -216,7 +215,6 @@ class WeightSender:
         self._held = version
 
     def _drive(self, source: Outgoing, weights: Any, started: float, names: frozenset[str] | None = None) -> SyncReport:
-        self._decided = False
         compared: AbstractContextManager[None] = nullcontext()
         try:
             if self._outputs is not None:
@@ -294,7 +292,7 @@ class WeightSender:
 
     def _decide(self, source: Outgoing, names: frozenset[str] | None) -> None:
         """Send these tensors alone, if every engine serves what was sent last; tell the other trainer ranks."""
-        base, self._decided = self.version, True
+        base, source.decided = self.version, True
         if names is not None and self._connection.delivered == base == self._attempted:
             rows = self.engine.rows()
             served = bool(rows) and all((row.state, row.version or 0) == ("serving", base) for row in rows)
