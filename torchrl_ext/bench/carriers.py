@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.errors import ConfigError, TransportError
+from torchrl_ext.transports.collective.broadcasts import Broadcasts
 from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.meeting import LOBBY, Membership
@@ -129,9 +130,9 @@ class _End:
 
     def _broadcast(self) -> None:
         many = max(1, _FLYING * self._bucket_bytes // _BROADCAST_BYTES)
-        self._windowed(self.gloo, self.gloo.broadcast, _BROADCAST_BYTES, many)
+        self._windowed(self.gloo.broadcasts, self.gloo.broadcasts.broadcast, _BROADCAST_BYTES, many)
 
-    def _windowed(self, carrier: Carrier, begin: Callable[[Tensor], Any], nbytes: int, many: int) -> None:
+    def _windowed(self, carrier: Carrier | Broadcasts, begin: Callable[[Tensor], Any], nbytes: int, many: int) -> None:
         flying: deque[Any] = deque()
         for part in self.flat.split(nbytes):
             if len(flying) == many:

@@ -20,7 +20,10 @@ from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.sockets import in_time, listen, listening
 from torchrl_ext.weights.devices import known_device, usable_device
 
-__all__ = ["GLOO_DEVICES", "GroupStore", "brief", "choose_backend", "gloo_devices", "made_in_time", "torch_store"]
+__all__ = [
+    "GLOO_DEVICES", "GroupStore", "brief", "choose_backend", "gloo_devices", "kept_store", "made_in_time",
+    "reached_store", "torch_store",
+]  # fmt: skip
 
 GLOO_DEVICES = 2
 """Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
@@ -118,12 +121,10 @@ def torch_store(notes: NoteStore, generation: str, rank: int, until: float) -> A
         TransportError, DeadlineError: rank 0 cannot keep one, or it cannot be reached.
     """
     key, left_s = f"store/{generation}", max(1.0, until - time.monotonic())
-    patience = timedelta(seconds=left_s)
-    tcp_store = dist.TCPStore  # type: ignore[attr-defined]  # by a star there
     if rank == 0:
-        own = listen(notes.host, 0)
-        port = own.getsockname()[1]
-        make = partial(tcp_store, notes.host, port, None, True, patience, False, False, own.detach())
+        make = partial(kept_store, listen(notes.host, 0), left_s)
+        store = made_in_time(make, until, left_s, notes.stop)
+        notes.put(key, store.port)
     else:
         found = notes.wait(key, until)
         if not found:
@@ -131,24 +132,43 @@ def torch_store(notes: NoteStore, generation: str, rank: int, until: float) -> A
         (port,) = found
         if type(port) is not int:
             raise TransportError(f"rank 0 says that the store of the group is at port {port!r}")
-        make = partial(tcp_store, notes.host, port, None, False, patience, False)
-    store = made_in_time(make, until, left_s, notes.stop)
-    if rank == 0:
-        notes.put(key, port)
+        store = made_in_time(partial(reached_store, notes.host, port, left_s), until, left_s, notes.stop)
     return PrefixStore(f"group/{generation}", store)
 
 
-def gloo_devices(notes: NoteStore) -> tuple[list[Any], set[tuple[Any, ...]]]:
+def kept_store(listener: socket.socket, timeout_s: float) -> Any:
+    """Return a store of torch's own that this process keeps behind a listening socket."""
+    host, port = listener.getsockname()[:2]
+    host = "127.0.0.1" if host in ("::", "0.0.0.0") else host
+    patience = timedelta(seconds=timeout_s)
+    tcp_store = dist.TCPStore  # type: ignore[attr-defined]  # by a star there
+    return tcp_store(host, port, None, True, patience, False, False, listener.detach())
+
+
+def reached_store(host: str, port: int, timeout_s: float) -> Any:
+    """Return the store of torch's own that another process keeps."""
+    tcp_store = dist.TCPStore  # type: ignore[attr-defined]  # by a star there
+    return tcp_store(host, port, None, False, timedelta(seconds=timeout_s), False)
+
+
+def gloo_devices(
+    host: str, port: int, stop: threading.Event, count: int = GLOO_DEVICES
+) -> tuple[list[Any], set[tuple[Any, ...]]]:
     """Return gloo devices, and the addresses at which they listen.
 
     They are bound to the interface that reaches the trainer, unless GLOO_SOCKET_IFNAME names others, as in torch.
+
+    Args:
+        host, port: where the trainer is.
+        stop: set by another thread to end a look-up.
+        count: of devices.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     make = dist.ProcessGroupGloo.create_device
     if names:
-        calls = [partial(make, interface=names[index % len(names)]) for index in range(GLOO_DEVICES)]
+        calls = [partial(make, interface=names[index % len(names)]) for index in range(count)]
     else:
-        calls = [partial(make, hostname=_own_address(notes))] * GLOO_DEVICES
+        calls = [partial(make, hostname=_own_address(host, port, stop))] * count
     with _CREATING:
         devices, listeners = zip(*(_listening_device(call) for call in calls), strict=True)
     return list(devices), set().union(*listeners)
@@ -175,15 +195,12 @@ def _listening_device(make: Callable[[], Any]) -> tuple[Any, set[tuple[Any, ...]
     )
 
 
-def _own_address(notes: NoteStore) -> str:
+def _own_address(host: str, port: int, stop: threading.Event) -> str:
     """Return this machine's address on the route to the trainer."""
-    places = in_time(
-        partial(socket.getaddrinfo, notes.host, notes.port, type=socket.SOCK_DGRAM),
-        time.monotonic() + _LOOK_UP_S,
-        notes.stop,
-    )
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_DGRAM)
+    places = in_time(look_up, time.monotonic() + _LOOK_UP_S, stop)
     if not places:
-        raise DeadlineError(f"no name server said within {_LOOK_UP_S:g} s where {notes.host} is")
+        raise DeadlineError(f"no name server said within {_LOOK_UP_S:g} s where {host} is")
     family, _, _, _, target = places[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; the kernel picks the interface

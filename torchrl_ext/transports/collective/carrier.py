@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torchrl_ext.transports.collective.backends import brief
 from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.sockets import await_calls
 
-__all__ = ["Carrier", "Move", "must_return"]
+__all__ = ["Carrier", "Move", "must_return", "sever_at_exit"]
 
 _LOOK_S = 0.1
 _TEARDOWN_S = 2.0
@@ -54,6 +54,9 @@ class Move:
     def is_completed(self) -> bool:
         """Return whether ``flat`` is free again, well or badly."""
         return self.done.is_set()
+
+    def finish(self) -> None:
+        """Have the transfer go on to its end, although nobody waits for it."""
 
     def end(self, failure: BaseException | None = None) -> None:
         """Let go of the memory, and of those who wait."""
@@ -173,13 +176,18 @@ class Carrier(ABC):
             return TransportError("the transfer was aborted")
         return TransportError(f"a connection broke while bytes moved {self._way(move)}: {brief(error)}")
 
-    def _end_with_process(self) -> None:
-        """Sever at the end of the process, before its modules go."""
-        _CARRIERS.add(self)
+
+class _Severable(Protocol):
+    def sever(self) -> None: ...
 
 
-_CARRIERS: weakref.WeakSet[Carrier] = weakref.WeakSet()
+_SEVERABLE: weakref.WeakSet[Any] = weakref.WeakSet()
 _RETURNING: dict[Future[Any], float] = {}
+
+
+def sever_at_exit(one: _Severable) -> None:
+    """Sever ``one`` at the end of the process, before its modules go."""
+    _SEVERABLE.add(one)
 
 
 def must_return(call: Future[Any], at: float) -> None:
@@ -196,9 +204,9 @@ def must_return(call: Future[Any], at: float) -> None:
 
 
 @atexit.register
-def _end_carriers() -> None:
-    for carrier in list(_CARRIERS):
-        carrier.sever()
+def _sever_all() -> None:
+    for one in list(_SEVERABLE):
+        one.sever()
     await_calls(_TEARDOWN_S)
     soon = time.monotonic() + _NEAR_S
     wait([call for call, at in list(_RETURNING.items()) if at < soon], _NEAR_S)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
@@ -19,24 +18,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a star there
 
-from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.errors import TransportError
 from torchrl_ext.transports.collective.backends import (
     GLOO_DEVICES,
     GroupStore,
-    brief,
     gloo_devices,
     made_in_time,
     torch_store,
 )
-from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return
+from torchrl_ext.transports.collective.broadcasts import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, SLICE, Broadcasts
+from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return, sever_at_exit
 from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import carried, connected, run_beside, shut_down
+from torchrl_ext.transports.collective.sockets import carried, run_beside
 from torchrl_ext.waiting import pauses
 
 __all__ = ["Group"]
 
-_SLICE = timedelta(seconds=0.1)
-_PAUSE_S, _LONGEST_S = 0.0005, 0.01
 _GLOO_THREADS = 8
 _LATER_S = 5.0
 """Seconds by which gloo's deadline comes after ours: ours raises the error, and gloo's only frees its threads."""
@@ -51,6 +48,9 @@ class Group(Carrier):
     Args:
         notes, generation, rank, peers, device, timeout_s: as for `Carrier`.
         backend: ``"gloo"`` or ``"nccl"``.
+
+    Attributes:
+        broadcasts: those of rank 0.
     """
 
     def __init__(
@@ -66,19 +66,20 @@ class Group(Carrier):
     ) -> None:
         super().__init__(notes, generation, rank, peers, device=device, timeout_s=timeout_s)
         self.backend = backend
-        self._begun: deque[Any] = deque()
         self._calls: dict[tuple[int, bool], futures.Future[Any]] = {}
         self._second: Any = None
         self._listeners: set[tuple[Any, ...]] = set()
-        self._connections = 0
         until = time.monotonic() + timeout_s
         make = self._nccl(until) if backend == "nccl" else self._gloo(until)
-        self._pg: Any = made_in_time(make, until, timeout_s, notes.stop)
-        self._end_with_process()
+        pg = made_in_time(make, until, timeout_s, notes.stop)
+        self.broadcasts = Broadcasts(pg, backend, device=device, timeout_s=timeout_s, stop=notes.stop)
+        sever_at_exit(self)
         try:
-            for peer in range(self.world_size if backend == "gloo" else 0):
-                self._listeners |= _endpoints(notes.get(f"listeners/{generation}/{peer}"))
-            self._connections = self._count_connections()
+            try:
+                for peer in range(self.world_size if backend == "gloo" else 0):
+                    self._listeners |= _endpoints(notes.get(f"listeners/{generation}/{peer}"))
+            finally:  # also those of some
+                self.broadcasts.watch(self._listeners)
             self._exchange(until)
         except BaseException:
             self.sever()
@@ -86,7 +87,7 @@ class Group(Carrier):
 
     def _gloo(self, until: float) -> Callable[[], Any]:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # left out of the stub
-        options._devices, self._listeners = gloo_devices(self.notes)
+        options._devices, self._listeners = gloo_devices(self.notes.host, self.notes.port, self.notes.stop)
         options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self.timeout_s + _LATER_S)
         self.notes.put(f"listeners/{self.generation}/{self.rank}", sorted(self._listeners))
         self._store: Any = GroupStore(self.notes, until)  # held here, since C++ does not keep its Python methods
@@ -114,9 +115,9 @@ class Group(Carrier):
         NCCL makes its communicator only when it is used first, in the thread that does so, and without a deadline.
         """
         total = torch.full((1,), float(self.rank + 1), device=self.device)
-        work = made_in_time(partial(self._pg.allreduce, [total]), until, self.timeout_s, self.notes.stop)
-        self._begun.append(work)
-        self.wait(work)
+        work = made_in_time(partial(self.broadcasts.pg.allreduce, [total]), until, self.timeout_s, self.notes.stop)
+        self.broadcasts.keep(work)
+        self.broadcasts.wait(work)
         expected = self.world_size * (self.world_size + 1) / 2
         if total.item() != expected:
             raise TransportError(f"a first sum over all ranks is {total.item():g}", expected=f"{expected:g}")
@@ -130,33 +131,14 @@ class Group(Carrier):
         """
         return carried(self._listeners)
 
-    def broadcast(self, flat: Tensor) -> Any:
-        """Begin a broadcast of ``flat`` from rank 0, and return the work to `wait` for."""
-        work = self._living().broadcast(flat, 0)
-        self._keep(work)
-        return work
-
     def send(self, flat: Tensor, to: int) -> Any:
         return self._move(flat, to, sends=True)
 
     def receive(self, flat: Tensor, source: int) -> Any:
         return self._move(flat, source, sends=False)
 
-    def _living(self) -> Any:
-        pg = self._pg
-        if not self.alive or pg is None:
-            raise TransportError("the transfer was aborted")
-        return pg
-
-    def _keep(self, work: Any) -> None:
-        """Hold on to a work until it is done: a backend is destroyed only when nothing runs on it."""
-        with self._lock:
-            while self._begun and self._begun[0].is_completed():
-                self._begun.popleft()
-            self._begun.append(work)
-
     def _move(self, flat: Tensor, peer: int, *, sends: bool) -> _Parts:
-        pg = self._living()
+        pg = self.broadcasts.pg
         move = _Parts(flat, peer, sends, self.timeout_s + _LATER_S)
         with self._lock:  # the parts of two transfers must not mix
             try:
@@ -170,7 +152,7 @@ class Group(Carrier):
             except RuntimeError as error:
                 raise self._broken(move, error) from error
             finally:
-                self._keep(move)  # also one that was begun in part
+                self.broadcasts.keep(move)  # also one that was begun in part
         return move
 
     def _begin_nccl(self, pg: Any, move: _Parts, flat: Tensor) -> None:
@@ -202,7 +184,7 @@ class Group(Carrier):
 
         def finish(longest_s: float) -> None:
             work = begun.result()
-            for _ in pauses(longest_s, self.notes.stop, shortest_s=_PAUSE_S, longest_s=_LONGEST_S):
+            for _ in pauses(longest_s, self.notes.stop, shortest_s=SHORTEST_PAUSE_S, longest_s=LONGEST_PAUSE_S):
                 if work.is_completed():  # its wait only orders streams, so completion is asked for
                     work.wait()
                     return
@@ -211,59 +193,20 @@ class Group(Carrier):
         move.parts.append((finish, flat.numel()))
 
     def wait(self, work: Any) -> None:
-        if isinstance(work, _Parts):
-            work.finish()
-            super().wait(work)
-        else:
-            self._wait_broadcast(work)
-
-    def _wait_broadcast(self, work: Any) -> None:
-        until = time.monotonic() + self.timeout_s
-        if self.backend == "nccl":  # its wait only orders streams, so completion is asked for
-            for _ in pauses(self.timeout_s, self.notes.stop, shortest_s=_PAUSE_S, longest_s=_LONGEST_S):
-                if work.is_completed():
-                    break
-        while True:
-            finished = work.is_completed()
-            try:
-                work.wait() if finished else work.wait(_SLICE)
-            except RuntimeError as error:
-                if finished and not self.notes.stop.is_set():
-                    raise TransportError(f"a connection of the group broke: {brief(error)}") from error
-            else:
-                return
-            if self.notes.stop.is_set():
-                raise TransportError("the transfer was aborted")
-            if not self.whole:  # gloo itself forgets sends that were half-way
-                raise TransportError("a peer closed its connection")
-            if time.monotonic() >= until:
-                raise DeadlineError(f"nothing moved for {self.timeout_s:g} s")
+        work.finish()
+        super().wait(work)
 
     def _lost(self) -> str:
-        return "" if self._count_connections() >= self._connections else "a peer"
-
-    def _count_connections(self) -> int:
-        return sum(1 for _ in connected(self._listeners))
+        return "" if self.broadcasts.whole else "a peer"
 
     def sever(self) -> None:
-        """As `Carrier.sever`.
-
-        gloo has no way to interrupt a call that waits for a peer, so its sockets are shut down under it: they
-        are those connected to the addresses at which the ranks of this group listen.
-        """
-        if not self.alive:
-            return
-        self.alive = False
-        pg, self._pg = self._pg, None
-        if self.backend == "nccl":
-            for one in (pg, self._second):
-                if one is not None:
-                    run_beside(one.abort)
-            return
-        shut_down(self._listeners)
-        remains = [self._begun, pg]
-        del pg
-        run_beside(partial(_destroy_later, remains))
+        with self._lock:
+            if not self.alive:
+                return
+            self.alive = False
+        if self._second is not None:
+            run_beside(self._second.abort)
+        self.broadcasts.sever()
 
 
 class _Parts(Move):
@@ -295,7 +238,7 @@ class _Parts(Move):
         with self._lock:
             call = self._call
         for wait, nbytes in self.parts:
-            seconds = self._longest_s if self.failure is None else _SLICE.total_seconds()
+            seconds = self._longest_s if self.failure is None else SLICE.total_seconds()
             if call is not None:
                 must_return(call, time.monotonic() + seconds)
             try:
@@ -318,19 +261,3 @@ def _endpoints(said: Any) -> set[tuple[Any, ...]]:
     ):
         raise TransportError(f"a rank says that it listens at {str(said)[:200]!r}", expected="a list of [host, port]")
     return {(host, port) for host, port in said}
-
-
-def _destroy_later(remains: list[Any]) -> None:
-    """Destroy a backend once nothing runs on it.
-
-    gloo leaves a send that was half-way when its connection broke to its timeout. Destroying the backend earlier
-    would block in a destructor, which takes the process down when the interpreter ends meanwhile.
-    """
-    begun, pause = remains[0], threading.Event()
-    while begun:
-        if isinstance(begun[0], _Parts):
-            begun[0].finish()
-        while not begun[0].is_completed():
-            pause.wait(0.01)
-        begun.popleft()
-    remains.clear()

@@ -18,6 +18,7 @@ __all__ = [
     "await_workers",
     "receiving_failed",
     "refused",
+    "require",
     "sending_failed",
     "stop_reason",
     "tell_stopped",
@@ -170,3 +171,20 @@ class Announcements:
 
     def _key(self, number: int) -> str:
         return f"announced/{self.group.generation}/{number}"
+
+
+def require(transport: str, info: Info, **fields: type) -> None:
+    """Check that fields of what a trainer says have these types; a float may be an integer, and none is negative.
+
+    Raises:
+        TransportError: names the field.
+    """
+    for name, kind in fields.items():
+        value: Any = info.get(name)
+        if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is int and value < 0):
+            raise TransportError(
+                f"{name} is {str(value)[:200]!r} in what the trainer says of the {transport} transport",
+                expected="a whole number, 0 or more" if kind is int else f"a {kind.__name__}",
+                state="nothing was received",
+                hint="use the same version of torchrl_ext in trainer and engine",
+            )

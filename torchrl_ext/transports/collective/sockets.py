@@ -23,7 +23,10 @@ from typing import Any
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.waiting import in_thread, pauses
 
-__all__ = ["await_calls", "carried", "connected", "dial", "in_time", "listen", "listening", "run_beside", "shut_down"]
+__all__ = [
+    "at_port", "await_calls", "carried", "connected", "dial", "in_time", "listen", "listening", "run_beside",
+    "shut_down",
+]  # fmt: skip
 
 _ANYWHERE = ("::", "0.0.0.0")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -50,6 +53,12 @@ def connected(endpoints: set[tuple[Any, ...]]) -> Iterator[int]:
         if own is not None and other is not None and {own, other} & endpoints and (own, other) not in seen:
             seen.add((own, other))
             yield number
+
+
+def at_port(port: int) -> set[tuple[Any, ...]]:
+    """Return the addresses of this process at which a connection ends at ``port``."""
+    found = {_endpoint(_LIBC.getsockname, number) for number in _descriptors()}
+    return {own for own in found if own is not None and own[1] == port}
 
 
 def carried(endpoints: set[tuple[Any, ...]]) -> tuple[int, int]:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.transports.buckets import Bucket, Lander, Packer, Plan
-from torchrl_ext.transports.collective.group import Group
+from torchrl_ext.transports.collective.broadcasts import Broadcasts
 from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["BUCKET_BYTES", "DIRECT_BYTES", "Incoming", "buckets_of", "send_buckets"]
+__all__ = ["BUCKET_BYTES", "DIRECT_BYTES", "SLICE_BYTES", "Incoming", "buckets_of", "send_buckets"]
 
 BUCKET_BYTES = 8 << 20
 """Default size of a bucket, in bytes."""
@@ -24,7 +24,7 @@ DIRECT_BYTES = 1 << 20
 _SPARE = 8
 """An eighth of a bucket stays free: two in flight, with the lists that go along, then take less than two buckets."""
 
-_SLICE_BYTES = 8 << 20
+SLICE_BYTES = 8 << 20
 """Size of the slices of large tensors; several in flight keep every connection of the group busy."""
 
 _PACKED = 2
@@ -46,16 +46,20 @@ class _Window:
     """The broadcasts in flight, of which there is a limit, and the memory of packed buckets.
 
     Args:
-        group: what they run on.
+        broadcasts: what they run on.
         buckets: all that will be broadcast.
         bucket_bytes: size of a bucket; 0 lets nothing overlap.
+        slice_bytes: size of a broadcast, of which a large tensor takes several; None broadcasts every bucket as one.
 
     Attributes:
         flying: buckets that were started and did not land yet, with their works and bytes, oldest first.
     """
 
-    def __init__(self, group: Group, buckets: Sequence[Bucket], bucket_bytes: int) -> None:
-        self._group, self._pool = group, BufferPool(group.device)
+    def __init__(
+        self, broadcasts: Broadcasts, buckets: Sequence[Bucket], bucket_bytes: int, slice_bytes: int | None
+    ) -> None:
+        self._broadcasts, self._pool = broadcasts, BufferPool(broadcasts.device)
+        self._slice_bytes = slice_bytes
         self.flying: deque[tuple[Bucket, list[Any], Tensor]] = deque()
         self._limit, self._limit_bytes = (_FLYING, _FLYING_BUCKETS * bucket_bytes) if bucket_bytes else (0, 0)
         self._bytes = self._packed = self._largest = 0
@@ -77,8 +81,8 @@ class _Window:
     def start(self, bucket: Bucket, flat: Tensor) -> None:
         """Begin to broadcast ``flat``, the bytes of ``bucket``."""
         works = []
-        for part in flat.split(_SLICE_BYTES) if bucket.nbytes else ():
-            works.append(self._group.broadcast(part))
+        for part in flat.split(self._slice_bytes or bucket.nbytes) if bucket.nbytes else ():
+            works.append(self._broadcasts.broadcast(part))
         self.flying.append((bucket, works, flat))
         self._bytes += bucket.nbytes
         self._packed += not bucket.direct
@@ -87,30 +91,37 @@ class _Window:
         """Wait for the oldest bucket, and return it with its bytes.
 
         Raises:
-            TransportError, DeadlineError: as `Group.wait`.
+            TransportError, DeadlineError: as `Broadcasts.wait`.
         """
         bucket, works, flat = self.flying[0]
         for work in works:
-            self._group.wait(work)
+            self._broadcasts.wait(work)
         self.flying.popleft()
         self._bytes -= bucket.nbytes
         self._packed -= not bucket.direct
         return bucket, flat
 
 
-def send_buckets(group: Group, buckets: Sequence[Bucket], packer: Packer, *, bucket_bytes: int) -> None:
+def send_buckets(
+    broadcasts: Broadcasts,
+    buckets: Sequence[Bucket],
+    packer: Packer,
+    *,
+    bucket_bytes: int,
+    slice_bytes: int | None = SLICE_BYTES,
+) -> None:
     """Broadcast everything that ``packer`` packs (trainer end).
 
     Raises:
-        TransportError, DeadlineError: as `Group.wait`.
+        TransportError, DeadlineError: as `Broadcasts.wait`.
         ManifestError: the source is not what was declared.
     """
-    window = _Window(group, buckets, bucket_bytes)
+    window = _Window(broadcasts, buckets, bucket_bytes, slice_bytes)
     for bucket in buckets:
         while not window.admits(bucket):
             window.land()
         if bucket.direct:
-            flat = packer.direct(group.device)
+            flat = packer.direct(broadcasts.device)
         else:
             flat = window.buffer(bucket)
             packer.fill(bucket, [flat])
@@ -125,31 +136,35 @@ class Incoming:
     """Receives the pairs of one handoff (worker end).
 
     Args:
-        group: what they arrive on.
+        broadcasts: what they arrive on.
         buckets: layout of ``params``.
         params: what arrives.
         into: tensors that may be filled directly.
-        bucket_bytes: of the sender.
+        bucket_bytes, slice_bytes: of the sender.
     """
 
     def __init__(
         self,
-        group: Group,
+        broadcasts: Broadcasts,
         buckets: Sequence[Bucket],
         params: Sequence[ParamMeta],
         into: Mapping[str, Tensor],
         *,
         bucket_bytes: int,
+        slice_bytes: int | None = SLICE_BYTES,
     ) -> None:
         self._rest = deque(buckets)
         """Buckets that were not started yet; each is removed only once it has started, so that none is ever skipped."""
-        self._window, self._lander = _Window(group, buckets, bucket_bytes), Lander(params, into, group.device)
+        self._window, self._lander = (
+            _Window(broadcasts, buckets, bucket_bytes, slice_bytes),
+            Lander(params, into, broadcasts.device),
+        )
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs in order; the caller may stop at any of them, and `drain` then takes the rest.
 
         Raises:
-            TransportError, DeadlineError: as `Group.wait`.
+            TransportError, DeadlineError: as `Broadcasts.wait`.
         """
         rest, window, lander = self._rest, self._window, self._lander
         while rest or window.flying:
@@ -169,7 +184,7 @@ class Incoming:
         """Receive the rest and drop it, so that the group stays in step.
 
         Raises:
-            TransportError, DeadlineError: as `Group.wait`.
+            TransportError, DeadlineError: as `Broadcasts.wait`.
         """
         rest, window = self._rest, self._window
         while rest or window.flying:

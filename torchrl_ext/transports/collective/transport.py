@@ -106,8 +106,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
     @classmethod
     def from_info(cls, info: Info) -> VLLMCollectiveTransport:
         info = {"rank": 1, **info}
-        _require(info, master_address=str, master_port=int, rank=int, world_size=int, room=str)
-        _require(info, backend=str, bucket_bytes=int, timeout_s=float)
+        handoffs.require(cls.name, info, master_address=str, master_port=int, rank=int, world_size=int, room=str)
+        handoffs.require(cls.name, info, backend=str, bucket_bytes=int, timeout_s=float)
         return cls(
             info["master_address"],
             info["master_port"],
@@ -184,7 +184,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             DeadlineError: names the ranks that did not arrive.
             ConfigError: the rank does not exist in this world size.
         """
-        _require(info, rank=int, world_size=int, room=str)
+        handoffs.require(self.name, info, rank=int, world_size=int, room=str)
         self.rank = info["rank"]
         if not 0 < self.rank < info["world_size"]:
             raise ConfigError(
@@ -236,7 +236,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         try:
             buckets = stream.buckets_of(self._plan, params, info["bucket_bytes"])
             packer = Packer(params, checked(source, params))
-            stream.send_buckets(group, buckets, packer, bucket_bytes=info["bucket_bytes"])
+            stream.send_buckets(group.broadcasts, buckets, packer, bucket_bytes=info["bucket_bytes"])
             said = handoffs.await_workers(group, info)
         except BaseException as error:
             handoffs.tell_stopped(group, why(error))
@@ -281,7 +281,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self._drain(group, self._incoming(group, info, {}), info, why(error))
 
     def _incoming(self, group: Group, info: Info, into: Mapping[str, Tensor]) -> Incoming:
-        _require(info, group=str, handoff=int, version=int, bucket_bytes=int, params=list)
+        handoffs.require(self.name, info, group=str, handoff=int, version=int, bucket_bytes=int, params=list)
         if info["group"] != group.generation:
             raise NotConnectedError(
                 f"the trainer sends through group {info['group']}, rank {self.rank} is in group {group.generation}",
@@ -289,7 +289,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             )
         params = self._plan.metas(info["params"])
         buckets = stream.buckets_of(self._plan, params, info["bucket_bytes"])
-        return Incoming(group, buckets, params, into, bucket_bytes=info["bucket_bytes"])
+        return Incoming(group.broadcasts, buckets, params, into, bucket_bytes=info["bucket_bytes"])
 
     def _drain(self, group: Group, incoming: Incoming, info: Info, words: str) -> None:
         """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
@@ -336,16 +336,3 @@ class VLLMCollectiveTransport(StandaloneTransport):
             expected="rank 0, the trainer; other ranks receive",
             state="nothing was sent",
         )
-
-
-def _require(info: Info, **fields: type) -> None:
-    """Raise a TransportError unless these fields of a trainer's info have these types; a float may be an integer."""
-    for name, kind in fields.items():
-        value: Any = info.get(name)
-        if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is int and value < 0):
-            raise TransportError(
-                f"{name} is {str(value)[:200]!r} in what the trainer says of the collective transport",
-                expected="a whole number, 0 or more" if kind is int else f"a {kind.__name__}",
-                state="nothing was received",
-                hint="use the same version of torchrl_ext in trainer and engine",
-            )

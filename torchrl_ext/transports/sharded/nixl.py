@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.transports.collective.backends import made_in_time
-from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return
+from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return, sever_at_exit
 from torchrl_ext.transports.collective.notes import NoteStore
 from torchrl_ext.transports.collective.sockets import run_beside
 from torchrl_ext.transports.sharded.agents import Registered, load_nixl, make_agent
@@ -72,7 +72,7 @@ class NixlGroup(Carrier):
             absent = self.call(one for one in peers if one not in said)
             raise DeadlineError(f"nothing was heard from {absent} within {timeout_s:g} s")
         self._thread = _Thread(agent, {one: _Peer(read) for one, read in said.items() if one != rank}, device)
-        self._end_with_process()
+        sever_at_exit(self)
         self._end_thread = weakref.finalize(self, self._thread.end)
         must_return(run_beside(self._thread.run), 0.0)  # at once, when it is severed
         try:
