@@ -139,6 +139,11 @@ transports.register(
     "torchrl_ext.transports.sharded.transport:ShardedTransport",
     "slices from the trainer ranks that hold them to the workers that need them",
 )
+transports.register(
+    "native",
+    "torchrl_ext.transports.native.transport:NativeTransport",
+    "broadcasts to stock engines: SGLang's distributed updates, vLLM's nccl backend",
+)
 transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
 
 engines = Registry("engine")

@@ -95,6 +95,27 @@ class TestCollective(InGroup):
         )
 
 
+class TestNativeSGLang(InGroup):
+    name = "native"
+    speaks = "sglang"
+
+    def make_member(self, rank, port):
+        return tx.make_transport(
+            "native",
+            make=self.speaks,
+            backend="gloo",
+            master_port=port,
+            rank=rank,
+            world_size=2,
+            bucket_bytes=SMALL_BYTES,
+            timeout_s=WAIT_S,
+        )
+
+
+class TestNativeVLLM(TestNativeSGLang):
+    speaks = "vllm"
+
+
 class TestSharded(InGroup):
     name = "sharded"
 
