@@ -84,7 +84,7 @@ class NativeTransport(StandaloneTransport):
             raise ConfigError(
                 "stock vLLM takes broadcasts by NCCL alone, and this process uses no CUDA device",
                 expected="a CUDA device, for a trainer that stock vLLM follows",
-                hint="use transport 'disk', or install our plugin in the engines; backend='gloo' is for workers of ours",
+                hint="use transport 'disk', or install our plugin in the engines; backend='gloo' is for tests",
             )
         if bucket_bytes < 1 or not timeout_s > 0 or not 0 <= self.master_port < 1 << 16:
             raise ConfigError(
