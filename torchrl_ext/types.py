@@ -157,6 +157,10 @@ class Handoff:
     acknowledge: Callable[[int | None], None] = _nothing
 
 
+STOCK = ("disk", "native")
+"""Transports that an engine can follow without anything of ours."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """The description of an engine, as discovery finds it.
@@ -193,6 +197,11 @@ class EngineInfo:
     weight_version: str = ""
     transports: tuple[str, ...] = ()
     bootstrap_port: int | None = None
+
+    @property
+    def stock(self) -> bool:
+        """Whether the engine runs without our plugin, and still follows: what it loaded, outputs alone can show."""
+        return bool(self.transports) and {*self.transports} <= {*STOCK}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,7 +229,7 @@ def test_sglangs_server_info_alone_is_enough(absent):
         for route in ("/model_info", "/get_model_info", "/weights_checker"):
             server.script[route] = answered(absent, "not here")
         (info,) = tx.discover(f"127.0.0.1:{server.port}")
-        assert (info.kind, info.model, info.tp_size, info.transports) == ("sglang", "/m", 2, ("disk",))
+        assert (info.kind, info.model, info.tp_size, info.transports) == ("sglang", "/m", 2, ("disk", "native"))
         server.script["/model_info"] = told({"model_path": "/now", "weight_version": "3"})
         (info,) = tx.discover(f"127.0.0.1:{server.port}")
         assert (info.model, info.weight_version) == ("/now", "3")

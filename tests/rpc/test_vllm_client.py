@@ -29,9 +29,9 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
             (call, query, body if "info" not in str(body) else bare(next(iter(body.values()))))
             for call, query, body in server.calls
         ] == [
+            ("GET /server_info", {"config_format": "json"}, None),
             ("POST /init_weight_transfer_engine", {}, {"kind": "join", "rank_offset": 3, "transport": "disk"}),
             ("POST /init_weight_transfer_engine", {}, {"kind": "poll"}),
-            ("GET /server_info", {"config_format": "json"}, None),
             ("GET /is_sleeping", {}, None),
             ("POST /init_weight_transfer_engine", {}, {"kind": "prefetch", "version": 8}),
             ("POST /init_weight_transfer_engine", {}, {"kind": "poll"}),
@@ -170,11 +170,11 @@ def test_an_abandoned_update_is_ended_before_joining():
     with running(post_init_weight_transfer_engine=refusals) as server:
         VLLMEngine(server.url).connect(JOIN)
         assert server.routes() == [
+            "GET /server_info",
             "POST /init_weight_transfer_engine",
             "POST /finish_weight_update",
             "POST /init_weight_transfer_engine",
             "POST /init_weight_transfer_engine",
-            "GET /server_info",
         ]
 
 
@@ -245,12 +245,6 @@ def test_discovery_reads_what_vllm_says():
     assert (info.tp_size, info.pp_size, info.dp_size, info.world_size, info.num_gpus) == (2, 1, 3, 6, 6)
     assert info.weight_version == "7" and {"disk", "collective"} <= set(info.transports)
     assert "memory" not in info.transports
-
-
-def test_an_engine_with_another_backend_follows_no_transport_of_ours():
-    config = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}}
-    with running(get_server_info=(200, {"vllm_config": config})) as server:
-        assert tx.discover(server.url)[0].transports == ()
 
 
 def test_discovery_keeps_the_order_and_asks_the_other_route():

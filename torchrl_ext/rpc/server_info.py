@@ -7,9 +7,12 @@ from typing import Any
 
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.messages import BACKEND
-from torchrl_ext.types import EngineInfo
+from torchrl_ext.types import STOCK, EngineInfo
 
-__all__ = ["is_sglang_info", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees", "stores_keys"]
+__all__ = [
+    "is_sglang_info", "keeps_copies", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees",
+    "sglang_transports", "stores_keys", "transfer_backend",
+]  # fmt: skip
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
@@ -49,7 +52,10 @@ def parse_server_info(
     tp, pp, dp = (_count(url, axis, parallel.get(axis)) for axis in axes)
     workers = _count(url, "world_size", world_size, tp * pp * dp)
     role = str(_mapping(config, "kv_transfer_config").get("kv_role"))
-    backend = _mapping(config, "weight_transfer_config").get("backend")
+    if embedded:
+        transports = told.get("transports") or ()
+    else:
+        transports = followed() if transfer_backend(told) == BACKEND else _vllm_transports(told)
     return EngineInfo(
         url=url,
         kind=str(told["engine"]) if embedded else "vllm",
@@ -62,8 +68,34 @@ def parse_server_info(
         world_size=workers,
         model=str(told.get("model") or model.get("model") or ""),
         weight_version=str(weight_version or told.get("weight_version") or ""),
-        transports=tuple(told.get("transports") or (followed() if backend == BACKEND else ())),
+        transports=tuple(transports),
     )
+
+
+def transfer_backend(told: Any) -> str | None:
+    """Return the name of a vLLM server's weight-transfer backend, from the structured form of its ``/server_info``."""
+    config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
+    backend = _mapping(config, "weight_transfer_config").get("backend")
+    return None if backend is None else str(backend)
+
+
+def _vllm_transports(told: Any) -> tuple[str, ...]:
+    """Return how a vLLM server follows that does not run our backend."""
+    if _mapping(told["vllm_config"], "load_config").get("load_format") == "dummy":  # it does not load files later
+        return ()
+    return STOCK if transfer_backend(told) == "nccl" else STOCK[:1]
+
+
+def sglang_transports(url: str, told: Any) -> tuple[str, ...]:
+    """Return how an SGLang server follows that lacks our plugin, from its ``/server_info``."""
+    info = parse_sglang_info(url, told)
+    alone = info.pp_size == info.dp_size == 1  # it gives the workers of every stage and replica the same ranks
+    return STOCK if alone and not keeps_copies(told) else STOCK[:1]
+
+
+def keeps_copies(told: Any) -> bool:
+    """Return whether an SGLang server keeps copies of its weights, with which it ends where it gets others."""
+    return isinstance(told, Mapping) and told.get("weight_cache_mode") not in (None, "off")
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

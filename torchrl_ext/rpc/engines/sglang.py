@@ -2,7 +2,7 @@
 
 The protocol, as far as routes and bodies go, is SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.19 to 0.5.23).
 Where the server has our plugin, messages of ours travel as the ``action`` of ``/weights_checker``
-(`torchrl_ext.messages`); a server without it follows by full files, through its own loader:
+(`torchrl_ext.messages`); a server without it follows by full files, and by its own broadcasts:
 
 ===================================  =========================================================================
 ``GET /server_info``                 what the server was started with; ``GET /model_info``: what it serves now
@@ -11,15 +11,14 @@ Where the server has our plugin, messages of ours travel as the ``action`` of ``
 ``POST /flush_cache``                without the plugin; 400 while requests hold on to the cache
 ``POST /hicache/storage-backend``    ``/clear``, where keys and values are kept in a store too
 ``POST /begin_weight_update``        0.5.21 and later: layers in the form that loaders write to; ``/end_weight_update``
-``POST /update_weights_from_disk``   without the plugin: a checkpoint directory, ``load_format``, ``weight_version``
+``POST /update_weights_from_disk``   without the plugin: see `torchrl_ext.rpc.engines.stock`, which has more routes
 ``POST /update_weight_version``      ``{"new_version": "7", "abort_all_requests": false}``
 ``POST /continue_generation``
 ``POST /generate``                   ``logprob_start_len: 0``: log-probabilities of given tokens
 ===================================  =========================================================================
 
 The order is pause, flush, transfer, resume: after the flush nothing of the old weights is cached, and while the server
-is paused nothing new is. `torchrl_ext.rpc.engines.sleep` has the routes of sleep. ``load_format`` and
-``weight_version`` are sent with every load, since SGLang keeps their last values.
+is paused nothing new is. `torchrl_ext.rpc.engines.sleep` has the routes of sleep.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, is_absent, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, named_tags
-from torchrl_ext.rpc.server_info import parse_sglang_info, stores_keys
+from torchrl_ext.rpc.engines.stock import PLUGIN, StockSGLang
+from torchrl_ext.rpc.engines.workers import PluggedSGLang, Workers
+from torchrl_ext.rpc.server_info import parse_sglang_info, sglang_transports, stores_keys
 from torchrl_ext.types import EngineInfo, Info, Part
 from torchrl_ext.waiting import pauses
 
@@ -46,10 +47,6 @@ log = logging.getLogger("torchrl_ext")
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 
-_PLUGIN = (
-    "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
-    'start the server; without it, use the "disk" transport, which SGLang loads by itself'
-)
 _ABSENT = (404, 405, 501)
 _OK, _NOT_READY = 200, 503
 _GRAPHS = "cuda_graph"  # sleeps and wakes with the cache
@@ -103,7 +100,8 @@ class SGLangEngine(HTTPEngine):
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
         self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
-        self._native = False  # whether the server loads by itself, without the plugin
+        self._plugged = PluggedSGLang(self.tell, self._await_idle, self._tell, self._replicas)
+        self._workers: Workers = self._plugged
         self._in_session = False
 
     def info(self) -> EngineInfo:
@@ -117,7 +115,7 @@ class SGLangEngine(HTTPEngine):
                 log.warning("%s does not say what it serves now: %s", self.url, error)
         transports: tuple[str, ...] = ()  # none where control routes want a key that this client lacks
         try:
-            transports = self.followed() if self._has_plugin() else ("disk",)
+            transports = self.followed() if self._has_plugin() else sglang_transports(self.url, told)
         except EngineRefusedError as error:
             log.warning("%s does not say whether it has our plugin: %s", self.url, error)
         return parse_sglang_info(self.url, told, served, transports=transports)
@@ -154,7 +152,7 @@ class SGLangEngine(HTTPEngine):
 
     @property
     def verifies(self) -> bool:
-        return not self._native
+        return self._workers.plugged
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         """See `EngineClient.connect`. The server generates meanwhile.
@@ -165,22 +163,15 @@ class SGLangEngine(HTTPEngine):
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
-            self._native = not self._has_plugin()
-            if not self._native:
-                self._refuse_replicas(info)
-                self.tell(messages.Join.of(info))
-                self._await_idle("join the transport")
-            elif info.get("transport") != "disk":
-                raise EngineRefusedError(
-                    f"{self.url} runs SGLang without our plugin, and cannot follow by {info.get('transport')!r}",
-                    expected='the plugin in group "sglang.srt.plugins"',
-                    hint=_PLUGIN,
-                )
-            self._stores = stores_keys(self._told())
+            self._workers.leave()  # of another transport, or from before a failure
+            plugged, told = self._has_plugin(), self._told()
+            self._workers = self._plugged if plugged else StockSGLang(self._http, told, self._load_timeout_s)
+            self._workers.join(info)
+            self._stores = stores_keys(told)
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. A server without our plugin proves nothing."""
-        if not self._native:
+        if self._workers.plugged:
             super().rehearse(how)
 
     def tell(self, message: Message) -> list[Info]:
@@ -193,18 +184,17 @@ class SGLangEngine(HTTPEngine):
         try:
             return [dict(json.loads(text)) for text in told["message"].split(" | ")]  # SGLang's own way to join them
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
-            raise EngineRefusedError(f"{self.url}/weights_checker answered {told!r}", hint=_PLUGIN) from None
+            raise EngineRefusedError(f"{self.url}/weights_checker answered {told!r}", hint=PLUGIN) from None
 
     @property
     def takes_parts(self) -> bool:
-        return not self._native
+        return self._workers.plugged
 
     def prefetch(self, version: int, part: Part | None = None) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
-            if not self._native:
+            if self._workers.plugged:
                 self._wake(frozenset({"weights"}), self.sleep_state())  # staging checks changes against them
-                self.tell(messages.Prefetch(version=version, part=part))
-                self._await_idle(f"stage version {version}")
+            self._workers.prefetch(version, part)
 
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. Where the cache cannot be dropped, nothing was changed, and a server that served
@@ -214,25 +204,15 @@ class SGLangEngine(HTTPEngine):
             self._flush()
         with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
             self._wake(frozenset({"weights"}), before)
-            if not self._native:
+            if self._workers.sessions:
                 self._open_session()
-                self.tell(messages.Start(bracketed=self._in_session))
+            self._workers.start(bracketed=self._in_session)
 
     def _load(self, info: Info) -> None:
-        if not self._native:
-            self.tell(messages.loading(info))
-        elif "verify" in info:
-            raise ConfigError(
-                f"{self.url} runs SGLang without our plugin, and cannot prove what it holds", hint=_PLUGIN
-            )
-        else:
-            body = {"model_path": info["path"], "load_format": "auto", "weight_version": str(info["version"])}
-            body |= {"flush_cache": False, "abort_all_requests": False}
-            self._http.post("/update_weights_from_disk", body, timeout_s=self._load_timeout_s)
+        self._workers.load(info)
 
     def _finish(self, version: int) -> None:
-        if not self._native:
-            self.tell(messages.Finish(version=version))
+        self._workers.finish(version)
         if self._in_session:
             self._http.post("/end_weight_update", {}, timeout_s=self._load_timeout_s)
             self._in_session = False
@@ -272,14 +252,14 @@ class SGLangEngine(HTTPEngine):
                 self._flush()
             with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
                 if level == 2 and "weights" in wanted:
-                    self.tell(messages.Reset(weights="gone"))
+                    self._plugged.emptied()
                 released = {"tags": sorted({*wanted, _GRAPHS} - before.asleep)}
                 self._http.post("/release_memory_occupation", released, timeout_s=self._load_timeout_s)
 
     def _refuse_impossible(self, level: int, wanted: frozenset[str]) -> None:
         if not self._has_plugin():
             raise EngineRefusedError(
-                f"{self.url} runs SGLang without our plugin, and does not say what of it sleeps", hint=_PLUGIN
+                f"{self.url} runs SGLang without our plugin, and does not say what of it sleeps", hint=PLUGIN
             )
         if level == 1 and "weights" in wanted and not self._told().get("enable_weights_cpu_backup"):
             raise EngineRefusedError(
@@ -291,7 +271,7 @@ class SGLangEngine(HTTPEngine):
     def sleep_state(self) -> SleepState:
         told: Info = {}  # stays so without our plugin
         try:
-            told = {} if self._native else merged(self._tell(messages.State()))
+            told = self._workers.state()
         except EngineRefusedError as error:
             if not is_absent(error):
                 raise
@@ -372,7 +352,7 @@ class SGLangEngine(HTTPEngine):
 
     def _try_flush(self) -> tuple[int, str]:
         """Try to drop the cache; return 200, or 400 while requests use it, and SGLang's message."""
-        if not self._native:  # SGLang's route collects garbage too, which can take longer than an update
+        if self._workers.plugged:  # SGLang's route collects garbage too, which can take longer than an update
             flushed = merged(self._tell(messages.Flush())).get("flushed")
             return (200, "") if flushed else (400, "the cache is in use")
         answer = self._http.call("POST", "/flush_cache")
@@ -399,13 +379,12 @@ class SGLangEngine(HTTPEngine):
                 status=answer.status,
             )
 
-    def _refuse_replicas(self, info: Info) -> None:
-        replicas = self.info().dp_size if info.get("transport") not in ("disk", "delta") else 1
-        if replicas > 1:
-            raise EngineRefusedError(
-                f"{self.url} has {replicas} data-parallel replicas, whose workers do not know their ranks in a group",
-                expected="--dp-size 1, or a transport through files",
-            )
+    def _replicas(self) -> tuple[str, int]:
+        return self.url, self.info().dp_size
+
+    def close(self) -> None:
+        """Have the workers leave the group that they joined, where they run nothing of ours; the server serves on."""
+        self._workers.leave()
 
     def _either(self, route: str, older: str) -> Any:
         """Return the answer of ``route``, or, where the server lacks it, of the route that earlier releases have."""

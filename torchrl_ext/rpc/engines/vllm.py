@@ -29,14 +29,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
-from torchrl_ext import messages
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.messages import ADAPTERS_ROUTE, ANSWERS, BACKEND, OPEN_UPDATE, Message, answers_in
+from torchrl_ext.messages import ADAPTERS_ROUTE, ANSWERS, BACKEND, Message, answers_in
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, sleep_state_of_vllm
-from torchrl_ext.rpc.server_info import parse_server_info, sees
+from torchrl_ext.rpc.engines.stock import FLAGS, StockVLLM
+from torchrl_ext.rpc.engines.workers import PluggedVLLM, Workers, abandon
+from torchrl_ext.rpc.server_info import parse_server_info, sees, transfer_backend
 from torchrl_ext.types import EngineInfo, Info, Part
 from torchrl_ext.waiting import wait_until
 
@@ -52,11 +53,6 @@ _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens":
 one token that is sampled after them is not used."""
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: vLLM has these routes only then"
-_FLAGS = (
-    "install torchrl_ext in the engine's environment (it needs no trainer packages) and start the server with "
-    f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\' and VLLM_SERVER_DEV_MODE=1, or let '
-    "`torchrl-ext serve vllm` do both"
-)
 _ADAPTERS = (
     "install torchrl_ext in the engine's environment and name it in VLLM_PLUGINS, or let "
     "`torchrl-ext serve vllm --lora-rank N` start the server"
@@ -101,6 +97,17 @@ class VLLMRoutes(HTTPEngine):
             raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._sees = pause_mode, False
+        how = self._post, self._load_timeout_s, self._explained
+        self._plugged = PluggedVLLM(self.tell, self._await_idle, *how)
+        self._workers: Workers = self._plugged
+
+    @property
+    def verifies(self) -> bool:
+        return self._workers.plugged
+
+    def _found(self, told: Any) -> Workers:
+        """Return those that the engine has, by what it says of itself."""
+        return self._plugged
 
     def info(self) -> EngineInfo:
         told = self._told()
@@ -127,33 +134,29 @@ class VLLMRoutes(HTTPEngine):
                 size is not the transport's. It keeps serving what it served.
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
-        message = messages.Join.of(info)
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
-            try:
-                self.tell(message)
-            except EngineRefusedError as error:
-                if OPEN_UPDATE not in error.what:
-                    raise self._explained(error) from error
-                self._abandon()
-                self.tell(message)
-            self._await_idle("join the transport")
-            self._sees = sees(self._told())
+            told = self._told()
+            self._sees = sees(told)
+            self._workers.leave()  # of another transport, or from before a failure
+            self._workers = self._found(told)
+            self._workers.join(info)
 
     def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`. Weights that sleep are woken for it."""
-        self._wake_weights()
-        super().rehearse(how)
+        """See `EngineClient.rehearse`. Weights that sleep are woken for it; a server without our backend proves
+        nothing."""
+        if self._workers.plugged:
+            self._wake_weights()
+            super().rehearse(how)
 
     @property
     def takes_parts(self) -> bool:
-        return True
+        return self._workers.plugged
 
     def prefetch(self, version: int, part: Part | None = None) -> None:
         """See `EngineClient.prefetch`. Workers stage while they generate."""
         self._wake_weights()  # staging checks changes against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
-            self.tell(messages.Prefetch(version=version, part=part))
-            self._await_idle(f"stage version {version}")
+            self._workers.prefetch(version, part)
 
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. Where workers do not start, no weight was changed, and an engine that served before
@@ -162,22 +165,21 @@ class VLLMRoutes(HTTPEngine):
         self._wake_weights(before)
         undo = self._undo_of(before)
         with self._step(f"start version {version}", undo=lambda: self._not_started(undo)):
-            self._post("/start_weight_update")
+            self._workers.start()
 
     def _not_started(self, undo: Callable[[], str]) -> str:
         """End the update on workers that have started it, then undo; return the state that holds, in words."""
         try:
-            self._abandon()
+            abandon(self._post)
         except (EngineError, DeadlineError) as error:
             return self._paused(f"the weights it had, which could not be confirmed: {error.what}")
         return undo()
 
     def _load(self, info: Info) -> None:
-        self._update(messages.loading(info))
+        self._workers.load(info)
 
     def _finish(self, version: int) -> None:
-        self._update(messages.Seal())
-        self._post("/finish_weight_update", {"weight_version": str(version)})
+        self._workers.finish(version)
 
     def _label(self, version: int) -> None:
         """Drop what was computed with the old weights; wait for a connector that still copies keys and values."""
@@ -200,7 +202,7 @@ class VLLMRoutes(HTTPEngine):
                 query = {"level": level, "mode": self._pause_mode}
                 self._post("/sleep", query=query, timeout_s=self._load_timeout_s)
             if level == 2 and "weights" in wanted:
-                self.tell(messages.Reset(weights="gone"))
+                self._workers.emptied()
             self._state = "paused"
 
     def sleep_state(self) -> SleepState:
@@ -209,7 +211,7 @@ class VLLMRoutes(HTTPEngine):
     def _is_empty(self, state: SleepState) -> bool:
         """See `HTTPEngine._is_empty`. An engine that is awake has weights, and is not asked."""
         try:
-            return bool(state.asleep) and any(answer.get("empty") for answer in self.tell(messages.State()))
+            return bool(state.asleep) and bool(self._workers.state().get("empty"))
         except EngineRefusedError:
             return False  # other backends know no such question
 
@@ -230,7 +232,7 @@ class VLLMRoutes(HTTPEngine):
         with self._step("wake its weights", state=f"{self.url} sleeps"):
             state = self.sleep_state() if before is None else before
             if state.empty:
-                self.tell(messages.Reset(weights="gone"))  # whoever put it to sleep may not have said so
+                self._workers.emptied()  # whoever put it to sleep may not have said so
             if "weights" in state.asleep and self._wake(frozenset({"weights"}), state):
                 self.pause()
 
@@ -257,9 +259,6 @@ class VLLMRoutes(HTTPEngine):
                 raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
         return answer if isinstance(answer, dict) else {}
 
-    def _update(self, message: Message) -> None:
-        self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self._load_timeout_s)
-
     def tell(self, message: Message) -> list[Info]:
         body = {"init_info": message.to_json()}
         try:
@@ -270,12 +269,9 @@ class VLLMRoutes(HTTPEngine):
             told = error.what
         return answers_in(told)
 
-    def _abandon(self) -> None:
-        """End an open update; where it failed, the workers have none to end any more and refuse, which is ignored."""
-        try:
-            self._http.post("/finish_weight_update")
-        except EngineRefusedError:
-            return
+    def close(self) -> None:
+        """Have the workers leave the group that they joined, where they run nothing of ours; the engine serves on."""
+        self._workers.leave()
 
     @contextmanager
     def _needs_dev_mode(self) -> Iterator[None]:
@@ -289,14 +285,22 @@ class VLLMRoutes(HTTPEngine):
     def _explained(self, error: EngineRefusedError) -> EngineRefusedError:
         if "not configured" not in error.what and "Invalid init_info" not in error.what:
             return error
-        return restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS)
+        return restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=FLAGS)
 
 
 @final
 class VLLMEngine(VLLMRoutes):
-    """Drives a vLLM server that runs our weight-transfer backend; see `VLLMRoutes` for its settings."""
+    """Drives a vLLM server; see `VLLMRoutes` for its settings.
+
+    One that runs our weight-transfer backend follows by every transport; another one by full files, and by broadcasts
+    where it was started with backend ``"nccl"``.
+    """
 
     kind: ClassVar[str] = "vllm"
+
+    def _found(self, told: Any) -> Workers:
+        backend = transfer_backend(told)
+        return self._plugged if backend == BACKEND else StockVLLM(self._post, backend, self.url, self._load_timeout_s)
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": _PROBE}
