@@ -201,7 +201,7 @@ class EngineInfo:
     @property
     def stock(self) -> bool:
         """Whether the engine runs without our plugin, and still follows: what it loaded, outputs alone can show."""
-        return bool(self.transports) and {*self.transports} <= {*STOCK}
+        return self.kind != "embedded" and bool(self.transports) and {*self.transports} <= {*STOCK}
 
 
 @dataclass(frozen=True, kw_only=True)

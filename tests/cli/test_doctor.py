@@ -158,7 +158,11 @@ def test_a_router_is_recognised_and_named_as_none_to_talk_to(listing, capsys):
     ("changes", "check", "words"),
     [
         ({"get_server_info": GONE}, "routes", "VLLM_SERVER_DEV_MODE=1"),
-        ({"get_server_info": (200, {"vllm_config": BARE})}, "plugin", "--weight-transfer-config"),
+        (
+            {"get_server_info": (200, {"vllm_config": BARE | {"load_config": {"load_format": "dummy"}}})},
+            "plugin",
+            "--weight-transfer-config",
+        ),
         ({"get_server_info": (401, {"error": "no"})}, "routes", "api_key"),
     ],
 )  # fmt: skip
@@ -166,6 +170,39 @@ def test_what_a_vllm_server_lacks_is_named_with_the_remedy(changes, check, words
     with running(**changes) as server:
         row = finding(examined(capsys, server.url, status=1), check, level="failure")
     assert words in row["remedy"]
+
+
+SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "version": "0.5.23"}
+
+
+@pytest.mark.parametrize(
+    ("info", "follows", "more", "missing"),
+    [
+        ({"vllm_config": BARE}, "disk", '{"backend": "nccl"}', "/collective_rpc"),
+        (
+            {"vllm_config": CONFIG | {"weight_transfer_config": {"backend": "nccl"}}},
+            "disk, native",
+            "",
+            "/start_weight",
+        ),
+        (SGLANG, "disk, native", "", "/init_weights_update_group"),
+        (SGLANG | {"pp_size": 2}, "disk", "one pipeline stage", "/update_weights_from_disk"),
+    ],
+    ids=["vllm", "vllm-nccl", "sglang", "sglang-pp2"],
+)
+def test_an_engine_without_our_plugin_is_told_how_it_follows_what_it_lacks_and_what_its_proof_is(
+    info, follows, more, missing, capsys
+):
+    with running(get_server_info=(200, info)) as server:
+        server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
+        found = examined(capsys, server.url, "--transport", follows.rpartition(", ")[2], status=1)
+    plugin = finding(found, "plugin", level="warning")
+    assert plugin["found"] == f"runs without our plugin: follows by {follows}" and more in plugin["remedy"]
+    assert "verify='outputs'" in finding(found, "proof", level="warning")["remedy"]
+    assert missing in finding(found, "routes", level="failure")["found"]  # this server answers no OPTIONS
+    assert ("no secret" in str(found)) == ("native" in follows)
+    assert "/weights_checker" not in finding(found, "routes", level="failure")["found"]
+    assert ("0.5.20 or older" in str(found)) == ("model_path" in info)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,38 @@ from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.planning.options import WeightUpdateConfig, make_serving
 from torchrl_ext.rpc.router import RouterClient
+from torchrl_ext.types import EngineInfo
 
 
 def test_full_over_a_process_group_is_the_default():
     assert isinstance(WeightUpdateConfig().make_transport(), tx.VLLMCollectiveTransport)
+
+
+PLUGGED = EngineInfo(url="http://p:1", kind="sglang", transports=("collective", "disk", "native"))
+STOCK_SGLANG = EngineInfo(url="http://s:1", kind="sglang", transports=("disk", "native"))
+STOCK_VLLM = EngineInfo(url="http://v:1", kind="vllm", transports=("disk", "native"))
+FILES_ALONE = EngineInfo(url="http://f:1", kind="sglang", transports=("disk",))
+
+
+def test_full_broadcasts_take_the_wire_of_engines_without_our_plugin():
+    config = WeightUpdateConfig()
+    assert isinstance(config.make_transport([PLUGGED]), tx.VLLMCollectiveTransport)
+    for engines in ([STOCK_SGLANG], [PLUGGED, STOCK_SGLANG]):
+        transport = config.make_transport(engines, timeout_s=3.0)
+        assert (transport.name, transport.make, transport.timeout_s) == ("native", "sglang", 3.0)
+    assert config.make_transport([STOCK_VLLM], backend="gloo").make == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("engines", "named"),
+    [
+        ([PLUGGED, FILES_ALONE], "http://f:1 has none of its own"),
+        ([STOCK_SGLANG, STOCK_VLLM], "engines of sglang and vllm share none"),
+    ],
+)
+def test_engines_that_share_no_broadcast_are_named_with_both_remedies(engines, named):
+    with pytest.raises(ConfigError, match=rf"(?s){named}.*install the plugin.*'disk'"):
+        WeightUpdateConfig().make_transport(engines)
 
 
 def test_full_over_disk_is_the_disk_transport(tmp_path):

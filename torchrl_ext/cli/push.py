@@ -26,7 +26,8 @@ from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["add_parser", "run"]
 
-TRANSPORTS = ("disk", "delta", "collective")
+TRANSPORTS = ("disk", "delta", "collective", "native")
+_BROADCASTS = ("collective", "native")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -45,7 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--encoding", default="auto", help="delta: how changes are coded (default: %(default)s)")
     parser.add_argument("--keep-files", action="store_true", help="leave what was published under the root")
     parser.add_argument("--dtype", help="cast floating-point tensors on the way, for example bfloat16")
-    parser.add_argument("--master-address", help="collective: this host's address, as the engines reach it")
+    parser.add_argument("--master-address", help="collective, native: this host's address, as the engines reach it")
     add_api_key(parser)
     parser.add_argument("--timeout-s", type=float, default=600.0, help="deadline of every step, in seconds")
     return parser
@@ -88,8 +89,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.transport != "delta" and (args.base or args.encoding != "auto"):
         given = "--base" if args.base else "--encoding"
         raise ConfigError(f"{given} means nothing with transport {args.transport!r}", expected="--transport delta")
-    if args.transport == "collective" and (args.root or args.keep_files):
-        raise ConfigError("a collective writes no files", expected="no --root and no --keep-files")
+    if args.transport in _BROADCASTS and (args.root or args.keep_files):
+        raise ConfigError("a broadcast writes no files", expected="no --root and no --keep-files")
     if args.keep_files and not args.root:
         raise ConfigError("--keep-files needs a place for them", hint="name it with --root")
 
@@ -106,8 +107,9 @@ def _check_engines(args: argparse.Namespace, found: list[EngineInfo]) -> None:
 
 def _settings(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.ExitStack) -> dict[str, Any]:
     shared = {"timeout_s": args.timeout_s}
-    if args.transport == "collective":
-        return shared | {"master_address": args.master_address or _own_address(found)}
+    if args.transport in _BROADCASTS:
+        make = {"make": found[0].kind} if args.transport == "native" else {}
+        return shared | make | {"master_address": args.master_address or _own_address(found)}
     shared |= {"root": _root(args, found, stack), "keep_files": args.keep_files}
     if args.transport == "disk":
         return shared

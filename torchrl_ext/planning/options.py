@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ from torchrl_ext.registry import transports
 
 if TYPE_CHECKING:
     from torchrl_ext.rollout.serving import Serving
+    from torchrl_ext.types import EngineInfo
+
+log = logging.getLogger("torchrl_ext")
 
 __all__ = ["TransportConfig", "WeightUpdateConfig", "make_serving"]
 
@@ -166,16 +170,20 @@ class WeightUpdateConfig:
             return TransportConfig(name="sharded", settings={})
         return TransportConfig(name="ipc" if self.colocate else "collective", settings={})
 
-    def make_transport(self, **settings: Any) -> Any:
+    def make_transport(self, engines: Sequence[EngineInfo] = (), **settings: Any) -> Any:
         """Make the transport that these options name.
 
         Args:
+            engines: those that will follow, where they are known (`torchrl_ext.discover`): where some run without our
+                plugin, and all speak one wire of their own, full broadcasts take that (transport ``native``).
             settings: of the transport under its own names, in addition to the options or in place of them.
 
         Raises:
-            ConfigError: settings that cannot work.
+            ConfigError: settings that cannot work, or engines that share no broadcast.
         """
         chosen = self.transport_config()
+        if chosen.name == "collective":
+            chosen = _broadcast_to(engines) or chosen
         return transports.make(chosen.name, **{**chosen.settings, **settings})
 
     @classmethod
@@ -196,6 +204,26 @@ class WeightUpdateConfig:
         if "rollout_external_engine_addrs" in given:
             given["rollout_external_engine_addrs"] = tuple(given["rollout_external_engine_addrs"])
         return cls(**given)
+
+
+def _broadcast_to(engines: Sequence[EngineInfo]) -> TransportConfig | None:
+    """Return the transport for full broadcasts to engines of which not all have our plugin; None where all do."""
+    without = [info for info in engines if "collective" not in info.transports]
+    if not without:
+        return None
+    kinds = sorted({info.kind for info in engines})
+    silent = [info.url for info in engines if "native" not in info.transports]
+    if silent or len(kinds) > 1:
+        raise ConfigError(
+            f"{', '.join(info.url for info in without)} cannot follow by broadcasts of ours, and "
+            + (
+                f"{', '.join(silent)} has none of its own" if silent else f"engines of {' and '.join(kinds)} share none"
+            ),
+            expected="our plugin in every engine, or engines of one make that follow by 'native'",
+            hint="install the plugin there, or set update_weight_transport='disk'; `torchrl-ext doctor` says more",
+        )
+    log.info("%s run without our plugin: full updates go by transport 'native'", ", ".join(i.url for i in without))
+    return TransportConfig(name="native", settings={"make": kinds[0]})
 
 
 def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None = None, **settings: Any) -> Serving:

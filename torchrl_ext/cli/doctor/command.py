@@ -121,8 +121,9 @@ def _rehearsed(one: Examined, api_key: str | None) -> Iterator[Finding]:
         one: the engine as it was examined; nothing is yielded where it could not be reached.
         api_key: sent as a bearer token.
     """
-    bare = one.info is not None and (one.info.kind, one.info.transports) == ("sglang", ("disk",))
-    if one.info is None or not one.info.transports or bare:  # other findings say what is missing there
+    if (
+        one.info is None or not one.info.transports or (one.info.stock and one.info.kind != "embedded")
+    ):  # other findings say what is missing there
         return
     client = registry.engines.make(one.info.kind, url=one.info.url, api_key=api_key)
     try:

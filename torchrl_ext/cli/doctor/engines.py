@@ -28,6 +28,17 @@ _ROUTES = {
     "embedded": (*_VLLM, "/reset_prefix_cache", "/resume"),
     "sglang": ("/pause_generation", "/update_weights_from_disk", "/weights_checker", "/continue_generation"),
 }
+_STOCK = {
+    ("vllm", "disk"): ("/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"),
+    ("vllm", "native"): _VLLM,
+    ("sglang", "disk"): ("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"),
+    ("sglang", "native"): (
+        "/init_weights_update_group",
+        "/update_weights_from_distributed",
+        "/destroy_weights_update_group",
+    ),
+}
+"""Routes by which an engine without our plugin follows."""
 _DEV = {"vllm": ("/collective_rpc", "/server_info")}
 _OPEN = (
     "keep the port from strangers, by a firewall or a proxy that wants the key: vLLM itself guards only what begins "
@@ -92,7 +103,7 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
         access = {"api_key": asked.api_key, "load_timeout_s": max(30.0, asked.timeout_s)}
         answers = engines.make(info.kind, url=url, **access).inspect(asked.question)
     except (ConfigError, EngineRefusedError, DeadlineError) as error:
-        if info.transports != ("disk",):
+        if not info.stock:
             notes.warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
     _versions(notes, answers)
     dtype = _dtype(answer)
@@ -127,12 +138,22 @@ def _clock(notes: Notes, answer: Answer, began: float, ended: float) -> None:
 
 
 def _routes(notes: Notes, session: HTTPSession, info: EngineInfo) -> None:
-    missing = [route for route in _ROUTES.get(info.kind, ()) if not _has_route(session, route)]
+    wanted = _ROUTES.get(info.kind, ())
+    if info.stock:
+        wanted = tuple(route for name in info.transports for route in _STOCK.get((info.kind, name), ()))
+    missing = [route for route in wanted if not _has_route(session, route)]
     if missing:
         remedy = _DEV_MODE if info.kind == "vllm" else "update the engine"
         notes.failure("routes", f"lacks {', '.join(missing)}", "every route of a weight update", remedy)
     else:
         notes.ok("routes", "every route of a weight update is there")
+    if info.kind == "sglang" and info.stock and not _has_route(session, "/begin_weight_update"):
+        notes.warning(
+            "routes",
+            "no sessions around an update (SGLang 0.5.20 or older)",
+            "0.5.21 or later",
+            "update the engine, above all where its model is quantised: it would load into what it made of old weights",
+        )
 
 
 def _has_route(session: HTTPSession, route: str) -> bool:
@@ -178,11 +199,41 @@ def _transports(notes: Notes, info: EngineInfo, asked: Examination) -> None:
         notes.failure(
             "plugin", f"follows by {names}", f"transport {wanted!r}", _PLUGIN.get(info.kind, "use another one")
         )
-    elif info.transports == ("disk",):
-        expected = "every transport, and proof of what was loaded"
-        notes.warning("plugin", "runs without our plugin: full files only", expected, _PLUGIN.get(info.kind, ""))
+    elif info.stock:
+        _without_plugin(notes, info, wanted)
     else:
         notes.ok("plugin", f"follows by {', '.join(info.transports)}")
+
+
+def _without_plugin(notes: Notes, info: EngineInfo, wanted: str | None) -> None:
+    notes.warning(
+        "plugin",
+        f"runs without our plugin: follows by {', '.join(info.transports)}",
+        "every transport, with digests, changes, slices and rehearsals",
+        f"{_PLUGIN.get(info.kind, '')}{_more(info)}",
+    )
+    notes.warning(
+        "proof",
+        "what it loads is shown by its outputs alone",
+        "digests of what it holds",
+        "send with verify='outputs', or install the plugin",
+    )
+    if wanted == "native":
+        notes.warning(
+            "group",
+            "the port at which a group of stock engines forms has no secret: whoever reaches it can take a rank",
+            "a network of trainer and engines alone",
+            "keep it from strangers by a firewall",
+        )
+
+
+def _more(info: EngineInfo) -> str:
+    """Return what would let an engine without our plugin follow by broadcasts, where it cannot."""
+    if "native" in info.transports:
+        return ""
+    if info.kind == "vllm":
+        return """; with --weight-transfer-config '{"backend": "nccl"}' it follows by 'native', too"""
+    return "; with one pipeline stage, one replica and no weight cache it follows by 'native', too"
 
 
 def _paused(notes: Notes, session: HTTPSession, info: EngineInfo) -> None:

@@ -4,18 +4,13 @@ Both makes build the keys of a backend's store as `torch.distributed` does where
 the default one: ``NAME``, then ``NAME/``, then the kind of device. SGLang does exactly that
 (`sglang.srt.utils.init_custom_process_group`), and begins with the first broadcast. vLLM takes the unique id that NCCL
 leaves in the store, and adds up one number first (`vllm.distributed.device_communicators.pynccl`).
-
-gloo's ranks find each other by what each leaves in the store. It is read here as well, with care:
-it is no format that anybody promised. What is not understood only makes an abort slower.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import ipaddress
 import json
-import struct
 import threading
 import time
 from concurrent.futures import Future
@@ -31,11 +26,13 @@ from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.collective.backends import brief, gloo_devices, kept_store, made_in_time, reached_store
 from torchrl_ext.transports.collective.broadcasts import Broadcasts
 from torchrl_ext.transports.collective.carrier import sever_at_exit
+from torchrl_ext.transports.collective.handoffs import require
 from torchrl_ext.transports.collective.sockets import at_port, dial, in_time, listen, run_beside, shut_down
+from torchrl_ext.transports.native.addresses import listening_at
 from torchrl_ext.types import Info
 from torchrl_ext.waiting import pauses
 
-__all__ = ["Meeting", "keep_store"]
+__all__ = ["Meeting", "group_of", "keep_store"]
 
 _NAME = "group_name"  # the store's key under which ranks that were not told it find the name of the group
 _LATER_S = 5.0
@@ -63,6 +60,18 @@ def keep_store(host: str, port: int, timeout_s: float, stop: threading.Event) ->
     except OSError as error:
         raise TransportError(f"nobody can listen at {host}:{port}: {error}", hint="pick another port") from None
     return made_in_time(partial(kept_store, listener, timeout_s), time.monotonic() + timeout_s, timeout_s, stop)
+
+
+def group_of(info: Info) -> Info:
+    """Return what an invitation says of the group.
+
+    Raises:
+        TransportError: it says what no trainer does.
+    """
+    require("native", info, group=dict)
+    group: Info = info["group"]
+    require("native", group, master_address=str, master_port=int, world_size=int)
+    return group
 
 
 @final
@@ -200,7 +209,7 @@ class Meeting:
         self._unformed = None
         formed = Broadcasts(pg, self.backend, device=self._device, timeout_s=self._timeout_s, stop=self._stop)
         if endpoints:
-            formed.watch(endpoints | self._others(endpoints))
+            formed.watch(endpoints | listening_at(self._keys, self.rank, self.size, endpoints))
         sever_at_exit(formed)
         self._broadcasts = formed
 
@@ -213,20 +222,6 @@ class Meeting:
             with torch.cuda.device(self._device):
                 pg.allreduce([torch.zeros(1, device=self._device)]).wait()
         return pg
-
-    def _others(self, own: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
-        """Return where the other ranks listen, as far as what gloo left in the store is understood."""
-        try:
-            blobs = [bytes(self._keys.get(f"0/{rank}")) for rank in range(self.size)]
-        except RuntimeError:
-            return set()
-        found, mine = set(), blobs[self.rank]
-        for endpoint in own:
-            packed = _packed(*endpoint)
-            at = mine.find(packed) if packed else -1
-            if at >= 0:
-                found |= {_unpacked(blob, at - _named(mine) + _named(blob)) for blob in blobs}
-        return {endpoint for endpoint in found if endpoint is not None}
 
     # words of our own beside the group's, for ends without a control layer
 
@@ -277,29 +272,3 @@ class Meeting:
                 in_time(forget, time.monotonic() + _LONGEST_PAUSE_S, threading.Event())
             shut_down(at_port(self._port))
         self._store = self._keys = None
-
-
-def _named(blob: bytes) -> int:
-    """Return the length of the host's name that stands before what a rank left; 0 where there is none."""
-    (length,) = struct.unpack_from("=Q", blob) if len(blob) >= 8 else (0,)
-    return length if length < len(blob) - 8 and blob[8 : 8 + length].isascii() else 0
-
-
-def _packed(host: str, port: int) -> bytes | None:
-    """Return how the system writes an address (struct sockaddr_in or sockaddr_in6, without their ends)."""
-    address = ipaddress.ip_address(host)
-    if address.version == 4:
-        return struct.pack("=H", 2) + struct.pack(">H", port) + address.packed
-    return struct.pack("=H", 10) + struct.pack(">HI", port, 0) + address.packed
-
-
-def _unpacked(blob: bytes, at: int) -> tuple[Any, ...] | None:
-    """Return the address that the system wrote ``at`` this place, IPv4 in its own form; None where there is none."""
-    if not 0 <= at <= len(blob) - 28:
-        return None
-    (family,), (port,) = struct.unpack_from("=H", blob, at), struct.unpack_from(">H", blob, at + 2)
-    if family == 2:
-        return str(ipaddress.IPv4Address(blob[at + 4 : at + 8])), port
-    if family == 10:
-        return str(ipaddress.IPv6Address(blob[at + 8 : at + 24])).removeprefix("::ffff:"), port
-    return None

@@ -27,7 +27,7 @@ from torchrl_ext.transports.buckets import Packer, Plan
 from torchrl_ext.transports.collective.backends import choose_backend
 from torchrl_ext.transports.collective.handoffs import require
 from torchrl_ext.transports.collective.stream import Incoming, send_buckets
-from torchrl_ext.transports.native.meeting import Meeting, keep_store
+from torchrl_ext.transports.native.meeting import Meeting, group_of, keep_store
 from torchrl_ext.transports.native.wire import MAKES, wire_of
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
@@ -39,9 +39,7 @@ _NAME = "torchrl_ext"  # of a first group; one that is formed after a failure ge
 
 
 class NativeTransport(StandaloneTransport):
-    """Broadcasts weights from the trainer (rank 0) to workers of stock engines (ranks 1 and up), all of one make.
-
-    Data layer only. Full versions; engines confirm that they loaded them, and compare no digests.
+    """Broadcasts full versions from the trainer (rank 0) to workers of stock engines (ranks 1 and up), all of one make.
 
     Args:
         make: whose wire it is: ``"sglang"`` or ``"vllm"``.
@@ -87,10 +85,8 @@ class NativeTransport(StandaloneTransport):
                 hint="use transport 'disk', or install our plugin in the engines; backend='gloo' is for tests",
             )
         if bucket_bytes < 1 or not timeout_s > 0 or not 0 <= self.master_port < 1 << 16:
-            raise ConfigError(
-                f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}, master_port={master_port}",
-                expected="1 or more; more than 0; 0 to 65535",
-            )
+            given = f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}, master_port={master_port}"
+            raise ConfigError(given, expected="1 or more; more than 0; 0 to 65535")
         if world_size is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} does not exist in world_size {world_size}")
         self._meeting: Meeting | None = None
@@ -102,18 +98,11 @@ class NativeTransport(StandaloneTransport):
 
     @classmethod
     def from_info(cls, info: Info) -> NativeTransport:
-        group = _group(info)
+        group = group_of(info)
         require("native", info, make=str, bucket_bytes=int, timeout_s=float)
-        return cls(
-            info["make"],
-            group["master_address"],
-            group["master_port"],
-            1,
-            group["world_size"],
-            backend=group.get("backend", "nccl" if "nccl_unique_id_b64" in group else "gloo"),
-            bucket_bytes=info["bucket_bytes"],
-            timeout_s=info["timeout_s"],
-        )
+        backend = group.get("backend", "nccl" if "nccl_unique_id_b64" in group else "gloo")
+        how = {"backend": backend, "bucket_bytes": info["bucket_bytes"], "timeout_s": info["timeout_s"]}
+        return cls(info["make"], group["master_address"], group["master_port"], 1, group["world_size"], **how)
 
     # forming the group
 
@@ -127,10 +116,8 @@ class NativeTransport(StandaloneTransport):
             DeadlineError: not every rank arrived within `timeout_s`.
         """
         if self.world_size is None or self.master_port == 0:
-            raise ConfigError(
-                "without a control layer every rank needs to know the trainer's port and the number of ranks",
-                expected="master_port and world_size",
-            )
+            what = "without a control layer every rank needs to know the trainer's port and the number of ranks"
+            raise ConfigError(what, expected="master_port and world_size")
         self._stop.clear()
         meeting = self._meet(self.world_size)
         if self.rank == 0:
@@ -146,23 +133,15 @@ class NativeTransport(StandaloneTransport):
         """
         self._refuse_worker("open")
         if workers == 0:
-            if not self.check_connection():
-                raise NotConnectedError("no group is formed", hint="call init_all_workers_group on every rank")
+            _ = self._met().broadcasts  # those that called init_all_workers_group
             return Handoff(info={"transport": self.name})
         if self.world_size not in (None, 1 + workers):
-            raise ConfigError(
-                f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
-                expected=f"world_size {1 + workers} (1 + workers), or None to take it from the engines",
-            )
+            what = f"this transport was given world_size {self.world_size}, but the engines have {workers} workers"
+            raise ConfigError(what, expected=f"world_size {1 + workers}, or None to take it from the engines")
         self._stop.clear()
         meeting = self._meet(1 + workers)
-        info = {
-            "transport": self.name,
-            "make": self.make,
-            "group": meeting.invite(),
-            "bucket_bytes": self.bucket_bytes,
-            "timeout_s": self.timeout_s,
-        }
+        how = {"bucket_bytes": self.bucket_bytes, "timeout_s": self.timeout_s}
+        info = {"transport": self.name, "make": self.make, "group": meeting.invite(), **how}
         return Handoff(info=info, transfer=self._formed)
 
     def _formed(self) -> None:
@@ -179,14 +158,11 @@ class NativeTransport(StandaloneTransport):
             DeadlineError: the trainer, or another rank, was not there in time.
         """
         require("native", info, rank=int)
-        self.rank, self.world_size = info["rank"], _group(info)["world_size"]
+        self.rank, self.world_size = info["rank"], group_of(info)["world_size"]
         if not 0 < self.rank < self.world_size:
-            raise ConfigError(
-                f"worker rank {self.rank} does not exist in world_size {self.world_size}",
-                hint="give each engine the rank offset 1 + workers of the engines before it",
-            )
+            raise ConfigError(f"worker rank {self.rank} does not exist in world_size {self.world_size}")
         self._stop.clear()
-        self._meet(self.world_size, _group(info).get("group_name"))
+        self._meet(self.world_size, group_of(info).get("group_name"))
         self._formed()
 
     def _meet(self, size: int, name: str | None = None) -> Meeting:
@@ -219,14 +195,8 @@ class NativeTransport(StandaloneTransport):
         self._refuse_worker("send_weights")
         params = source.params()
         wire = wire_of(params, self.make, self.bucket_bytes)
-        info = {
-            "transport": self.name,
-            "make": self.make,
-            "version": version,
-            "bucket_bytes": self.bucket_bytes,
-            "params": self._plan.rows(params),
-            "calls": wire.calls,
-        }
+        info = {"transport": self.name, "make": self.make, "version": version, "bucket_bytes": self.bucket_bytes}
+        info |= {"params": self._plan.rows(params), "calls": wire.calls}
 
         def transfer() -> None:
             began = time.perf_counter()
@@ -305,9 +275,7 @@ class NativeTransport(StandaloneTransport):
             NotConnectedError: no group, or the trainer ended it or is gone.
         """
         if self.rank == 0:
-            raise TransportError(
-                "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
-            )
+            raise TransportError("receive_weights was called on rank 0, the trainer", expected="a worker, from 1 on")
         meeting = self._met()
         found = meeting.hear(f"{meeting.name}/announced/{self._announced + 1}", timeout_s)
         self._announced += found is not None
@@ -328,15 +296,4 @@ class NativeTransport(StandaloneTransport):
 
     def _refuse_worker(self, what: str) -> None:
         if self.rank != 0:
-            raise TransportError(
-                f"{what} was called on rank {self.rank}",
-                expected="rank 0, the trainer; other ranks receive",
-                state="nothing was sent",
-            )
-
-
-def _group(info: Info) -> Info:
-    require("native", info, group=dict)
-    group: Info = info["group"]
-    require("native", group, master_address=str, master_port=int, world_size=int)
-    return group
+            raise TransportError(f"{what} was called on rank {self.rank}", expected="rank 0; other ranks receive")
