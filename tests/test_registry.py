@@ -67,7 +67,7 @@ def test_a_transport_of_another_package_reaches_an_engine_by_its_name(site, tmp_
         sender = tx.WeightSender(transport, engine)
         report = sender.update_weights(tiny_model(3))
         assert (report.transport, report.verified) == ("pigeon", True)
-        assert set(engine.info().transports) == {"collective", "delta", "disk", "ipc", "pigeon", "sharded"}
+        assert set(engine.info().transports) == {"collective", "delta", "disk", "ipc", "native", "pigeon", "sharded"}
         sender.shutdown()
     assert ours.names() == {"disk": "files", "pigeon": "of package birds"}  # a name that is taken stays whose it is
 
