@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.served import ServedVLLM
+from tests.engine.served import ServedVLLM, until_met
 from tests.engine.test_native import as_sent, module_of, tensors
 from tests.models import tiny_model
 from tests.processes import WAIT_S
@@ -88,8 +88,9 @@ def stock(checkpoint, tmp_path_factory):
         yield ServedVLLM(server)
 
 
-def sending(stock, **settings):
-    transport = tx.make_transport("native", make="vllm", backend="gloo", bucket_bytes=1 << 14, timeout_s=WAIT_S)
+def sending(stock, *, bucket_bytes=1 << 14, **settings):
+    how = {"backend": "gloo", "bucket_bytes": bucket_bytes, "timeout_s": WAIT_S}
+    transport = tx.make_transport("native", make="vllm", **how)
     return tx.WeightSender(transport, tx.connect(stock.url), **settings)
 
 
@@ -124,23 +125,29 @@ def test_it_loads_files_by_its_own_method(stock, tmp_path):
 
 
 class BrokenAttention(MappingSource):
-    """A source that fails between the parts of a layer that the engine keeps as one."""
+    """A source that fails between the parts of a layer that the engine keeps as one, once it has the first of them."""
+
+    def __init__(self, weights, transport):
+        super().__init__(weights)
+        self.transport = transport
 
     def __iter__(self):
         for name, tensor in super().__iter__():
             if name.endswith("1.self_attn.k_proj.weight"):
+                begun = self.transport._meeting.broadcasts._begun
+                until_met(lambda works=begun: all(work.is_completed() for work in [*works]))  # the engine has them
                 raise RuntimeError("it broke")
             yield name, tensor
 
 
 def half_an_update(sender, seed):
     with pytest.raises(UpdateError, match="it broke"):
-        sender.update_weights(BrokenAttention(dict(as_source(tiny_model(seed)))))
+        sender.update_weights(BrokenAttention(dict(as_source(tiny_model(seed))), sender._transport))
     assert [row.state for row in sender.engine.rows()] == ["paused"]
 
 
 def test_a_layer_that_was_filled_by_half_is_whole_after_the_next_update(stock, monkeypatch):
-    sender, model = sending(stock), tiny_model(23)
+    sender, model = sending(stock, bucket_bytes=1), tiny_model(23)  # every tensor travels alone
     sender.update_weights(tiny_model(21))
     half_an_update(sender, 22)
     sender.update_weights(model)
