@@ -6,19 +6,17 @@ import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-import torch
-
+from torchrl_ext.embedded.model import load_model
 from torchrl_ext.embedded.scheduler import Scheduler
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
 from torchrl_ext.landing.dormant import Dormant
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Seal, Start, State, Verify
+from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Reset, Seal, Start, State, Verify
 from torchrl_ext.sync.inspection import followed
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import Info, ParamMeta, dtype_from_name
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.scoring import score
 
@@ -50,7 +48,7 @@ class Engine:
 
     def __init__(self, model_dir: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
         self.model_dir, self.dtype = model_dir, dtype
-        model = _load(model_dir, dtype).to(usable_device(device)).eval().requires_grad_(False)
+        model = load_model(model_dir, dtype).to(usable_device(device)).eval().requires_grad_(False)
         self.context = context or model.config.max_position_embeddings
         self._model = model
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -193,17 +191,36 @@ class Engine:
     def start(self) -> None:
         """Begin an update; see `handle`."""
         with self._alone():
-            if not self.scheduler.paused:
-                raise EngineRefusedError(
-                    "weights cannot change while the engine generates", expected="POST /pause first", state="unchanged"
-                )
-            if "weights" in self.asleep:
-                raise EngineRefusedError(
-                    "the engine's weights are asleep", expected="POST /wake_up?tags=weights first", state="unchanged"
-                )
+            self._refuse_busy()
             self._receiver.start()
             self._arrived = []
             self._updating = True
+
+    def reload(self, path: str, label: str | None) -> None:
+        """Load a checkpoint directory; ``label`` becomes the weight version.
+
+        Raises:
+            ConfigError, ManifestError, IntegrityError: there is no checkpoint, or one that does not fit.
+            EngineRefusedError: the engine generates, or its weights sleep.
+        """
+        source = CheckpointSource(path)
+        with self._alone():
+            self._refuse_busy()
+            self._loader.check(source.params())
+            with self.scheduler.weights:
+                self._torn, self._updating = True, False
+                self._receiver.apply_weights(source)
+                self._receiver.handle(Reset(weights="reloaded"))
+                self._torn = False
+                self.scheduler.version = self.scheduler.version if label is None else label
+
+    def _refuse_busy(self) -> None:
+        """Raise where weights cannot change now."""
+        what, first = "weights cannot change while the engine generates", "POST /pause first"
+        if self.scheduler.paused:
+            what, first = "the engine's weights are asleep", "POST /wake_up?tags=weights first"
+        if not self.scheduler.paused or "weights" in self.asleep:
+            raise EngineRefusedError(what, expected=first, state="unchanged")
 
     def _load(self, message: Load | Verify | Seal) -> None:
         """Take one step of the update that `start` began; one that fails ends the update."""
@@ -279,18 +296,3 @@ class Engine:
                 raise NotConnectedError("no weight update is open", hint="POST /start_weight_update first")
             with self.scheduler.weights:
                 yield
-
-
-def _load(model_dir: str, dtype: str) -> Any:
-    if not (Path(model_dir) / "config.json").is_file():
-        raise ConfigError(f"{model_dir} holds no model", expected="a Hugging Face checkpoint directory")
-    from transformers import AutoModelForCausalLM
-
-    wanted = "auto" if dtype == "auto" else dtype_from_name(dtype)
-    allow_amx = getattr(torch.cpu, "_init_amx", None)
-    if dtype == "bfloat16" and allow_amx is not None:
-        allow_amx()  # where the processor has AMX, the kernel wants a request before bfloat16 products may use it
-    try:
-        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=wanted, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no causal LM can be loaded from {model_dir}: {error}") from error

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import torchrl_ext
+from torchrl_ext.embedded.dialects import Dialects
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest, is_token
 from torchrl_ext.embedded.sequences import answer
@@ -47,7 +48,7 @@ def make_app(engine: Engine, *, api_key: str | None = None) -> Starlette:
         engine: what the routes call.
         api_key: wanted by every route but ``/health``, as a bearer token; None lets everybody in.
     """
-    scheduler = engine.scheduler
+    scheduler, dialects = engine.scheduler, Dialects(engine)
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if scheduler.alive else 503)
@@ -98,6 +99,15 @@ def make_app(engine: Engine, *, api_key: str | None = None) -> Starlette:
         ),
         "POST /reset_prefix_cache": _done(lambda asked: _reset(engine, asked), success=True),
         "POST /inference/v1/generate": generate,
+        # slime's SGLang and vime's vLLM
+        "POST /pull_weights": _spoken(dialects.pull),
+        "POST /update_weights_from_disk": _spoken(dialects.update),
+        "POST /update_weight_version": _spoken(dialects.rename),
+        "POST /collective_rpc": _spoken(dialects.call),
+        "POST /pause_generation": _spoken(lambda body: engine.pause(body.get("mode", "abort"), _DRAIN_TIMEOUT_S)),
+        "POST /continue_generation": _spoken(lambda body: engine.resume()),
+        "GET /flush_cache": _spoken(lambda body: scheduler.forget()),
+        "GET /get_weight_version": _told(lambda: {"weight_version": scheduler.version}),
     }
     return Starlette(
         routes=[Route(route.split()[1], handler, methods=route.split()[:1]) for route, handler in routes.items()],
@@ -186,6 +196,21 @@ def _done(step: Callable[[_Asked], Info | None], **answer: Any) -> Callable[[Req
     async def handler(request: Request) -> Response:
         found = await asyncio.to_thread(step, _Asked(request.query_params, await request.body()))
         return JSONResponse({**answer, **(found or {})})
+
+    return handler
+
+
+def _spoken(step: Callable[[Info], Info | None]) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that runs ``step`` on the body in a thread, and tells success or failure as SGLang does."""
+
+    async def handler(request: Request) -> Response:
+        body = _parsed(await request.body())
+        try:
+            found = await asyncio.to_thread(step, body if isinstance(body, dict) else {})
+        except WeightSyncError as error:
+            log.error("%s %s: %s", request.method, request.url.path, error)
+            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+        return JSONResponse({"success": True, "message": "Success.", **(found or {})})
 
     return handler
 

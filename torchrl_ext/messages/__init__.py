@@ -39,6 +39,7 @@ from torchrl_ext.messages.steps import (
     Load,
     Poll,
     Prefetch,
+    Pull,
     Rehearse,
     Reset,
     Seal,
@@ -53,7 +54,7 @@ from torchrl_ext.messages.steps import (
 
 __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "CheckAdapter", "CheckLoaded", "Finish",
-    "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load", "Message", "Poll", "Prefetch", "Rehearse",
-    "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State", "UnloadAdapter", "Verify", "answers_in",
-    "bears_key", "loading", "merged", "read", "refusal",
+    "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load", "Message", "Poll", "Prefetch", "Pull",
+    "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State", "UnloadAdapter", "Verify",
+    "answers_in", "bears_key", "loading", "merged", "read", "refusal",
 ]  # fmt: skip

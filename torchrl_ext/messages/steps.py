@@ -123,8 +123,37 @@ class Prefetch(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pull(Message):
+    """Tells workers to bring a checkpoint on their host to a published version, while the engine serves; see `Poll`.
+
+    Nothing of it is loaded (`torchrl_ext.versions.local_checkpoint`).
+
+    Attributes:
+        source: where the versions lie.
+        directory: the checkpoint, on the host of each worker.
+        version: its number; 0 is the checkpoint that the engine was started with.
+    """
+
+    kind: ClassVar[str] = "pull"
+    source: Text
+    directory: Text
+    version: Count
+
+    @classmethod
+    def asked(cls, told: Any) -> Pull:
+        """Make the message from the body of ``POST /pull_weights``, as slime's trainers send it.
+
+        Raises:
+            ConfigError: a field is missing, or of another type; it is named.
+        """
+        body = told if isinstance(told, Mapping) else {}
+        fields = {"source": "source_dir", "directory": "local_checkpoint_dir", "version": "target_version"}
+        return cls.from_json({own: body[theirs] for own, theirs in fields.items() if theirs in body})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Poll(Message):
-    """Asks whether what `Join` or `Prefetch` began is over; the answer has ``working: true`` while a worker works."""
+    """Asks whether what `Join`, `Prefetch` or `Pull` began is over; ``working: true`` while a worker works."""
 
     kind: ClassVar[str] = "poll"
 

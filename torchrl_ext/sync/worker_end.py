@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +19,15 @@ import torch
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
-from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, Reset, State
+from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, Reset, State
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.transports.delta.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.types import Info, least
+from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
 from torchrl_ext.waiting import in_thread
 
-__all__ = ["WorkerEnd", "joined", "words_of"]
+__all__ = ["WorkerEnd", "joined", "pull", "words_of"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -40,6 +43,7 @@ class WorkerEnd:
         workers: how many these are.
         agree: takes this worker's words; returns those of all workers that get the same messages, in order of rank.
         mode: makes the context that is entered around what runs in a thread of its own.
+        base: the checkpoint directory that the engine was started with.
     """
 
     def __init__(
@@ -50,8 +54,9 @@ class WorkerEnd:
         workers: int,
         agree: Callable[[str], list[str]],
         mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        base: str | None = None,
     ) -> None:
-        self._rank, self._workers, self._agree, self._mode = rank, workers, agree, mode
+        self._base, self._rank, self._workers, self._agree, self._mode = base, rank, workers, agree, mode
         self.receiver = WeightReceiver(loader, rank=rank)
         self._job: Future[None] | None = None
         self._after: Callable[[], None] = lambda: None
@@ -76,6 +81,8 @@ class WorkerEnd:
                 self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
                 self._begin(lambda: self.receiver.prefetch(message.version, message.part), after=self.receiver.confirm)
+            case Pull():
+                self._begin(lambda: pull(message, self._base))
             case Poll():
                 return {"working": True} if self._is_working() else {}
             case Rehearse():
@@ -196,6 +203,20 @@ class WorkerEnd:
             self.receiver.abort()
             if not wait([job], _SETTLE_TIMEOUT_S).done:
                 raise DeadlineError(f"staging did not end within {_SETTLE_TIMEOUT_S:g} s", hint="restart the engine")
+
+
+def pull(message: Pull, base: str | None) -> None:
+    """Bring a checkpoint on this host to a version, after the engine's own hook, where its environment names one.
+
+    Args:
+        message: which version of what, and where to.
+        base: the checkpoint directory that the engine was started with.
+
+    Raises:
+        WeightSyncError: as `LocalCheckpoint.pull`; or there is no such hook.
+    """
+    before = read_hook(os.environ.get(PRE_READ_HOOK))
+    LocalCheckpoint(message.directory, base).pull(message.source, message.version, before=before)
 
 
 _WORKING = "working"

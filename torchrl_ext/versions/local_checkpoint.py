@@ -65,7 +65,7 @@ class LocalCheckpoint:
     """
 
     def __init__(self, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> None:
-        self.directory = Path(os.path.abspath(directory))
+        self._named, self.directory = os.fspath(directory), Path(os.path.abspath(directory))
         self._base = None if base is None or not os.path.isdir(base) else os.path.realpath(base)
         self._sync = self.directory / _SYNC
 
@@ -283,7 +283,7 @@ class LocalCheckpoint:
 
     def _refuse(self, source: str) -> None:
         admit(source)
-        admit(str(self.directory))
+        admit(self._named)
         own = os.path.realpath(self.directory)
         others = [] if "://" in source.removeprefix("file://") else [os.path.realpath(source.removeprefix("file://"))]
         for other in (*others, *([] if self._base is None else [self._base])):

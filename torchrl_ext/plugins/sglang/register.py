@@ -28,6 +28,7 @@ from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.messages import CHANNEL, CheckAdapter, CheckLoaded, Prefetch, read
 from torchrl_ext.plugins.found import enable, grant_tiles
 from torchrl_ext.plugins.sglang import adapters as sglang_adapters
+from torchrl_ext.plugins.sglang import routes as sglang_routes
 
 __all__ = ["register"]
 
@@ -41,6 +42,8 @@ _PAST_US = ("update_weights_from_", "load_weights_from_")
 _TESTED = "0.5.23"
 
 _workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_started_with: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""The checkpoint that each model was loaded from first: SGLang's own record is of the last one."""
 _unseen: list[str] = []
 """Why calls of SGLang's own load methods go unnoticed, if they do: what a worker knows of its weights may be wrong."""
 
@@ -78,6 +81,7 @@ def _register_hooks() -> None:
         **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         **sglang_adapters.HOOKS,
+        **sglang_routes.HOOKS,
         **({} if torch.accelerator.is_available() else _WITHOUT_GPU),
     }
     absent = []
@@ -135,8 +139,9 @@ def update_weights_from_disk(
 ) -> tuple[bool, str]:
     """Wrap one worker's part of ``/update_weights_from_disk``: land deltas, and let SGLang load anything else."""
     try:
+        runner = updater.get_model_runner()
+        _started_with.setdefault(runner.model, runner.model_config.model_path)
         if load_format == "delta":
-            runner = updater.get_model_runner()
             if runner.is_draft_worker:
                 return True, "a draft model follows no delta: it stays as it is"
             return _worker(runner).land(model_path)
@@ -204,7 +209,9 @@ def _worker(runner: Any) -> Any:
             )
         _workers[model] = SGLangWorker(
             model,
-            revised(runner.model_config.model_path, getattr(runner.model_config, "revision", None)),
+            _started_with.setdefault(
+                model, revised(runner.model_config.model_path, getattr(runner.model_config, "revision", None))
+            ),
             get_tp_group().cpu_group,
             dummy=str(runner.server_args.load_format) == "dummy",
             unfit=unfit,

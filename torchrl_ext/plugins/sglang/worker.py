@@ -22,9 +22,9 @@ import torch
 from torch import distributed, nn
 
 from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State
-from torchrl_ext.plugins.roots import invited, locate, parameters
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.workers import agree
+from torchrl_ext.sync.roots import invited, locate, parameters
 from torchrl_ext.sync.worker_end import WorkerEnd, words_of
 from torchrl_ext.types import Info
 
@@ -65,6 +65,7 @@ class SGLangWorker:
             workers=distributed.get_world_size(group),
             agree=lambda words: agree(words, group),
             mode=torch.inference_mode,
+            base=checkpoint,
         )
         self._joined: tuple[str, Any] | None = None
 

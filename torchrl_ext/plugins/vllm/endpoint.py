@@ -1,18 +1,21 @@
-"""Entry point of group ``vllm.endpoint_plugins``: ``POST /update_weights_from_disk``, as slime's trainers call it.
+"""Entry point of group ``vllm.endpoint_plugins``: slime's ``/update_weights_from_disk`` and ``/pull_weights``.
 
 The routes of `torchrl_ext.plugins.vllm.adapters` come with it.
 
-vLLM loads the plugin only where ``VLLM_PLUGINS`` names it (`torchrl_ext`, the name of our general plugin too). The
-server needs ``--weight-transfer-config '{"backend": "torchrl_ext"}'``: the route drives that backend, no other trainer
-process is involved.
+vLLM loads the plugin only where ``VLLM_PLUGINS`` names it (`torchrl_ext`, the name of our general plugin too).
 
-Request: ``{"model_path", "load_format", "weight_version", "files", "flush_cache", "abort_all_requests"}``, of which
-only the first is needed. With load format ``"delta"``, ``model_path`` is a version directory ``weight_v000007`` or the
-root that holds it (then the newest version is taken): the version is fetched, verified and staged while the engine
-serves, and committed in a short pause. Without, it is a checkpoint directory, loaded whole.
+``POST /update_weights_from_disk`` takes ``{"model_path", "load_format", "weight_version", "files", "flush_cache",
+"abort_all_requests"}``, of which only the first is needed. With load format ``"delta"``, ``model_path`` is a version
+directory ``weight_v000007`` or the root that holds it (then the newest version is taken): the version is fetched,
+verified and staged while the engine serves, and committed in a short pause. The server needs
+``--weight-transfer-config '{"backend": "torchrl_ext"}'`` for it: the route drives that backend, no other trainer
+process is involved. Without, it is a checkpoint directory, loaded whole, beside any backend or none.
 
-Where the server has an API key, this route and those of adapters want it too; vLLM's own check knows only the prefixes
-of its own (`vllm.entrypoints.serve.middleware.authenticate`).
+``POST /pull_weights`` with ``{"local_checkpoint_dir", "source_dir", "target_version"}`` brings a checkpoint directory
+on each worker's host to a version (`torchrl_ext.versions.local_checkpoint`) while the engine serves; nothing is loaded.
+
+Where the server has an API key, these routes and those of adapters want it too; vLLM's own check knows only the
+prefixes of its own (`vllm.entrypoints.serve.middleware.authenticate`).
 
 Answer: ``{"success": bool, "message": str, "num_paused_requests": 0}``, with status 400 where ``success`` is false. The
 message says whether the engine serves what it served, or is paused.
@@ -32,19 +35,21 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
-from torchrl_ext.messages import Finish, Load, Message, Prefetch, Reset, Start
+from torchrl_ext.messages import BACKEND, Finish, Load, Message, Prefetch, Pull, Reset, Start
 from torchrl_ext.messages.routes import bears_key
-from torchrl_ext.plugins.roots import invited, locate, parameters
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.sync.engines.hosts import VLLMHost
+from torchrl_ext.sync.roots import invited, locate, parameters
 
 __all__ = ["UpdateFromDisk"]
 
 log = logging.getLogger("torchrl_ext")
 
 ROUTE = "/update_weights_from_disk"
+PULL = "/pull_weights"
 _STEP_S = 600.0
+_PULL_S = 7200.0  # a large model may be copied to the host first
 
 
 class UpdateFromDisk:
@@ -56,6 +61,8 @@ class UpdateFromDisk:
     def __init__(self) -> None:
         self._engine: Any = None
         self._host: Any = None
+        self._puller: Any = None
+        self._ours = False
         self._model = ""
         self._joined: tuple[str, Any] | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -67,6 +74,7 @@ class UpdateFromDisk:
         guarded = APIRouter(dependencies=[Depends(self.require_key)])
         self._adapters.attach(guarded)
         guarded.add_api_route(ROUTE, self.update, methods=["POST"])
+        guarded.add_api_route(PULL, self.pull, methods=["POST"])
         app.include_router(guarded)
 
     async def require_key(self, request: Request) -> None:
@@ -78,7 +86,10 @@ class UpdateFromDisk:
         """Remember the engine, and the checkpoint that it was started with."""
         self._adapters.init(engine_client, state)
         self._engine, self._model = engine_client, args.model
-        self._host = VLLMHost(engine_client, pause_mode="keep", loop=asyncio.get_running_loop(), timeout_s=_STEP_S)
+        loop, transfer = asyncio.get_running_loop(), engine_client.vllm_config.weight_transfer_config
+        self._host = VLLMHost(engine_client, pause_mode="keep", loop=loop, timeout_s=_STEP_S)
+        self._puller = VLLMHost(engine_client, pause_mode="keep", loop=loop, timeout_s=_PULL_S)
+        self._ours = transfer is not None and transfer.backend == BACKEND
         self._keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def update(self, request: Request) -> JSONResponse:
@@ -96,6 +107,21 @@ class UpdateFromDisk:
                     return _answer(True, await self._land(path, label, body.get("files")))
                 return _answer(True, await self._reload(path, label))
         except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
+            return _answer(False, str(error) if isinstance(error, WeightSyncError) else f"{error or type(error)}")
+
+    async def pull(self, request: Request) -> JSONResponse:
+        """Answer one call of ``/pull_weights``."""
+        try:
+            body = await request.json()
+            message = Pull.asked(body)
+            async with self._one_at_a_time:
+                if self._ours:
+                    await asyncio.to_thread(self._puller.handle, message)
+                else:  # in the workers' loop: nothing is generated meanwhile
+                    told = {name: body[name] for name in ("local_checkpoint_dir", "source_dir", "target_version")}
+                    await self._engine.collective_rpc("pull_weights", kwargs=told)
+            return _answer(True, "Success.")
+        except Exception as error:  # noqa: BLE001 - as for `update`
             return _answer(False, str(error) if isinstance(error, WeightSyncError) else f"{error or type(error)}")
 
     async def _land(self, path: str, label: str | None, files: Any) -> str:
@@ -154,7 +180,8 @@ class UpdateFromDisk:
         self._joined = None
         with self._landing(path):
             await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder.absolute())})
-            await self._tell(Reset(weights="reloaded"))
+            if self._ours:
+                await self._tell(Reset(weights="reloaded"))
             if label is not None:
                 await self._engine.update_weight_version(label)
             await asyncio.to_thread(self._host.drop_cached)

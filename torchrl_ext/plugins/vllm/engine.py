@@ -26,13 +26,13 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from torchrl_ext.errors import EngineError, ManifestError
 from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, CheckAdapter, Finish, Join, Start, read
-from torchrl_ext.plugins.roots import check_adapter
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree
+from torchrl_ext.sync.roots import check_adapter
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
 from torchrl_ext.types import Info
 
-__all__ = ["TorchRLExtEngine"]
+__all__ = ["TorchRLExtEngine", "told_all"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -66,7 +66,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._loader,
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
             workers=parallel.world_size_across_dp,
-            agree=_agree,
+            agree=told_all,
+            base=str(vllm_config.model_config.model),
         )
         self._sound = False  # the update was started, and no part of it failed on any worker
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
@@ -116,6 +117,11 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             self._told(lambda: self._end.handle(Finish(version=self._end.receiver.version)))
 
+    def invalidate(self) -> None:
+        """Note that vLLM loaded the model by itself: the next version does not build on what it holds."""
+        self._end.invalidate()
+        self._loader.reloaded()
+
     def shutdown(self) -> None:
         self._end.close()
 
@@ -145,13 +151,13 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise EngineError(words_of(error)) from error
             return False
         if answer:
-            answers = _agree(ANSWERS + json.dumps(answer))
+            answers = told_all(ANSWERS + json.dumps(answer))
             if self._is_last:
                 raise EngineError(joined(answers))
         return True
 
 
-def _agree(words: str) -> list[str]:
+def told_all(words: str) -> list[str]:
     """Return the messages of all workers of this engine; ranks lie as `initialize_model_parallel` lays them out."""
     groups = (get_tp_group(), get_pcp_group(), get_pp_group())
     return agree(words, *(group.cpu_group for group in groups if group.world_size > 1))

@@ -6,7 +6,10 @@ server with ``--weight-transfer-config '{"backend": "torchrl_ext"}'`` and ``VLLM
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 from torchrl_ext.messages import BACKEND
 from torchrl_ext.plugins.found import enable, grant_tiles
@@ -25,6 +28,7 @@ def register() -> None:
     needed = {
         "bfloat16 may end in SIGILL on this CPU": grant_tiles,
         "it follows no trainer by our transports": _register_backend,
+        "vime's trainers cannot have it pull versions": _add_pull,
     }
     if os.environ.get("TORCHRL_EXT_PLAIN_LINEARS") == "1":
         needed["TORCHRL_EXT_PLAIN_LINEARS has no effect"] = _keep_linears_plain
@@ -38,6 +42,45 @@ def _register_backend() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "torchrl_ext.plugins.vllm.engine", "TorchRLExtEngine")
     except ValueError:
         return  # registered by an earlier call
+
+
+def _add_pull() -> None:
+    """Give workers the method ``pull_weights``, which remember their checkpoint and notice when vLLM loads another.
+
+    vLLM's own ``reload_weights`` puts the path that it loads in place of the one that the worker was started with.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if "pull_weights" in vars(WorkerBase):
+        return
+    begin = WorkerBase.__init__
+
+    def init(worker: Any, *args: Any, **settings: Any) -> None:
+        begin(worker, *args, **settings)
+        worker.started_with = str(worker.model_config.model)
+        reload = getattr(worker, "reload_weights", None)
+        if reload is not None:
+            worker.reload_weights = functools.partial(_reload, worker, reload)
+
+    WorkerBase.__init__, WorkerBase.pull_weights = init, _pull
+
+
+def _pull(
+    worker: Any, local_checkpoint_dir: str, source_dir: str, target_version: int, pre_read_hook: str | None = None
+) -> dict[str, Any]:
+    from torchrl_ext.plugins.vllm.pull import pulled
+
+    told = {"local_checkpoint_dir": local_checkpoint_dir, "source_dir": source_dir, "target_version": target_version}
+    return pulled(worker, worker.started_with, told, pre_read_hook)
+
+
+def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: Any) -> None:
+    from torchrl_ext.plugins.vllm.pull import reloaded
+
+    try:
+        reload(*args, **settings)
+    finally:
+        reloaded(worker)
 
 
 def _keep_linears_plain() -> None:

@@ -20,6 +20,7 @@ from torchrl_ext.messages import (
     Message,
     Poll,
     Prefetch,
+    Pull,
     Seal,
     Start,
     Verify,
@@ -190,7 +191,7 @@ class VLLMHost(Host):
                 self.handle(Seal())
                 self._workers("finish_weight_update")
                 self._label(str(message.version))
-            case Join() | Prefetch():
+            case Join() | Prefetch() | Pull():
                 self._ask(message)
                 wait_until(
                     lambda: not self._ask(Poll()).get("working"),

@@ -1,29 +1,55 @@
-"""Functions of the user's that a delta transport calls around its writes and reads."""
+"""Functions of the user's that a transport calls around its writes and reads."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torchrl_ext.errors import ConfigError
 
-__all__ = ["hook_at"]
+__all__ = ["PRE_READ_HOOK", "hook_at", "read_hook"]
+
+PRE_READ_HOOK: Final = "TORCHRL_EXT_PRE_READ_HOOK"
+"""Environment variable of an engine: the function that it calls before it looks for a version."""
+
+_EXPECTED: Final = '"module:function" or "module.function"'
 
 
-def hook_at(path: str | None) -> Callable[..., Any] | None:
-    """Return the function at ``"module:function"``.
+def hook_at(path: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return the function at ``"module:function"`` or ``"module.function"``; a function is returned as it is.
 
     Raises:
         ConfigError: nothing callable can be imported from there.
     """
-    if path is None:
-        return None
-    module, _, name = path.partition(":")
+    if path is None or callable(path):
+        return path
+    module, _, name = path.rpartition(":" if ":" in path else ".")
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises while it is imported
-        raise ConfigError(f"hook {path!r} cannot be imported: {error!r}", expected='"module:function"') from error
+        raise ConfigError(f"hook {path!r} cannot be imported: {error!r}", expected=_EXPECTED) from error
     if not callable(found):
         raise ConfigError(f"hook {path!r} is a {type(found).__name__}", expected="a function")
+    return found
+
+
+def read_hook(path: str | Callable[..., Any] | None) -> Callable[[str, int], Any] | None:
+    """Return the hook for readers at ``path``, to be called with the root and the version that is looked for.
+
+    One that takes a single argument is called with the root alone.
+
+    Raises:
+        ConfigError: as `hook_at`.
+    """
+    found = hook_at(path)
+    if found is None:
+        return None
+    try:
+        inspect.signature(found).bind("root", 1)
+    except TypeError:
+        return lambda root, version: found(root)
+    except ValueError:  # a function of C does not say
+        pass
     return found

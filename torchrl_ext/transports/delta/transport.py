@@ -24,7 +24,7 @@ from torchrl_ext.transports.base import Incremental, deadline
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta.by_shard import ByShard, of_blocks, refuse
 from torchrl_ext.transports.delta.carriers import Broadcast, SharedFiles
-from torchrl_ext.transports.delta.hooks import hook_at
+from torchrl_ext.transports.delta.hooks import PRE_READ_HOOK, hook_at, read_hook
 from torchrl_ext.transports.delta.warming import Warming
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
@@ -39,8 +39,6 @@ from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DeltaTransport"]
-
-_HOOK = "TORCHRL_EXT_PRE_READ_HOOK"
 
 
 class DeltaTransport(StandaloneTransport, Incremental):
@@ -150,7 +148,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         else:
             full = FullWriter(shard_bytes, files)
             self._carrier = SharedFiles(open_store(root, storage_options), run_id, full, self._aborted, timeout_s)
-        self._wrote, self._reading = hook_at(post_write_hook), hook_at(pre_read_hook)
+        self._wrote, self._reading = hook_at(post_write_hook), read_hook(pre_read_hook)
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         store = self._carrier.store
@@ -183,7 +181,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def from_info(cls, info: Info) -> DeltaTransport:
         known = {"base": info["base"], "local_dir": info.get("local_dir")}
         if "wire" not in info:
-            return cls(info["root"], pre_read_hook=os.environ.get(_HOOK) or None, **known)
+            return cls(info["root"], pre_read_hook=os.environ.get(PRE_READ_HOOK) or None, **known)
         group = Broadcast.group(info)
         made = cls(carrier="collective", timeout_s=group.timeout_s, **known)
         if made._broadcast is not None:
@@ -360,7 +358,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         until = deadline(timeout_s)
         while True:
             if self._reading is not None:
-                self._reading(self.root)
+                self._reading(self.root, self.received_version + 1)
             version = self._reader.unseen(self.received_version)
             if version:
                 with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
@@ -395,7 +393,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._chain.known.clear()
         while True:
             if self._reading is not None:
-                self._reading(self.root)
+                self._reading(self.root, version)
             try:
                 self._chain.version(version)
                 return

@@ -10,7 +10,7 @@ from tests.transports.chains import checkpoint, folder, published
 from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import CheckAdapter
-from torchrl_ext.plugins.roots import check_adapter, locate, parameters
+from torchrl_ext.sync.roots import check_adapter, locate, parameters
 
 
 @pytest.fixture

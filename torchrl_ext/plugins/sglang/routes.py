@@ -1,0 +1,81 @@
+"""Routes of slime's SGLang that a stock one lacks: ``POST /pull_weights`` and ``GET /get_weight_version``.
+
+They are added where SGLang makes the object that its routes call (`TokenizerManager`), in the process of its HTTP
+server. Servers with ``--tokenizer-worker-num`` above 1 load no plugin there, and have not got them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
+from torchrl_ext.messages import CHANNEL, Message, Poll, Pull, answers_in, merged
+
+__all__ = ["HOOKS"]
+
+_SERVER: Final = "sglang.srt.entrypoints.http_server"
+_PULL_S: Final = 7200.0
+
+
+def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any) -> None:
+    """Wrap the making of the object that routes call: add ours to the application, once."""
+    original(manager, *args, **settings)
+    server = sys.modules.get(_SERVER)
+    if server is not None:
+        _add(server.app, manager)
+
+
+def _add(app: Any, manager: Any) -> None:
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+    from starlette.responses import JSONResponse
+
+    async def pull_weights(request: Any) -> Any:
+        try:
+            message = Pull.asked(json.loads(await request.body()))
+            await _told(manager, message)
+            success, words = True, "Success."
+        except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
+            success, words = False, str(error) if isinstance(error, WeightSyncError) else f"{error or type(error)}"
+        return JSONResponse({"success": success, "message": words}, status_code=200 if success else 400)
+
+    async def get_weight_version(request: Any) -> Any:
+        return JSONResponse({"weight_version": manager.config_value("weight_version")})
+
+    level = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    there = {getattr(route, "path", None) for route in app.routes}
+    for path, endpoint, method in (
+        ("/pull_weights", pull_weights, "POST"),
+        ("/get_weight_version", get_weight_version, "GET"),
+    ):
+        if path not in there:
+            app.add_route(path, level(endpoint), methods=[method])
+
+
+async def _told(manager: Any, message: Message) -> None:
+    """Tell every worker what to begin, and wait until all are done; others' messages pass in between."""
+    await _ask(manager, message)
+    loop = asyncio.get_running_loop()
+    until, pause_s = loop.time() + _PULL_S, 0.02
+    while (await _ask(manager, Poll())).get("working"):
+        if loop.time() > until:
+            raise DeadlineError(f"the workers are still pulling after {_PULL_S:g} s")
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.0, 1.5 * pause_s)
+
+
+async def _ask(manager: Any, message: Message) -> dict[str, Any]:
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    success, words, *_ = await manager.check_weights(
+        CheckWeightsReqInput(action=CHANNEL + json.dumps(message.to_json()))
+    )
+    if not success:
+        raise EngineError(words)
+    return merged(answers_in({"message": words}))
+
+
+HOOKS: dict[str, Callable[..., Any]] = {"sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__": init}
