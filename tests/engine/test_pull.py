@@ -1,5 +1,7 @@
 """Real servers pull versions into a local checkpoint and load them from there, as slime's and vime's trainers ask."""
 
+import shutil
+
 import pytest
 from safetensors.torch import load_file
 
@@ -7,6 +9,9 @@ from tests.engine.served import ServedSGLang, ServedVLLM
 from tests.models import tiny_checkpoint, tiny_model
 from tests.transports.chains import folder
 from tests.versions.test_slime_chains import write_slime
+from torchrl_ext.codecs.patch import diff
+from torchrl_ext.codecs.slime.first import build_flush, flush_name
+from torchrl_ext.types import ParamMeta
 
 pytestmark = pytest.mark.engine
 
@@ -75,6 +80,30 @@ def test_what_cannot_be_pulled_is_told_in_words_and_nothing_changes(served, root
     assert served.tokens() == said and served.server.alive()
 
 
+def test_a_version_lands_in_parts_whose_folder_goes_before_the_engine_serves_again(served, tmp_path):
+    """As slime's first trainer sends a model with experts: a call per file, within its own pause."""
+    held = load_file(f"{served.start}/model.safetensors")
+    call(served, "POST", "/update_weights_from_disk", {"model_path": str(served.start), "weight_version": "0"})
+    pause, resume = ("/pause_generation", "/continue_generation") if served.kind == "sglang" else ("/pause", "/resume")
+    for version in (1, 2):
+        named = tiny_model(20 + version).state_dict()
+        patches = [diff(ParamMeta.of(name, old), old, named[name].detach()) for name, old in held.items()]
+        held = {name: named[name].detach().clone() for name in held}
+        path = folder(tmp_path, version)
+        path.mkdir()
+        served.http.call("POST", pause, {})
+        for number in range(2):
+            data = build_flush(patches[number::2], "deltas_zstd", current_version=str(version))
+            (path / flush_name(0, number)).write_bytes(data)
+            body = {"model_path": str(path), "load_format": "delta", "files": [flush_name(0, number)]}
+            call(served, "POST", "/update_weights_from_disk", {**body, "weight_version": str(version)})
+            if served.kind == "vllm":
+                assert served.paused()
+        shutil.rmtree(path)
+        served.http.call("POST", resume, {})
+        assert served.would_say(tiny_model(20 + version), served.tokens()) and served.version() == str(version)
+
+
 def test_vimes_calls_do_the_same(served, root, tmp_path):
     if served.kind != "vllm":
         pytest.skip("vime drives vLLM")
@@ -92,4 +121,5 @@ def test_vimes_calls_do_the_same(served, root, tmp_path):
         assert served.would_say(tiny_model(10 + version) if version else tiny_model(0), served.tokens())
         assert served.version() == str(version)
     told = {**told, "pre_read_hook": "os.system"}
-    served.http.call("POST", "/collective_rpc", {"method": "pull_weights", "kwargs": told}).status == 500
+    refused = served.http.call("POST", "/collective_rpc", {"method": "pull_weights", "kwargs": told})
+    assert refused.status == 500 and served.server.alive()

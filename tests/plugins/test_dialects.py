@@ -1,5 +1,7 @@
 """The routes by which slime's and vime's trainers drive an engine, here the embedded one, in their order of calls."""
 
+import fcntl
+import shutil
 import threading
 
 import pytest
@@ -9,6 +11,10 @@ from safetensors.torch import load_file
 from tests.models import PROMPT, greedy, tiny_model
 from tests.transports.chains import folder
 from tests.versions.test_slime_chains import write_slime
+from torchrl_ext.codecs.patch import diff
+from torchrl_ext.codecs.slime.first import build_flush, flush_name
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import tensor_digest
 
 
 def tensors(model):
@@ -99,8 +105,6 @@ def test_what_cannot_be_is_answered_with_400_and_the_engine_serves_what_it_serve
 
 
 def test_tokens_are_made_while_a_version_is_pulled(http, history, tmp_path):
-    import fcntl
-
     local = tmp_path / "local"
     (local / ".weight_sync").mkdir(parents=True)
     told = {"local_checkpoint_dir": str(local), "source_dir": str(tmp_path / "root"), "target_version": 2}
@@ -121,3 +125,78 @@ def test_a_version_that_lands_without_a_local_checkpoint_leaves_the_callers_paus
     assert http.get("/is_paused").json() == {"is_paused": True}
     asked(http, "/continue_generation")
     assert says(http) == greedy(history[1], count=16)
+
+
+class TestVersionsInParts:
+    """As slime's first trainer sends a model with experts: a call per file, in a pause, and no folder afterwards."""
+
+    @pytest.fixture
+    def held(self, http, checkpoint):
+        """The engine serves what it was started with."""
+        asked(http, "/pause")
+        asked(http, "/update_weights_from_disk", {"model_path": str(checkpoint), "weight_version": "0"})
+        asked(http, "/resume")
+        return load_file(f"{checkpoint}/model.safetensors")
+
+    def write(self, root, version, held, seed, encoding="deltas_zstd", parts=3):
+        """Change some of each tensor of ``held``; returns the files' names in order."""
+        generator, patches, path = torch.Generator().manual_seed(seed), [], folder(root, version)
+        path.mkdir(parents=True)
+        for name, old in held.items():
+            new = old.clone()
+            where = torch.rand(new.numel(), generator=generator) < 0.02
+            new.view(-1)[where] += 0.5
+            patches.append(diff(ParamMeta.of(name, old), old, new))
+            held[name] = new
+        names = [flush_name(0, number) for number in range(parts)]
+        for number, name in enumerate(names):
+            data = build_flush([p for p in patches[number::parts] if p.changed], encoding, current_version=str(version))
+            (path / name).write_bytes(data)
+        return names
+
+    def send(self, http, root, version, names, at_once=False):
+        asked(http, "/pause_generation")
+        for files in [names] if at_once else [[name] for name in names]:
+            body = {"load_format": "delta", "model_path": str(folder(root, version)), "files": files}
+            asked(http, "/update_weights_from_disk", {**body, "weight_version": str(version)})
+            assert http.get("/is_paused").json() == {"is_paused": True}
+        shutil.rmtree(folder(root, version))
+        asked(http, "/continue_generation")
+
+    def serves(self, http, held):
+        found = http.get("/weights_digest").json()["digests"]
+        return {name: found[name] for name in held} == {name: tensor_digest(new) for name, new in held.items()}
+
+    @pytest.mark.parametrize("encoding", ["indices", "deltas_zstd"])
+    def test_every_part_lands_and_each_version_builds_on_the_one_before(self, http, held, tmp_path, encoding):
+        root = tmp_path / "parts"
+        for version in (1, 2, 4, 5):
+            names = self.write(root, version, held, version, encoding, parts=1 if version == 5 else 3)
+            if version == 4:  # version 3 changed nothing: no file, and no call but this one
+                asked(http, "/update_weight_version", {"new_version": "3"})
+            self.send(http, root, version, names)
+            assert self.serves(http, held)
+        assert http.get("/get_weight_version").json() == {"weight_version": "5"}
+
+    def test_a_part_that_came_twice_or_out_of_order_changes_nothing(self, http, held, tmp_path):
+        names = self.write(tmp_path, 1, held, 7)
+        self.send(http, tmp_path, 1, [names[2], names[0], names[2], names[1]])
+        assert self.serves(http, held)
+
+    def test_a_part_is_refused_while_the_engine_serves_or_where_a_version_is_skipped(self, http, held, tmp_path):
+        old = dict(held)
+        names = self.write(tmp_path, 1, held, 8)
+        body = {"load_format": "delta", "model_path": str(folder(tmp_path, 1)), "files": names[:1]}
+        assert "only a part" in asked(http, "/update_weights_from_disk", body, expected=400)["message"]
+        assert self.serves(http, old)
+        self.send(http, tmp_path, 1, names, at_once=True)
+        assert self.serves(http, held)
+        before = dict(held)
+        self.write(tmp_path, 2, held, 9)
+        names = self.write(tmp_path, 3, held, 10)
+        shutil.rmtree(folder(tmp_path, 2))
+        asked(http, "/pause_generation")
+        body = {"load_format": "delta", "model_path": str(folder(tmp_path, 3)), "files": names}
+        assert "weight_v000002" in asked(http, "/update_weights_from_disk", body, expected=400)["message"]
+        asked(http, "/continue_generation")
+        assert self.serves(http, before)

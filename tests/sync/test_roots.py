@@ -10,7 +10,7 @@ from tests.transports.chains import checkpoint, folder, published
 from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import CheckAdapter
-from torchrl_ext.sync.roots import check_adapter, locate, parameters
+from torchrl_ext.sync.roots import check_adapter, locate, parameters, part
 
 
 @pytest.fixture
@@ -52,18 +52,19 @@ def test_a_version_of_which_files_are_missing_is_refused(chain):
         parameters(str(root), 2, base)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="files that one version announces in several calls cannot be told from a version that is complete: the "
-    "first call is taken for all of it, and the next one is refused",
-)
 def test_a_version_that_is_announced_in_several_calls_lands_when_the_last_one_came(chain):
     root, base = chain
     first, second = sorted(path.name for path in folder(root, 2).iterdir())
     (folder(root, 2) / second).rename(root / "late")
-    assert parameters(str(root), 2, base, [first])
+    assert parameters(str(root), 2, base, [first], parts=True)
     (root / "late").rename(folder(root, 2) / second)
-    assert parameters(str(root), 2, base, [second])
+    assert parameters(str(root), 2, base, [second], parts=True)
+    assert part(str(root), 2, [second, first]) == [first, second]
+    with pytest.raises(StoreError, match="not rank9999_flush000000"):
+        part(str(root), 2, [second, "rank9999_flush000000.safetensors"])
+    for files in ("rank", [], [1], {"a": 1}):
+        with pytest.raises(ConfigError, match="a list of names"):
+            part(str(root), 2, files)
 
 
 def test_an_adapters_root_is_opened_where_roots_may_be_and_nowhere_else(tmp_path, monkeypatch):

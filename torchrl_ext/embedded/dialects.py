@@ -16,7 +16,7 @@ from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.messages import Load, Prefetch, Pull, Start
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.roots import invited, locate, parameters
+from torchrl_ext.sync.roots import invited, locate, parameters, part
 from torchrl_ext.sync.worker_end import pull
 from torchrl_ext.types import Info
 
@@ -100,13 +100,13 @@ class Dialects:
     def _land(self, path: str, label: str | None, files: Any) -> None:
         engine = self._engine
         root, version = locate(path)
-        params = parameters(root, version, engine.model_dir, files)
+        params = parameters(root, version, engine.model_dir, files, parts=engine.scheduler.paused)
         if self._joined != (root, params):
             self._joined = None
             with invited(root, f"reader-{os.getpid()}", engine.model_dir, params) as message:
                 engine.handle(message)
         self._joined, joined = None, (root, params)
-        engine.handle(Prefetch(version=version))
+        engine.handle(Prefetch(version=version, files=part(root, version, files), label=engine.scheduler.version))
         with self._paused():
             engine.handle(Start())
             engine.handle(Load(version=version, handoff={"params": params}))

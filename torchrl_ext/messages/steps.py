@@ -22,6 +22,7 @@ from torchrl_ext.messages.base import (
     TextOrNone,
     WorldSize,
     check_offered,
+    refused,
 )  # fmt: skip
 from torchrl_ext.types import Info
 
@@ -115,11 +116,20 @@ class Prefetch(Message):
     Attributes:
         version: that version.
         part: where it brings some tensors alone: which, and the version that has all others; None for all tensors.
+        files: the names of its files that were announced now, where those of one version are announced one by one; None
+            for all of it.
+        label: what the weights in service are called, which names the version that such files build on.
     """
 
     kind: ClassVar[str] = "prefetch"
     version: Count
     part: PartOrNone = None
+    files: ListOrNone = None
+    label: TextOrNone = None
+
+    def check(self) -> None:
+        if not all(isinstance(name, str) for name in self.files or ()):
+            raise refused("a 'prefetch' message", "files", self.files, "names of files")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, cast
 
@@ -92,7 +92,7 @@ class WeightReceiver:
             case Rehearse():
                 return self.rehearse(message)
             case Prefetch():
-                self.prefetch(message.version, message.part)
+                self.prefetch(message.version, message.part, files=message.files, label=message.label)
                 self.confirm()
             case Start():
                 self.start()
@@ -174,12 +174,20 @@ class WeightReceiver:
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
-    def prefetch(self, version: int, part: Part | None = None) -> None:
+    def prefetch(
+        self,
+        version: int,
+        part: Part | None = None,
+        *,
+        files: Sequence[str] | None = None,
+        label: str | None = None,
+    ) -> None:
         """Fetch, check, decode and stage ``version``, as far as that can be done while the engine serves.
 
         Args:
             version: the version that comes.
             part: which tensors it brings, where these are not all, and the version that has the others.
+            files, label: as in `Prefetch`.
 
         Raises:
             IntegrityError: the model does not hold what the part builds on.
@@ -191,6 +199,7 @@ class WeightReceiver:
             self._require_base(part.base)
         if part is not None or self._part is not None:
             self._expect(part)
+        transport.incremental.expect(version, files, label)
         changes = transport.incremental.prefetch(version, loader.position_digests if self._intact else None)
         if changes is not None:
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from torchrl_ext.stores.opening import admit
 from torchrl_ext.stores.versions import version_name, version_number
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.types import adapter_rank
-from torchrl_ext.versions.foreign import ForeignVersions
+from torchrl_ext.versions.foreign import ForeignVersions, is_flush
+from torchrl_ext.weights.checkpoint import CheckpointSource
 
-__all__ = ["check_adapter", "invited", "locate", "parameters"]
+__all__ = ["check_adapter", "invited", "locate", "parameters", "part"]
 
 
 def locate(path: str) -> tuple[str, int]:
@@ -48,32 +49,70 @@ def locate(path: str) -> tuple[str, int]:
     return str(given), version
 
 
-def parameters(root: str, version: int, base: str, files: Collection[str] | None = None) -> list[Any]:
+def part(root: str, version: int, files: Any) -> list[str] | None:
+    """Return the files that a call names, where they are of slime's first format and so may be a part of the version.
+
+    Raises:
+        ConfigError: ``files`` is no list of names.
+        StoreError: one of them is not there.
+    """
+    if files is None:
+        return None
+    if not isinstance(files, list) or not files or not all(isinstance(name, str) for name in files):
+        raise ConfigError(
+            f"files is {files!r:.80}", expected="a list of names", state="the engine serves what it served"
+        )
+    names = set(open_store(root).list(version_name(version)))
+    if not all(map(is_flush, files)) or MANIFEST in names:
+        return None
+    lost = min(set(files) - names, default=None)
+    if lost is not None:
+        raise _absent(root, version, f", or not {lost} of it")
+    return sorted(files)
+
+
+def parameters(root: str, version: int, base: str, files: Any = None, *, parts: bool = False) -> list[Any]:
     """Return the parameters of a version, as JSON; ``files``, where given, has to name all of its files.
+
+    Args:
+        root: where the versions lie.
+        version: the number.
+        base: the checkpoint that the engine was started with.
+        files: names of its files, or None.
+        parts: a version of slime's first format may come in parts: whoever calls has paused the engine, and lets it
+            serve when the last one came.
 
     Raises:
         StoreError: there is no such version.
         ConfigError: ``files`` names only a part of them.
     """
-    store = open_store(root)
+    store, own = open_store(root), part(root, version, files)
+    if (
+        parts and own is not None and os.path.isdir(base)
+    ):  # the versions before may be gone, and change no name or shape
+        return [meta.to_json() for meta in CheckpointSource(base).params()]
     chain = Chain(store, foreign=ForeignVersions(store, base if os.path.isdir(base) else None))
     try:
         params = chain.version(version).params
         names = set(store.list(version_name(version)))
     except FileNotFoundError as error:
-        raise StoreError(
-            f"{root} holds no version {version}",
-            state="the engine serves what it served",
-            hint="publish every file of a version before the engine is told of it",
-        ) from error
-    lost = sorted(name for name in names - set(files or names) if name.endswith((".safetensors", ".bin")))
-    if lost and MANIFEST not in names:
+        raise _absent(root, version) from error
+    lost = sorted(name for name in names - {*(files or names)} if name.endswith((".safetensors", ".bin")))
+    if lost and MANIFEST not in names and not (parts and own is not None):
         raise ConfigError(
             f"the call names only a part of version {version}: not {lost[0]}",
-            expected="one call per version, when all of its files are there",
+            expected="one call per version, when all of its files are there; or a pause before the first call",
             state="the engine serves what it served",
         )
     return [meta.to_json() for meta in params]
+
+
+def _absent(root: str, version: int, more: str = "") -> StoreError:
+    return StoreError(
+        f"{root} holds no version {version}{more}",
+        state="the engine serves what it served",
+        hint="publish every file of a version before the engine is told of it",
+    )
 
 
 @contextmanager

@@ -80,7 +80,12 @@ class WorkerEnd:
                 self.together(lambda: self._check(message))
                 self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
-                self._begin(lambda: self.receiver.prefetch(message.version, message.part), after=self.receiver.confirm)
+                self._begin(
+                    lambda: self.receiver.prefetch(
+                        message.version, message.part, files=message.files, label=message.label
+                    ),
+                    after=self.receiver.confirm,
+                )
             case Pull():
                 self._begin(lambda: pull(message, self._base))
             case Poll():

@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.errors import ConcurrentUpdateError
+from torchrl_ext.errors import ConcurrentUpdateError, ConfigError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -65,6 +65,20 @@ class Incremental(ABC):
             The changes that lead there from the version that the model holds; None where `Transport.receive` gives it
             in full.
         """
+
+    def expect(self, version: int, files: Sequence[str] | None, label: str | None) -> None:
+        """Take note of how ``version``, which is prefetched next, comes.
+
+        Args:
+            version: its number.
+            files: names of its files, where it comes in parts, of which these are one; None for all of it.
+            label: what the weights in service are called.
+
+        Raises:
+            ConfigError: no version comes in parts here.
+        """
+        if files is not None:
+            raise ConfigError(f"version {version} comes in parts", expected="files of slime's first format")
 
     def landed(self, changes: Changes) -> None:  # noqa: B027 - without changes there is nothing to follow
         """Take note that the model now holds the version that ``changes`` lead to."""

@@ -21,12 +21,12 @@ from torchrl_ext.codecs.slime.first import flush_name
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam
-from torchrl_ext.stores.versions import Version
+from torchrl_ext.stores.versions import Held, Version
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.tensorfile import TensorFile
 
-__all__ = ["ForeignVersions"]
+__all__ = ["ForeignVersions", "is_flush"]
 
 SETTLE_S = 2.0
 """How long nothing may change in the newest folder of the first format until it counts as complete, in seconds."""
@@ -57,6 +57,30 @@ class ForeignVersions:
         self._store, self._base, self._settles = store, base, settles
         self._seen: tuple[object, float] = None, 0.0  # what the newest folder held, and since when
         self._settled: tuple[int, frozenset[tuple[str, int]]] = 0, frozenset()
+        self._parts: tuple[int, dict[str, int], dict[str, int]] = 0, {}, {}  # a version, its part to read, what landed
+
+    def expect(self, number: int, files: Collection[str] | None, held: Held | None) -> bool:
+        """Take these flush files for all that there is of a version; its run id is that of all that were announced.
+
+        Args:
+            number: the version.
+            files: their names; None ends this.
+            held: the version that the reader holds.
+
+        Returns:
+            Whether other files of the version landed before, so that these are values that go on top.
+
+        Raises:
+            FileNotFoundError: one of them is not there.
+        """
+        _, _, landed = self._parts
+        self._parts = 0, {}, {}
+        if files is None:
+            return False
+        part = self._sizes(number, files)
+        again = held == (_run(landed), number) and all(landed.get(name, size) == size for name, size in part.items())
+        self._parts = number, part, {**(landed if again else {}), **part}
+        return again
 
     def finished(self, number: int) -> bool:
         names = self._names(number)
@@ -77,6 +101,8 @@ class ForeignVersions:
         return self._over(number, names) or self._quiet(number, names)
 
     def base(self, number: int) -> int | None:
+        if number == self._parts[0]:
+            return number - 1
         names = self._names(number)
         if INDEX_NAME in names:
             delta, _ = self._index(number)
@@ -112,10 +138,13 @@ class ForeignVersions:
             self._check(index, params, f"{self._store.url}/{folder}/{INDEX_NAME}")
         places = {} if index is None else index.weight_map
         files = self._sizes(number, set(places.values()) if index is not None else _flushes(names))
+        announced = {}
+        if number == self._parts[0]:
+            _, files, announced = self._parts
         delta = DeltaManifest(
             version=number,
             base_version=number - 1 if index is None else index.base_version,
-            run_id=_run(files, b"" if index is None else index.to_bytes()),
+            run_id=_run(announced or files, b"" if index is None else index.to_bytes()),
             base_run_id="",  # any version with the number
             container="foreign flushes" if index is None else "foreign whole",
             codecs=() if index is None else (make_codec(index.delta_encoding).to_json(),),
@@ -231,6 +260,11 @@ class ForeignVersions:
         if not placed:
             raise IntegrityError(f"{self._store.url}/{folder} is a full version without tensors")
         return Manifest(version=number, run_id=_run(files), params=tuple(placed.values()), files=files)
+
+
+def is_flush(name: str) -> bool:
+    """Return whether a file has a name of the first format."""
+    return _FLUSH.fullmatch(name) is not None
 
 
 def _flushes(names: Iterable[str]) -> list[str]:

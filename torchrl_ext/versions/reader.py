@@ -17,7 +17,7 @@ from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, Store
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest
-from torchrl_ext.stores.versions import Held
+from torchrl_ext.stores.versions import Held, Version, version_name
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.versions.shards.parts import Wanted
@@ -62,7 +62,35 @@ class ChainReader:
         self._landed: Changes | None = None
         self._retained: Callable[[str], bool] = lambda name: False
         self._slices: Mapping[str, tuple[Block, ...]] = {}
+        self._again = 0
         self.read_bytes = 0
+
+    def expect(self, version: int, *, again: bool, label: str | None) -> None:
+        """Take note that ``version`` comes in parts.
+
+        Args:
+            version: its number.
+            again: whether others of its parts landed here: this one is read for itself.
+            label: what the weights in service are called. Where that is the number before ``version``, what is held has
+                it too: versions that change nothing may leave no folder.
+        """
+        self._again = version if again else 0
+        if not again and self.held is not None and self.held[1] < version - 1 and label == str(version - 1):
+            self.held = self.held[0], version - 1
+
+    def remember(self, target: int) -> Held | None:
+        """Return where the way to ``target`` begins; a version that is held, and gone from the chain, is known to it.
+
+        The parts of a version are values and may land on one another, so each begins at the version before.
+        """
+        held = self.held
+        if held is None or not self._params:
+            return held
+        if held[1] == target == self._again:
+            held = "", target - 1
+        if held[1] and (held != self.held or not self.chain.store.list(version_name(held[1]))):
+            self.chain.known[held[1]] = Version(run_id=held[0], params=tuple(self._params.values()))
+        return held
 
     def want(self, slices: Mapping[str, tuple[Block, ...]]) -> None:
         """Read no more of changes than what meets these blocks, by name; names that are left out are read whole."""
@@ -151,12 +179,12 @@ class ChainReader:
             self._catch_up()
         if self.held is None:
             return None
-        route = self._open(target, self.held, self._blocks)
+        route = self._open(target, self.remember(target), self._blocks)
         if route.held is None:
             route.close()
             return None
         return Changes(
-            held=route.held,
+            held=self.held,
             reached=route.reached,
             params=route.params,
             patches=partial(route.patches, self.mirror),
@@ -186,6 +214,7 @@ class ChainReader:
                 self.chain.known.clear()
                 if not last:
                     raise
+                self.remember(target)
         if held is not None and opened.base is not None:  # what is held was replaced under its number
             self.held, self.mirror = None, {}
         own = self._params

@@ -144,7 +144,7 @@ def update_weights_from_disk(
         if load_format == "delta":
             if runner.is_draft_worker:
                 return True, "a draft model follows no delta: it stays as it is"
-            return _worker(runner).land(model_path)
+            return _worker(runner).land(model_path, sglang_routes.announced)
     except Exception as error:  # noqa: BLE001 - it would end the server
         return False, f"{type(error).__name__}: {error}"
     if kwargs.get("weight_name_filter") or any(args):  # not a trainer's call

@@ -2,6 +2,9 @@
 
 They are added where SGLang makes the object that its routes call (`TokenizerManager`), in the process of its HTTP
 server. Servers with ``--tokenizer-worker-num`` above 1 load no plugin there, and have not got them.
+
+SGLang's own ``/update_weights_from_disk`` passes over fields that it does not know. With ``load_format="delta"`` its
+workers are told here which ``files`` the call names, in a field of the request that no load from disk uses.
 """
 
 from __future__ import annotations
@@ -15,10 +18,42 @@ from typing import Any, Final
 from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.messages import CHANNEL, Message, Poll, Pull, answers_in, merged
 
-__all__ = ["HOOKS"]
+__all__ = ["HOOKS", "announced"]
 
 _SERVER: Final = "sglang.srt.entrypoints.http_server"
 _PULL_S: Final = 7200.0
+
+
+_OURS: Final = "torchrl_ext"
+announced: dict[str, Any] = {}
+"""In a scheduler, while it loads from disk: what the server's process said of the call."""
+
+
+async def update(original: Callable[..., Any], manager: Any, told: Any, request: Any = None) -> Any:
+    """Wrap the server's part of ``/update_weights_from_disk``: tell workers of a delta's files, and whether it pauses.
+
+    A delta is no checkpoint that the server could go by: what it says of its model stays as it was.
+    """
+    if told.load_format != "delta":
+        return await original(manager, told, request)
+    body = {} if request is None else await request.json()
+    label = manager.config_value("weight_version")
+    told.manifest = {_OURS: {"files": body.get("files"), "paused": manager.is_pause, "label": label}}
+    before = manager.served_model_name, manager.model_path, manager.config_value("load_format")
+    try:
+        return await original(manager, told, request)
+    finally:
+        manager.served_model_name, manager.model_path = before[:2]
+        manager.record_config_updates(_OURS, load_format=before[2])
+
+
+def load(original: Callable[..., Any], manager: Any, told: Any) -> Any:
+    """Wrap a scheduler's part of it: keep what `update` said for the worker that lands the delta."""
+    announced.update((told.manifest or {}).get(_OURS, {}))
+    try:
+        return original(manager, told)
+    finally:
+        announced.clear()
 
 
 def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any) -> None:
@@ -78,4 +113,10 @@ async def _ask(manager: Any, message: Message) -> dict[str, Any]:
     return merged(answers_in({"message": words}))
 
 
-HOOKS: dict[str, Callable[..., Any]] = {"sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__": init}
+_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_LOADS: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_MANAGER}.__init__": init,
+    f"{_MANAGER}.update_weights_from_disk": update,
+    f"{_LOADS}.update_weights_from_disk": load,
+}

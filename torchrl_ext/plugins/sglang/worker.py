@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch import distributed, nn
 from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.workers import agree
-from torchrl_ext.sync.roots import invited, locate, parameters
+from torchrl_ext.sync.roots import invited, locate, parameters, part
 from torchrl_ext.sync.worker_end import WorkerEnd, words_of
 from torchrl_ext.types import Info
 
@@ -99,20 +100,23 @@ class SGLangWorker:
         return answer
 
     @torch.inference_mode()
-    def land(self, path: str) -> tuple[bool, str]:
+    def land(self, path: str, told: Mapping[str, Any]) -> tuple[bool, str]:
         """Bring the model to the version at ``path``, as slime's ``load_format="delta"`` wants it. Never raises.
 
         Args:
             path: a version directory ``weight_v000007``, or the root that holds it (then the newest version is taken).
+            told: ``files`` that the call names, whether the server is ``paused``, and the ``label`` of its weights.
         """
         receiver, together = self._end.receiver, self._end.together
         root, version = "", 0
         params: list[Any] = []
+        own: list[str] | None = None
 
         def look() -> None:
-            nonlocal root, version, params
+            nonlocal root, version, params, own
             root, version = locate(path)
-            params = parameters(root, version, self._checkpoint)
+            own = part(root, version, told.get("files"))
+            params = parameters(root, version, self._checkpoint, told.get("files"), parts=bool(told.get("paused")))
 
         def join() -> None:
             with invited(root, f"reader-{distributed.get_rank(self._group)}", self._checkpoint, params) as message:
@@ -130,7 +134,7 @@ class SGLangWorker:
             if self._joined != (root, params):
                 together(join)
                 self._joined = (root, params)
-            together(lambda: receiver.prefetch(version))
+            together(lambda: receiver.prefetch(version, files=own, label=told.get("label")))
             together(receiver.confirm)
             together(commit)
         except Exception as error:  # noqa: BLE001 - as for `answer`

@@ -40,7 +40,7 @@ from torchrl_ext.messages.routes import bears_key
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.sync.engines.hosts import VLLMHost
-from torchrl_ext.sync.roots import invited, locate, parameters
+from torchrl_ext.sync.roots import invited, locate, parameters, part
 
 __all__ = ["UpdateFromDisk"]
 
@@ -62,7 +62,7 @@ class UpdateFromDisk:
         self._engine: Any = None
         self._host: Any = None
         self._puller: Any = None
-        self._ours = False
+        self._ours = self._stuck = False
         self._model = ""
         self._joined: tuple[str, Any] | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -126,32 +126,34 @@ class UpdateFromDisk:
 
     async def _land(self, path: str, label: str | None, files: Any) -> str:
         root, version = await asyncio.to_thread(locate, path)
-        params = await asyncio.to_thread(parameters, root, version, self._model, files)
+        served = not await self._engine.is_paused()
+        params = await asyncio.to_thread(parameters, root, version, self._model, files, parts=not served)
+        own, called = await asyncio.to_thread(part, root, version, files), await self._engine.get_weight_version()
+        prefetch = Prefetch(version=version, files=own, label=called)
         known = self._joined == (root, params)
         try:
             if not known:
                 await asyncio.to_thread(self._join, root, params)
-            await self._tell(Prefetch(version=version))
+            await self._tell(prefetch)
         except Exception:
             self._joined = None
             if not known:
                 raise
             await asyncio.to_thread(self._join, root, params)  # the workers have joined another trainer meanwhile
-            await self._tell(Prefetch(version=version))
+            await self._tell(prefetch)
         self._joined = (root, params)
-        served = not await self._engine.is_paused()
         await asyncio.to_thread(self._host.pause)
         try:
             await self._tell(Start())
         except Exception as error:
             self._joined = None
             raise StoreError(f"version {version} was not begun: {error}", state=await self._undone(served)) from error
-        with self._landing(f"version {version}"):
+        with self._landing(f"version {version}", served):
             await self._tell(Load(version=version, handoff={"params": params}))
             await self._tell(Finish(version=version))
             if label is not None:
                 await self._engine.update_weight_version(label)
-        await asyncio.to_thread(self._host.resume)
+        await self._resume(served)
         return f"version {version} of {root} is in service"
 
     def _join(self, root: str, params: list[Any]) -> None:
@@ -176,25 +178,32 @@ class UpdateFromDisk:
         folder = Path(path)
         if not folder.is_dir() or not any(folder.glob("*.safetensors")):
             raise StoreError(f"{path} is no checkpoint directory", state="the engine serves what it served")
+        served = not await self._engine.is_paused()
         await asyncio.to_thread(self._host.pause)
         self._joined = None
-        with self._landing(path):
+        with self._landing(path, served):
             await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder.absolute())})
             if self._ours:
                 await self._tell(Reset(weights="reloaded"))
             if label is not None:
                 await self._engine.update_weight_version(label)
             await asyncio.to_thread(self._host.drop_cached)
-        await asyncio.to_thread(self._host.resume)
+        await self._resume(served)
         return f"{path} is in service"
 
+    async def _resume(self, served: bool) -> None:
+        """Let an engine serve that served before, or that an update of ours left paused; no caller's pause ends."""
+        if served or self._stuck:
+            await asyncio.to_thread(self._host.resume)
+        self._stuck = False
+
     @contextmanager
-    def _landing(self, what: str) -> Iterator[None]:
+    def _landing(self, what: str, served: bool) -> Iterator[None]:
         """Turn a failure into an error that says that the engine stays paused."""
         try:
             yield
         except Exception as error:
-            self._joined = None
+            self._joined, self._stuck = None, self._stuck or served
             raise StoreError(
                 f"{what} did not land: {error}",
                 state="the engine is paused, and holds part of an update, or what was cached of older weights",

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.errors import ConfigError, TransportError
+from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
@@ -153,7 +153,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         store = self._carrier.store
         self.root = store.url
-        self._chain = Chain(store, foreign=ForeignVersions(store, self._base, settles=True))
+        self._foreign = ForeignVersions(store, self._base, settles=True)
+        self._chain = Chain(store, foreign=self._foreign)
         where = None if baseline_device is None else usable_device(baseline_device)
         self._by_shard = ByShard(self.name, store, self._base, where, timeout_s) if by_shard else None
         self._writer = ChainWriter(
@@ -169,7 +170,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         )
         self._reader = ChainReader(self._chain, self._carrier.open_full, self._base, local_dir)
         self._opened: OpenRoute | None = None
-        self._connected = self._alone = self._needs_base = False
+        self._connected = self._alone = self._needs_base = self._again = False
         self._warming: Warming | None = None  # until the first update has waited for it
 
     @classmethod
@@ -304,6 +305,14 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def incremental(self) -> Incremental:
         return self
 
+    def expect(self, version: int, files: Sequence[str] | None, label: str | None) -> None:
+        try:
+            self._again = self._foreign.expect(version, files, self._reader.held)
+        except FileNotFoundError as error:
+            raise self._carrier.lost(version, self._chain) from error
+        if files is not None:
+            self._reader.expect(version, again=self._again, label=label)
+
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> Changes | None:
         self._await_version(version)
         if held is not None:
@@ -315,6 +324,12 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self.stats.worker_bytes = (self._reader.read_bytes,)
             if changes is not None:
                 return changes
+        if self._again:
+            raise IntegrityError(
+                f"a part of version {version} cannot land on the others, which this engine did not take as changes",
+                state="the engine holds a part of the version",
+                hint="let the trainer publish a full version",
+            )
         self._pin(self._open(version))
         return None
 
@@ -391,6 +406,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         until = time.monotonic() + self._carrier.wait_s
         self._aborted.clear()  # an earlier abort ended the waits of its time, and not this one
         self._chain.known.clear()
+        self._reader.remember(version)
         while True:
             if self._reading is not None:
                 self._reading(self.root, version)
