@@ -1,8 +1,11 @@
 """The options under the names that slime and vime gave them."""
 
 import argparse
+import threading
+from concurrent.futures import Future
 
 import pytest
+import torch
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
@@ -189,3 +192,56 @@ def test_a_yaml_leads_to_engines_that_are_started(tmp_path):
     path.write_text("vllm: [{name: a, model_path: /nowhere, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
     with pytest.raises((ConfigError, EngineError), match="/nowhere"):
         make_serving(WeightUpdateConfig(vllm_config=str(path)))
+
+
+def test_slimes_other_names_mean_the_same_and_two_that_differ_are_refused():
+    slime = WeightUpdateConfig(
+        update_weight_mode="delta", update_weight_transport="disk", update_weight_delta_dir="/s",
+        update_weight_delta_encoding="xor", update_weight_delta_checksum="adler32", update_weight_delta_keep_files=True,
+        update_weight_buffer_size=1 << 20,
+    )  # fmt: skip
+    assert slime.transport_config().settings == {
+        "encoding": "xor", "root": "/s", "keep_files": True, "local_dir": None, "checksum": "adler32",
+        "shard_bytes": 1 << 20,
+    }  # fmt: skip
+    assert WeightUpdateConfig(update_weight_buffer_size=7).transport_config().settings == {"bucket_bytes": 7}
+    assert WeightUpdateConfig(sglang_router_ip="h", sglang_router_port=1).vllm_router_ip == "h"
+    with pytest.raises(ConfigError, match="give one of the two"):
+        WeightUpdateConfig(update_weight_encoding="xor", update_weight_delta_encoding="overwrite")
+
+
+def test_updates_are_due_after_every_so_many_rollouts_or_whenever_the_trainer_ends():
+    assert [number for number in range(7) if WeightUpdateConfig(update_weights_interval=3).due(number)] == [2, 5]
+    ends = WeightUpdateConfig(
+        update_weights_interval=3, release_train=True, update_weight_transport="disk", update_weight_disk_dir="/s"
+    )
+    assert all(map(ends.due, range(4)))
+    with pytest.raises(ConfigError, match="release_train"):
+        WeightUpdateConfig(release_train=True)
+
+
+SEEN = []
+
+
+def told(args, version_dir, engines):
+    """slime's hook, of either kind."""
+    future = Future()
+    SEEN.append((args.extra, version_dir, engines, future))
+    threading.Timer(0.05, future.set_result, (None,)).start()
+    return future
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_slimes_hook_is_called_in_its_own_words_and_its_future_is_waited_for(tmp_path, mode):
+    SEEN.clear()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--extra")
+    WeightUpdateConfig.add_arguments(parser)
+    line = f"--extra mine --update-weight-mode {mode} --update-weight-transport disk "
+    line += f"--update-weight-disk-dir {tmp_path} --custom-update-weight-post-write-path {__name__}.told"
+    config = WeightUpdateConfig.from_arguments(parser.parse_args(line.split()))
+    transport = config.make_transport()
+    transport.send_weights({"weight": torch.ones(3)})
+    ((extra, path, engines, future),) = SEEN
+    assert (extra, path, engines) == ("mine", f"{tmp_path}/weight_v000001", []) and future.done()
+    transport.shutdown()

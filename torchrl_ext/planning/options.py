@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from torchrl_ext.codecs.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import transports
+from torchrl_ext.transports.delta.hooks import hook_at
 
 if TYPE_CHECKING:
     from torchrl_ext.rollout.serving import Serving
@@ -25,6 +28,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("torchrl_ext")
 
 __all__ = ["TransportConfig", "WeightUpdateConfig", "make_serving"]
+
+
+_OTHER_NAMES = {
+    "update_weight_delta_encoding": "update_weight_encoding",
+    "update_weight_delta_dir": "update_weight_disk_dir",
+    "update_weight_delta_keep_files": "update_weight_disk_keep_files",
+    "custom_delta_pre_push_path": "custom_update_weight_post_write_path",
+    "sglang_router_ip": "vllm_router_ip",
+    "sglang_router_port": "vllm_router_port",
+}
+"""Other names of options, as slime had or has them."""
+
+_HOOK_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +76,23 @@ class WeightUpdateConfig:
         choices=("nccl", "disk", "sharded"),
     )
     update_weight_encoding: str = _option("auto", "encoding of deltas, one of DeltaTransport.encodings()")
+    update_weight_delta_encoding: str | None = _option(None, "slime's later name of update_weight_encoding")
+    update_weight_delta_checksum: str = _option(
+        CHECKSUMS[0], "checksum of tensors in the files of encodings xor and overwrite", choices=CHECKSUMS
+    )
+    update_weight_buffer_size: int | None = _option(
+        None, "most bytes of tensors in one bucket of a group, or in one file of a full version", type=int
+    )
     update_weight_disk_dir: str | None = _option(None, "directory that trainer and engines see under the same path")
     update_weight_disk_keep_files: bool = _option(False, "keep versions that every engine has loaded")
+    update_weight_delta_dir: str | None = _option(None, "slime's earlier name of update_weight_disk_dir")
+    update_weight_delta_keep_files: bool = _option(False, "slime's earlier name of update_weight_disk_keep_files")
+    custom_update_weight_post_write_path: str | None = _option(
+        None, "module.function to call with (args, version_dir, []) when the files of a version are complete"
+    )
+    custom_delta_pre_push_path: str | None = _option(None, "slime's earlier name of the same; it may return a Future")
+    update_weights_interval: int = _option(1, "rollouts from one update to the next, which `due` counts", type=int)
+    release_train: bool = _option(False, "the trainer gives its devices back after each update, so that each is due")
     update_weight_local_checkpoint_dir: str | None = _option(
         None, "directory on each engine's host for copies of what a delta cannot patch in place; else in memory"
     )
@@ -72,10 +103,17 @@ class WeightUpdateConfig:
     sglang_config: str | None = _option(None, "YAML of SGLang engines that the job owns")
     vllm_router_ip: str | None = _option(None, "address of a router that runs already")
     vllm_router_port: int | None = _option(None, "its port", type=int)
+    sglang_router_ip: str | None = _option(None, "slime's name of vllm_router_ip, for a pool of SGLang engines")
+    sglang_router_port: int | None = _option(None, "its port", type=int)
     colocate: bool = _option(False, "trainer and engines share their devices")
 
+    arguments: ClassVar[argparse.Namespace | None] = None
+    """What `from_arguments` was given, for hooks."""
+
     def __post_init__(self) -> None:
-        for name in ("update_weight_mode", "update_weight_transport"):
+        for name, own in _OTHER_NAMES.items():
+            self._take(name, own)
+        for name in ("update_weight_mode", "update_weight_transport", "update_weight_delta_checksum"):
             choices = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", expected=" or ".join(map(repr, choices)))
@@ -127,10 +165,47 @@ class WeightUpdateConfig:
                 "somebody else, or to this job",
                 "keep one of the two",
             ),
+            (
+                not disk and self.custom_update_weight_post_write_path is not None,
+                f"custom_update_weight_post_write_path is set, and transport {route!r} writes no files",
+                "set update_weight_transport='disk', or leave the hook out",
+            ),
+            (
+                self.update_weights_interval < 1,
+                f"update_weights_interval is {self.update_weights_interval}",
+                "give a number of rollouts, 1 for an update after each",
+            ),
+            (
+                self.update_weight_buffer_size is not None and self.update_weight_buffer_size < 1,
+                f"update_weight_buffer_size is {self.update_weight_buffer_size}",
+                "give a number of bytes",
+            ),
+            (
+                self.release_train and (delta or not disk),
+                "release_train is set: the next trainer process knows nothing that a delta could be taken against",
+                "set update_weight_mode='full' and update_weight_transport='disk', or leave it out",
+            ),
             (router[0] != router[1], "a router needs vllm_router_ip and vllm_router_port", "set both or none"),
         ):
             if refused:
                 raise ConfigError(what, hint=hint)
+
+    def _take(self, name: str, own: str) -> None:
+        """Take what was given under another name for an option of ours.
+
+        Raises:
+            ConfigError: both were given, and differ.
+        """
+        told, default = getattr(self, name), type(self).__dataclass_fields__[own].default
+        if told in (None, False):
+            return
+        if getattr(self, own) not in (default, told):
+            raise ConfigError(f"{name} is {told!r}, and {own} is {getattr(self, own)!r}", hint="give one of the two")
+        object.__setattr__(self, own, told)
+
+    def due(self, rollout: int) -> bool:
+        """Return whether engines are to get the weights after a rollout, which are counted from 0."""
+        return self.release_train or (rollout + 1) % self.update_weights_interval == 0
 
     def _check_names(self) -> None:
         from torchrl_ext.codecs.base import encodings
@@ -157,18 +232,38 @@ class WeightUpdateConfig:
         Full updates of colocated engines over ``nccl`` go by memory handles (``ipc``), as a process group of two
         processes on one device cannot be formed.
         """
-        files = {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files}
+        files: dict[str, Any] = {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files}
+        size = self.update_weight_buffer_size
+        if size is not None:
+            files["shard_bytes"] = size
+        if self.custom_update_weight_post_write_path is not None:
+            files["post_write_hook"] = self._hook(self.custom_update_weight_post_write_path)
         disk = self.update_weight_transport == "disk"
         if self.update_weight_mode == "delta":
             route = files if disk else {"carrier": "collective"}
             copies = {"local_dir": self.update_weight_local_checkpoint_dir}
             settings = {"encoding": self.update_weight_encoding, **route, **copies}
+            if self.update_weight_delta_checksum != CHECKSUMS[0]:
+                settings["checksum"] = self.update_weight_delta_checksum
             return TransportConfig(name="delta", settings=settings)
         if disk:
             return TransportConfig(name="disk", settings=files)
         if self.update_weight_transport == "sharded":
             return TransportConfig(name="sharded", settings={})
-        return TransportConfig(name="ipc" if self.colocate else "collective", settings={})
+        name = "ipc" if self.colocate else "collective"
+        return TransportConfig(name=name, settings={} if size is None else {"bucket_bytes": size})
+
+    def _hook(self, path: str) -> Callable[[str, str], None]:
+        """Return slime's hook as a transport calls one; what it returns may be a future."""
+        hook = hook_at(path)
+        args = argparse.Namespace(**dataclasses.asdict(self)) if self.arguments is None else self.arguments
+
+        def wrote(root: str, name: str) -> None:
+            found = None if hook is None else hook(args, f"{root}/{name}", [])
+            if isinstance(found, Future):
+                found.result(_HOOK_S)
+
+        return wrote
 
     def make_transport(self, engines: Sequence[EngineInfo] = (), **settings: Any) -> Any:
         """Make the transport that these options name.
@@ -203,7 +298,9 @@ class WeightUpdateConfig:
         given = {name: value for name, value in given.items() if value is not None}
         if "rollout_external_engine_addrs" in given:
             given["rollout_external_engine_addrs"] = tuple(given["rollout_external_engine_addrs"])
-        return cls(**given)
+        made = cls(**given)
+        object.__setattr__(made, "arguments", args)
+        return made
 
 
 def _broadcast_to(engines: Sequence[EngineInfo]) -> TransportConfig | None:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, LocalStore, Manifest, version_name
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.transports.base import Incremental, deadline
+from torchrl_ext.transports.delta.hooks import hook_at
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta, Part
@@ -45,6 +46,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         seen_at: path under which workers reach ``root``, where theirs is another one.
         adapter: versions are PEFT adapters (``adapter_model.safetensors`` beside ``adapter_config.json``) in place of
             whole checkpoints.
+        post_write_hook: as in `DeltaTransport`.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -68,12 +70,13 @@ class DiskTransport(StandaloneTransport, Incremental):
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         adapter: bool = False,
         seen_at: str | os.PathLike[str] | None = None,
+        post_write_hook: str | Callable[[str, str], Any] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._store = LocalStore(root)
         self._versions = Chain(self._store)
-        self._keep_files = keep_files
+        self._keep_files, self._wrote = keep_files, hook_at(post_write_hook)
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
         self._full, self._adapter = FullWriter(shard_bytes, files, adapter=adapter), adapter
         self._run_id = uuid.uuid4().hex
@@ -122,6 +125,8 @@ class DiskTransport(StandaloneTransport, Incremental):
             finally:
                 base.close()
         self._versions.advance(version)
+        if self._wrote is not None:
+            self._wrote(self.root, version_name(version))
         self._connected = True
         self.stats.spans = {"publish": time.perf_counter() - began}
         return Handoff(info=self._info(manifest, source.part), acknowledge=self._prune)

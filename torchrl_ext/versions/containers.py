@@ -67,6 +67,7 @@ class NewDelta:
         tensors: the new tensors, by name, of the parameters whose change was iterated.
         digests: position digests before the change, by name; `write` brings them to the new version.
         base_digests: position digests of the base where that is version 0, a checkpoint; in hexadecimal.
+        checksum: of new tensors, in files of slime's current format; one of `current.CHECKSUMS`.
     """
 
     version: int
@@ -77,6 +78,7 @@ class NewDelta:
     tensors: Mapping[str, Tensor]
     digests: dict[str, PositionDigest]
     base_digests: Mapping[str, str] = field(default_factory=dict)
+    checksum: str = current.CHECKSUMS[0]
 
     def write(self, changes: Iterable[Encoded], draft: Draft, prefix: str = "") -> DeltaManifest:
         """Write the files as changes come, and the manifest last; return the manifest.
@@ -303,7 +305,6 @@ class Whole(Container):
     """
 
     FILE_BYTES: ClassVar[int] = 1 << 30
-    CHECKSUM: ClassVar[str] = "xxh3-128"
 
     foreign: bool = False
 
@@ -313,7 +314,7 @@ class Whole(Container):
             if change.changed:
                 name = change.meta.name
                 waiting[name] = change
-                sums[name] = current.checksum(self.CHECKSUM, byte_view(delta.tensors[name]).cpu().numpy())
+                sums[name] = current.checksum(delta.checksum, byte_view(delta.tensors[name]).cpu().numpy())
         shards = current.split_shards(((name, len(one.payload)) for name, one in waiting.items()), self.FILE_BYTES)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards):
@@ -328,7 +329,7 @@ class Whole(Container):
             version=delta.version,
             base_version=delta.base[1],
             delta_encoding=delta.codec.name,
-            checksum_format=self.CHECKSUM,
+            checksum_format=delta.checksum,
             weight_map=weight_map,
         )
         yield current.INDEX_NAME, index.to_bytes(), []

@@ -57,7 +57,7 @@ class ForeignVersions:
         self._store, self._base, self._settles = store, base, settles
         self._seen: tuple[object, float] = None, 0.0  # what the newest folder held, and since when
         self._settled: tuple[int, frozenset[tuple[str, int]]] = 0, frozenset()
-        self._parts: tuple[int, dict[str, int], dict[str, int]] = 0, {}, {}  # a version, its part to read, what landed
+        self._parts: tuple[int, dict[str, int], dict[str, int]] = -1, {}, {}  # a version, its part to read, what landed
 
     def expect(self, number: int, files: Collection[str] | None, held: Held | None) -> bool:
         """Take these flush files for all that there is of a version; its run id is that of all that were announced.
@@ -74,7 +74,7 @@ class ForeignVersions:
             FileNotFoundError: one of them is not there.
         """
         _, _, landed = self._parts
-        self._parts = 0, {}, {}
+        self._parts = -1, {}, {}
         if files is None:
             return False
         part = self._sizes(number, files)
@@ -138,7 +138,7 @@ class ForeignVersions:
             self._check(index, params, f"{self._store.url}/{folder}/{INDEX_NAME}")
         places = {} if index is None else index.weight_map
         files = self._sizes(number, set(places.values()) if index is not None else _flushes(names))
-        announced = {}
+        announced = dict[str, int]()
         if number == self._parts[0]:
             _, files, announced = self._parts
         delta = DeltaManifest(

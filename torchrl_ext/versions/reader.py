@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 
@@ -19,6 +19,7 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest
 from torchrl_ext.stores.versions import Held, Version, version_name
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.versions.shards.parts import Wanted
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -65,17 +66,22 @@ class ChainReader:
         self._again = 0
         self.read_bytes = 0
 
-    def expect(self, version: int, *, again: bool, label: str | None) -> None:
-        """Take note that ``version`` comes in parts.
+    def expect(self, version: int, files: Sequence[str] | None, label: str | None, foreign: ForeignVersions) -> None:
+        """Take note of how ``version`` comes; see `torchrl_ext.transports.base.Incremental.expect`.
+
+        Where ``label`` is the number before, what is held has it too: versions that change nothing may leave no folder.
 
         Args:
             version: its number.
-            again: whether others of its parts landed here: this one is read for itself.
-            label: what the weights in service are called. Where that is the number before ``version``, what is held has
-                it too: versions that change nothing may leave no folder.
+            files: of one part; None for all of it.
+            label: what the weights in service are called.
+            foreign: reads the chain's versions of slime's first format.
+
+        Raises:
+            FileNotFoundError: one of the files is not there.
         """
-        self._again = version if again else 0
-        if not again and self.held is not None and self.held[1] < version - 1 and label == str(version - 1):
+        self._again = version if foreign.expect(version, files, self.held) else 0
+        if files and self.held is not None and self.held[1] < version - 1 and label == str(version - 1):
             self.held = self.held[0], version - 1
 
     def remember(self, target: int) -> Held | None:
@@ -168,6 +174,8 @@ class ChainReader:
             IntegrityError: no route leads there, or something on it is damaged; names the file.
             ManifestError: a delta on it belongs to another model.
         """
+        if self._again == target:
+            raise IntegrityError(f"a part of version {target} has nothing to land on", hint="publish a full version")
         self._catch_up()
         if self.held is not None and self._params and self._params.keys() <= self.mirror.keys():
             return self._open(target, self.held)

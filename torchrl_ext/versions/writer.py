@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec
 from torchrl_ext.codecs.pipeline import encode_tensors
+from torchrl_ext.codecs.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
@@ -69,10 +70,11 @@ class ChainWriter:
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
+        checksum: str = CHECKSUMS[0],
         baseline: Callable[[], Baseline] | None = None,
     ) -> None:
         self._store, self._chain, self._run_id = store, chain, run_id
-        self._codec, self._full = codec, full
+        self._codec, self._full, self._checksum = codec, full, checksum
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._baseline: Baseline | None = None
         self._new_baseline = Copies if baseline is None else baseline
@@ -116,6 +118,7 @@ class ChainWriter:
                         tensors=baseline.tensors,
                         digests=baseline.digests,
                         base_digests=_in_hex(baseline.digests) if base[1] == 0 else {},
+                        checksum=self._checksum,
                     )
                     manifest = baseline.write(delta, source, draft, f"{BESIDE}/" if keyframe else "")
                 if keyframe:

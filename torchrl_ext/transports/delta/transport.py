@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
+from torchrl_ext.codecs.slime.current import CHECKSUMS
+from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
@@ -58,10 +59,10 @@ class DeltaTransport(StandaloneTransport, Incremental):
         files: as in `DiskTransport`, for keyframes.
         settings: of the encoding.
         storage_options: of the fsspec filesystem behind a URL; they are not told to workers.
-        post_write_hook: ``"module:function"`` to call with the root and a version's directory name when a version is
-            complete, for mounts whose writes must be published. What it raises fails the update.
-        pre_read_hook: ``"module:function"`` to call with the root before a reader looks for a version. A worker in an
-            engine takes it from its own environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never from the trainer.
+        checksum: of tensors, in files of encodings ``"xor"`` and ``"overwrite"``; one of slime's `CHECKSUMS`.
+        post_write_hook: function, or ``"module:function"``, to call with the root and the name of a complete version.
+        pre_read_hook: to call with the root, and a version if it takes two, before a reader looks for one. A worker in
+            an engine takes it from its own environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never from the trainer.
         baseline_device: where the trainer keeps the tensors of the newest version, which deltas are taken against: None
             for host memory, pinned where the weights are on a GPU; or ``"cuda"``, which takes the model's size on the
             GPU once more, and spares a copy of the whole model to the GPU for every version.
@@ -108,8 +109,9 @@ class DeltaTransport(StandaloneTransport, Incremental):
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         settings: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        post_write_hook: str | None = None,
-        pre_read_hook: str | None = None,
+        checksum: str = CHECKSUMS[0],
+        post_write_hook: str | Callable[[str, str], Any] | None = None,
+        pre_read_hook: str | Callable[..., Any] | None = None,
         baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
         by_shard: bool = False,
@@ -166,11 +168,12 @@ class DeltaTransport(StandaloneTransport, Incremental):
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
+            checksum=checksum,
             baseline=partial(Copies, where) if self._by_shard is None else self._by_shard.baseline,
         )
         self._reader = ChainReader(self._chain, self._carrier.open_full, self._base, local_dir)
         self._opened: OpenRoute | None = None
-        self._connected = self._alone = self._needs_base = self._again = False
+        self._connected = self._alone = self._needs_base = False
         self._warming: Warming | None = None  # until the first update has waited for it
 
     @classmethod
@@ -212,8 +215,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
         return Handoff(info={**opening.info, **info, "codec": self._codec.to_json()}, transfer=transfer)
 
     def _begin(self, params: tuple[ParamMeta, ...]) -> Warming:
-        if self._broadcast is not None:  # workers may be new, and hold no version
-            self._writer.restart()
+        if self._broadcast is not None:
+            self._writer.restart()  # workers may be new, and hold no version
         self._warming = Warming(self._codec, params, beside=False)
         return self._warming
 
@@ -260,12 +263,8 @@ class DeltaTransport(StandaloneTransport, Incremental):
         if self._wrote is not None:
             self._wrote(self.root, version_name(version))
         self._connected = True
-        rows, elements, changed = [], 0, 0
-        for meta in source.params():
-            rows.append(meta.to_json())
-            elements += meta.numel
-        for row in () if delta is None else delta.params:
-            changed += row.changed
+        rows, elements = [meta.to_json() for meta in source.params()], sum(meta.numel for meta in source.params())
+        changed = 0 if delta is None else sum(row.changed for row in delta.params)
         self.stats.bytes = None if delta is None else sum(delta.files.values())
         self.stats.density = 1.0 if delta is None else changed / max(1, elements)
         self.stats.spans = {"publish": time.perf_counter() - began}
@@ -306,12 +305,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         return self
 
     def expect(self, version: int, files: Sequence[str] | None, label: str | None) -> None:
-        try:
-            self._again = self._foreign.expect(version, files, self._reader.held)
-        except FileNotFoundError as error:
-            raise self._carrier.lost(version, self._chain) from error
-        if files is not None:
-            self._reader.expect(version, again=self._again, label=label)
+        self._reader.expect(version, files, label, self._foreign)
 
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> Changes | None:
         self._await_version(version)
@@ -324,12 +318,6 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self.stats.worker_bytes = (self._reader.read_bytes,)
             if changes is not None:
                 return changes
-        if self._again:
-            raise IntegrityError(
-                f"a part of version {version} cannot land on the others, which this engine did not take as changes",
-                state="the engine holds a part of the version",
-                hint="let the trainer publish a full version",
-            )
         self._pin(self._open(version))
         return None
 
