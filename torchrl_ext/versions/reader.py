@@ -80,6 +80,8 @@ class ChainReader:
         Raises:
             FileNotFoundError: one of the files is not there.
         """
+        if files:
+            self._catch_up()
         self._again = version if foreign.expect(version, files, self.held) else 0
         if files and self.held is not None and self.held[1] < version - 1 and label == str(version - 1):
             self.held = self.held[0], version - 1
