@@ -1,4 +1,4 @@
-"""Engines as Ray actors: `EngineActor` hosts any engine and its client on a node, `RayEngine` drives it from elsewhere.
+"""`RayEngine` drives an engine that lies in a Ray actor: what an `EngineActor` hosts, or a server on its node.
 
 Ray moves the calls; weights go by the transport, from the trainer to the actor's process or to the engine behind it.
 """
@@ -6,16 +6,15 @@ Ray moves the calls; weights go by the transport, from the trainer to the actor'
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.actors import EngineActor, Served, as_remote, the_ray
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 __all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]
@@ -23,140 +22,6 @@ __all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]
 log = logging.getLogger("torchrl_ext")
 
 _LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"ray cannot be imported: {error}", hint="pip install 'torchrl_ext[ray]'") from error
-    return ray
-
-
-def as_remote(cls: type[Any], remote_config: Mapping[str, Any] | None = None) -> Any:
-    """Return ``cls`` as a Ray actor class, made by TorchRL's own helper.
-
-    Args:
-        cls: what runs in the actor.
-        remote_config: options of `ray.remote` (``num_cpus``, ``resources``, ``max_concurrency``, ...).
-
-    Raises:
-        ConfigError: ray is not installed.
-    """
-    _ray()
-    from torchrl._utils import as_remote as torchrls
-
-    default = {"max_restarts": 0}  # Ray's own, since `ray.remote` cannot be called with no option at all
-    return torchrls.__func__(cls, default | dict(remote_config or {}))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """A recipe of an engine server that an `EngineActor` starts on its node, with the client that drives it there.
-
-    Attributes:
-        kind: ``"embedded"``, ``"vllm"``, ``"sglang"``.
-        launch: settings of the server (`torchrl_ext.launch`): ``model_dir``, ``dtype``, ...
-        client: settings of its client (`torchrl_ext.rpc`).
-    """
-
-    kind: str
-    launch: Mapping[str, Any]
-    client: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self) -> tuple[EngineClient, Any]:
-        """Start the server, and make its client.
-
-        Returns:
-            The client, and the server.
-        """
-        server = registry.launchers.make(self.kind, **self.launch)
-        return registry.engines.make(self.kind, url=server.url, **self.client), server
-
-
-class EngineActor:
-    """The class that runs in a Ray actor, with an engine of the actor's process or a server on its node.
-
-    Args:
-        make: called in the actor; returns what takes the weights (a module, a TensorDict, a `WeightReceiver` or an
-            `EngineClient`). `Served` makes a server.
-
-    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `RayEngine` drives it. The methods
-    are those of `EngineClient`, without callbacks.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        made = make()
-        self.target, self._server = made if isinstance(made, tuple) else (made, None)
-        self._client = self.target if isinstance(self.target, EngineClient) else InProcessEngine(self.target)
-
-    @classmethod
-    def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
-        """Return this class as a Ray actor class with room for two calls: one waits for weights, one asks or closes."""
-        return as_remote(cls, {"max_concurrency": 2, **(remote_config or {})})
-
-    def info(self) -> EngineInfo:
-        """Return what the engine says of itself; ``url`` is where a server answers requests."""
-        return self._client.info()
-
-    def connect(self, info: Info) -> bool:
-        """Join the transport; return whether the engine can compare what it holds with the trainer's digests."""
-        self._client.connect(info)
-        return self._client.verifies
-
-    def rehearse(self, how: str) -> str:
-        """Rehearse an update, as `EngineClient.rehearse`; return `EngineClient.proof`."""
-        self._client.rehearse(how)
-        return self._client.proof
-
-    def takes_parts(self) -> bool:
-        """Return `EngineClient.takes_parts`."""
-        return self._client.takes_parts
-
-    def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._client.prefetch(version, part)
-
-    def begin(self, version: int) -> None:
-        self._client.begin(version)
-
-    def load(self, info: Info) -> None:
-        self._client.load(info)
-
-    def commit(self, version: int) -> None:
-        self._client.commit(version)
-
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._client.logprobs(prompts)
-
-    def pause(self) -> bool:
-        return self._client.pause()
-
-    def resume(self) -> None:
-        self._client.resume()
-
-    def sleep(self, level: int, tags: Collection[str] | None) -> None:
-        self._client.sleep(level, tags)
-
-    def wake_up(self, tags: Collection[str] | None) -> None:
-        self._client.wake_up(tags)
-
-    def row(self) -> EngineRow:
-        """Return the engine's row, which says how the last update went."""
-        (row,) = self._client.rows()
-        return row
-
-    def close(self) -> None:
-        """Leave the transport; the engine goes on."""
-        self._client.close()
-
-    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(target, *args)``, where the target is what ``make`` returned."""
-        return function(self.target, *args)
-
-    def stop(self) -> None:
-        """End the server, where there is one. It also ends with the actor's process."""
-        if self._server is not None:
-            self._server.stop()
 
 
 class RayEngine(EngineClient):
@@ -182,7 +47,7 @@ class RayEngine(EngineClient):
         load_timeout_s: float = 600.0,
         start_timeout_s: float = 600.0,
     ) -> None:
-        ray = _ray()
+        ray = the_ray()
         if isinstance(actor, str):
             self._url = f"ray:{actor}"
             try:
@@ -273,7 +138,7 @@ class RayEngine(EngineClient):
             DeadlineError: no answer in time.
             WeightSyncError: what the actor raised, in its own class where it is one of ours.
         """
-        ray = _ray()
+        ray = the_ray()
         limit = max(timeout_s or self._timeout_s, self._first_timeout_s)
         try:
             answer = ray.get(getattr(self._actor, method).remote(*args), timeout=limit)
@@ -299,7 +164,7 @@ class RayEngine(EngineClient):
         return answer
 
     def _failed(self, method: str, cause: BaseException) -> WeightSyncError:
-        ray = _ray()
+        ray = the_ray()
         try:  # the client in the actor knows the engine's state now
             row = ray.get(self._actor.row.remote(), timeout=self._timeout_s)
             self._row = replace(row, engine=self._url, kind=self.kind)
