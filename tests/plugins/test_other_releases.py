@@ -25,6 +25,7 @@ plugin.register()
 print("registered")
 """
 
+WORKERS = "vllm/v1/worker/worker_base.py"
 FACTORY = "vllm/distributed/weight_transfer/factory.py"
 REGISTERING = """
 class WeightTransferEngineFactory:
@@ -64,16 +65,22 @@ def test_a_vllm_that_takes_no_backend_starts_and_says_so_once(tmp_path, files, w
     assert words in said and "follows no trainer" in said
 
 
+WHOLE = {"vllm/__init__.py": "__version__ = '0.33.0'", FACTORY: REGISTERING, WORKERS: "class WorkerBase: pass"}
+
+
 def test_a_vllm_that_has_everything_is_found_without_a_warning(tmp_path):
-    files = {"vllm/__init__.py": "__version__ = '0.33.0'", FACTORY: REGISTERING}
-    said = registered(tmp_path, "vllm", files)
+    said = registered(tmp_path, "vllm", WHOLE)
     assert said.count("found vLLM 0.33.0, tested with 0.32.0") == 1 and "WARNING" not in said
+
+
+def test_a_vllm_with_other_workers_says_that_only_an_engine_made_with_our_backend_follows(tmp_path):
+    said = registered(tmp_path, "vllm", WHOLE | {WORKERS: "class Worker: pass"})
+    assert said.count("WARNING") == 1 and "made without our backend" in said and "follows no trainer" not in said
 
 
 def test_linears_that_cannot_be_kept_plain_stop_no_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHRL_EXT_PLAIN_LINEARS", "1")
-    files = {"vllm/__init__.py": "__version__ = '0.33.0'", FACTORY: REGISTERING, "vllm/_custom_ops.py": "x = 1"}
-    said = registered(tmp_path, "vllm", files)
+    said = registered(tmp_path, "vllm", WHOLE | {"vllm/_custom_ops.py": "x = 1"})
     assert said.count("WARNING") == 1 and "TORCHRL_EXT_PLAIN_LINEARS" in said
 
 

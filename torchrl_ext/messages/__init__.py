@@ -21,6 +21,7 @@ from torchrl_ext.messages.routes import (
     BACKEND,
     CHANNEL,
     OPEN_UPDATE,
+    TAKE_OVER,
     answers_in,
     bears_key,
     merged,
@@ -53,8 +54,8 @@ from torchrl_ext.messages.steps import (
 )
 
 __all__ = [
-    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "CheckAdapter", "CheckLoaded", "Finish",
-    "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load", "Message", "Poll", "Prefetch", "Pull",
-    "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State", "UnloadAdapter", "Verify",
-    "answers_in", "bears_key", "loading", "merged", "read", "refusal",
+    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "TAKE_OVER", "CheckAdapter",
+    "CheckLoaded", "Finish", "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load", "Message", "Poll",
+    "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State", "UnloadAdapter",
+    "Verify", "answers_in", "bears_key", "loading", "merged", "read", "refusal",
 ]  # fmt: skip

@@ -15,6 +15,9 @@ from torchrl_ext.types import Info, least
 BACKEND = "torchrl_ext"
 """The name of our weight-transfer backend inside vLLM."""
 
+TAKE_OVER = "torchrl_ext_backend"
+"""The collective call that gives vLLM's workers our backend in place of the one that the engine was made with."""
+
 CHANNEL = "torchrl_ext:"
 """What our messages to SGLang begin with; they travel as the ``action`` of its ``/weights_checker``."""
 

@@ -1,7 +1,8 @@
 """Entry point of group ``vllm.general_plugins``: adds the weight-transfer backend ``torchrl_ext`` to a stock vLLM.
 
 vLLM calls `register` in its API, core and worker processes; only the worker ever imports the backend itself. Start the
-server with ``--weight-transfer-config '{"backend": "torchrl_ext"}'`` and ``VLLM_SERVER_DEV_MODE=1``.
+server with ``--weight-transfer-config '{"backend": "torchrl_ext"}'`` and ``VLLM_SERVER_DEV_MODE=1``. An engine object
+that was made with another backend, or with none, gets ours by the collective call `TAKE_OVER`, which workers get here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_ext.messages import BACKEND
+from torchrl_ext.messages import BACKEND, TAKE_OVER
 from torchrl_ext.plugins.found import enable, grant_tiles
 
 __all__ = ["register"]
@@ -29,6 +30,7 @@ def register() -> None:
         "bfloat16 may end in SIGILL on this CPU": grant_tiles,
         "it follows no trainer by our transports": _register_backend,
         "vime's trainers cannot have it pull versions": _add_pull,
+        "an engine that was made without our backend cannot get it": _offer_backend,
     }
     if os.environ.get("TORCHRL_EXT_PLAIN_LINEARS") == "1":
         needed["TORCHRL_EXT_PLAIN_LINEARS has no effect"] = _keep_linears_plain
@@ -81,6 +83,34 @@ def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: An
         reload(*args, **settings)
     finally:
         reloaded(worker)
+
+
+def _offer_backend() -> None:
+    """Add one method to vLLM's workers; nothing of theirs is replaced."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    setattr(WorkerBase, TAKE_OVER, _take_over)
+
+
+def _take_over(worker: Any) -> None:
+    """Give a worker our backend in place of the one that it was made with, if any. May be called any number of times.
+
+    Raises:
+        RuntimeError: an update through the other backend is open; all workers of an engine raise it, or none.
+    """
+    from vllm.config import WeightTransferConfig
+
+    from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+
+    other = worker.weight_transfer_engine
+    if isinstance(other, TorchRLExtEngine):
+        return
+    if worker._weight_update_active:
+        raise RuntimeError("an update of another trainer is open: end it before this engine follows a new one")
+    config, model = WeightTransferConfig(backend=BACKEND), worker.model_runner.get_model()
+    worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model)
+    if other is not None:
+        other.shutdown()
 
 
 def _keep_linears_plain() -> None:

@@ -14,6 +14,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.messages import (
     ANSWERS,
     BACKEND,
+    TAKE_OVER,
     Finish,
     Join,
     Load,
@@ -33,7 +34,7 @@ from torchrl_ext.types import EngineInfo, Info
 from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.scoring import score
-from torchrl_ext.weights.source import WeightSource, as_source
+from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl
 
 __all__ = ["EmbeddedHost", "Host", "ModuleHost", "VLLMHost", "host_of"]
 
@@ -87,6 +88,8 @@ class Host(ABC):
 
 def host_of(engine: Any, *, pause_mode: str, loop: asyncio.AbstractEventLoop | None, timeout_s: float) -> Host:
     """Return the host for an object; vLLM's classes are recognised by name, since this process may not have vLLM."""
+    if is_torchrl(engine, "LocalLLMWrapper"):  # its own `update_weights` does nothing
+        engine = engine.llm_instance
     bases = {(base.__module__, base.__name__) for base in type(engine).__mro__}
     if bases & _VLLM:
         return VLLMHost(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
@@ -164,11 +167,12 @@ class EmbeddedHost(Host):
 class VLLMHost(Host):
     """The host of vLLM's `AsyncLLM` or `LLM`; no code of vLLM is replaced.
 
-    The workers take weights through our weight-transfer backend, by collective RPC. `LLM` generates only while its
-    caller waits, and is not safe to use from two threads: do not update it while another thread generates.
+    The workers take weights through our weight-transfer backend, by collective RPC. An engine that was made with
+    another backend, or with none, gets ours before the first message. `LLM` generates only while its caller waits, and
+    is not safe to use from two threads: do not update it while another thread generates.
 
     Args:
-        llm: made with ``weight_transfer_config`` of backend ``"torchrl_ext"``.
+        llm: made in an environment that has this package, whose plugin vLLM loads.
         pause_mode: ``"keep"`` freezes running requests, ``"wait"`` lets them end, ``"abort"`` ends them.
         loop: the event loop that `AsyncLLM` runs on; None finds it.
         timeout_s: deadline of each call, and of staging a version, in seconds.
@@ -180,8 +184,14 @@ class VLLMHost(Host):
         self._llm, self._mode, self._loop, self._timeout_s = llm, pause_mode, loop, timeout_s
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
         self._config = llm.vllm_config if self._asynchronous else llm.llm_engine.vllm_config
+        self._ours = False  # whether the workers are known to have our backend
 
     def handle(self, message: Message) -> Info:
+        if not self._ours:
+            made_with = self._config.weight_transfer_config
+            if made_with is None or made_with.backend != BACKEND:
+                self._workers(TAKE_OVER)
+            self._ours = True
         match message:
             case Start():
                 self._workers("start_weight_update")
@@ -274,8 +284,8 @@ class VLLMHost(Host):
             raise
         except Exception as error:
             hint = (
-                f'make the engine with weight_transfer_config={{"backend": "{BACKEND}"}}, with this package installed'
-                if "not configured" in str(error)
+                "install this package beside vLLM, and let VLLM_PLUGINS, where it is set, name torchrl_ext"
+                if TAKE_OVER in str(error)
                 else None
             )
             raise EngineRefusedError(f"vLLM's workers refused {method}: {error}", hint=hint) from error
