@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torchrl.modules.llm.backends.vllm import AsyncVLLM, vllm_async
 
 import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.rpc.ray_cluster import two_nodes
+from tests.sync.vllm_objects import AsyncLLM, says
+from tests.sync.vllm_objects import net as talker
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -24,6 +30,7 @@ from torchrl_ext.errors import (
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.engines.ray import EngineActor, RayEngine, Served, as_remote
+from torchrl_ext.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120
@@ -32,7 +39,7 @@ BETWEEN_PROCESSES = ["collective", "delta", "disk", "ipc"]
 
 @pytest.fixture(scope="module")
 def cluster():
-    with two_nodes() as running:
+    with two_nodes(num_gpus=2) as running:
         yield running
 
 
@@ -298,3 +305,98 @@ def test_outputs_of_an_engine_in_an_actor_are_compared(actors, settings):
         assert row.state == "serving" and 0 <= row.max_gap < 1e-4
     finally:
         sender.shutdown()
+
+
+class Replica(vllm_async._AsyncLLMEngine):
+    """A replica of TorchRL's, over a stand-in for vLLM."""
+
+    def __init__(self, *, engine_args, bundle_indices, enable_prefix_caching):
+        sys.modules["vllm"] = vllm = ModuleType("vllm")
+        vllm.SamplingParams = vllm.TokensPrompt = dict
+        vllm_async._has_vllm = True
+        self.engine = AsyncLLM(talker(0), "nccl")
+
+
+@pytest.fixture(scope="module")
+def service(cluster):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_async, "_has_vllm", True)
+        made = AsyncVLLM(SimpleNamespace(tensor_parallel_size=1), 2, ray.remote(num_cpus=0)(Replica))
+    with pytest.raises(ConfigError, match="no replicas"):
+        tx.make_engine("ray", engine=made)
+    made._launch()
+    yield made
+    for actor in made.actors:
+        ray.kill(actor)
+
+
+def said(actor, count=8, version=None):
+    wanted = {"count": count, "version": version}
+    return actor.generate.remote(prompt_token_ids=[3], sampling_params=wanted)
+
+
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
+def test_the_replicas_of_asyncvllm_say_what_the_trainer_says_and_running_requests_go_on(service, settings, transport):
+    policy, engine = talker(1), tx.make_engine("ray", engine=service, timeout_s=WAIT_S)
+    sender = tx.WeightSender(tx.make_transport(transport, **settings(transport)), engine)
+    sender.register_model(policy)
+    try:
+        for version in (1, 2):
+            policy.load_state_dict(talker(version).state_dict())
+            running = [said(actor, version=str(version)) for actor in service.actors]
+            for actor in service.actors:
+                begun = operator.attrgetter("engine.begun")
+                wait_until(lambda: ray.get(actor.__ray_call__.remote(begun)), WAIT_S, TimeoutError)  # noqa: B023
+            report = sender.update_weights()
+            assert [(row.state, row.version) for row in report.engines] == [("serving", version)] * 2
+            assert report.verified
+            for words in (out.token_ids for out in ray.get(running, timeout=WAIT_S)):
+                assert len(words) > 8 and words[-8:] == says(policy, words[-9], 8)
+            for out in ray.get([said(actor) for actor in service.actors], timeout=WAIT_S):
+                assert out.token_ids == says(policy, 3, 8)
+        modes = [actor.__ray_call__.remote(operator.attrgetter("engine.mode")) for actor in service.actors]
+        assert ray.get(modes, timeout=WAIT_S) == ["keep"] * 2
+    finally:
+        sender.shutdown()
+
+
+def test_a_replica_that_is_killed_is_named_and_the_other_follows(service, settings):
+    policy, engine = talker(1), tx.make_engine("ray", engine=service, pause_mode="wait")
+    sender = tx.WeightSender(tx.make_transport("disk", **settings("disk")), engine)
+    sender.register_model(policy)
+    sender.update_weights()
+    ray.kill(service.actors[1])
+    policy.load_state_dict(talker(2).state_dict())
+    with pytest.raises(UpdateError, match=r"ray:Replica.* is dead") as failure:
+        sender.update_weights()
+    assert [row.state for row in failure.value.report.engines] == ["serving", "unreachable"]
+    alive = service.actors[0]
+    assert ray.get(said(alive), timeout=WAIT_S).token_ids == says(policy, 3, 8)
+    assert ray.get(alive.__ray_call__.remote(operator.attrgetter("engine.mode")), timeout=WAIT_S) == "wait"
+    sender.shutdown()
+
+
+def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(cluster, settings):
+    class Holder:
+        def __init__(self, known):
+            import sys
+
+            import torch
+
+            if not known:
+                sys.modules["torchrl_ext"] = None  # as where it is not installed
+            self.model = torch.nn.Linear(2, 2)
+
+    holder, stranger = (ray.remote(num_cpus=0)(Holder).remote(known) for known in (True, False))
+    pick, policy = operator.attrgetter("model"), nn.Linear(2, 2)
+    sender = tx.WeightSender(tx.make_transport("disk", **settings("disk")), RayEngine(holder, pick=pick))
+    try:
+        assert sender.update_weights(policy).verified
+        held = ray.get(holder.__ray_call__.remote(operator.methodcaller("__getattribute__", "model")), timeout=WAIT_S)
+        assert same(weights_of(held), weights_of(policy))
+        with pytest.raises(ConfigError, match="install this package in the environment of the actor"):
+            RayEngine(stranger, pick=pick).info()
+    finally:
+        sender.shutdown()
+        for actor in (holder, stranger):
+            ray.kill(actor)

@@ -7,11 +7,14 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torchrl.modules.llm.backends.vllm import RLvLLMEngine
+from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
 
 import torchrl_ext as tx
+from tests.sync.vllm_objects import LLM, says
+from tests.sync.vllm_objects import net as talker
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
 from torchrl_ext.errors import ConfigError, DeadlineError, UpdateError
+from torchrl_ext.messages import TAKE_OVER
 from torchrl_ext.sync.engines.rlvllm import RLvLLMClient
 from torchrl_ext.weights.digests import tensor_digest
 
@@ -141,3 +144,32 @@ def test_an_engine_that_hangs_is_named_at_the_deadline(tmp_path):
         assert isinstance(failure.value.__cause__, DeadlineError)
     finally:
         engine.thawed.set()
+
+
+@pytest.mark.parametrize(
+    ("transport", "backend"), [("collective", None), ("delta", "nccl"), ("disk", "torchrl_ext"), ("ipc", "nccl")]
+)
+def test_an_llm_in_torchrls_wrapper_says_what_the_trainer_says(transport, backend, tmp_path):
+    llm = LLM(talker(0), backend)
+    if backend == "torchrl_ext":
+        llm.worker.call(TAKE_OVER)
+    sender = sender_to(as_engine(LocalLLMWrapper(llm, 1, "net")), transport, tmp_path, policy := talker(1))
+    try:
+        for version in (1, 2):
+            policy.load_state_dict(talker(version).state_dict())
+            assert says(llm.model, 3, 8) != says(policy, 3, 8)
+            report = sender.update_weights()
+            assert (report.version, report.verified, llm.version) == (version, True, str(version))
+            assert says(llm.model, 3, 8) == says(policy, 3, 8) and llm.dropped == version
+    finally:
+        sender.shutdown()
+    assert llm.worker.backends == [backend, "torchrl_ext"]  # and was asked for once
+
+
+def test_an_engine_whose_environment_lacks_our_plugin_says_what_is_missing(tmp_path):
+    llm, policy = LLM(talker(0), "nccl", plugin=False), talker(1)
+    for name in ("ray", "inprocess"):
+        engine = tx.make_engine(name, engine=LocalLLMWrapper(llm, 1, "net"))
+        with pytest.raises(UpdateError, match=r"torchrl_ext_backend.*install this package beside vLLM.*VLLM_PLUGINS"):
+            sender_to(engine, "disk", tmp_path / name, policy).update_weights()
+    assert says(llm.model, 3, 8) == says(talker(0), 3, 8)

@@ -303,6 +303,8 @@ def as_engine(engine: Any) -> EngineClient | None:
         return connect(*engine)
     if isinstance(engine, Sequence) and engine:
         return Fleet([client for client in map(as_engine, engine) if client is not None])
+    if is_torchrl(engine, "LocalLLMWrapper"):
+        return InProcessEngine(engine)
     if is_torchrl(engine, "RLvLLMEngine") and "ray" in engines.names():
         return engines.make("ray", engine=engine)
     return InProcessEngine(as_loader(engine))

@@ -1,9 +1,15 @@
-"""What runs in a Ray actor: `EngineActor` hosts any engine and its client, and `Served` starts a server there."""
+"""What runs in a Ray actor: `EngineActor` hosts any engine and its client, and `Served` starts a server there.
+
+`begin` and `answer` do the same in an actor of another class, beside what it does by itself.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torchrl_ext import registry
@@ -11,8 +17,12 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.waiting import in_thread
 
-__all__ = ["EngineActor", "Served", "as_remote", "the_ray"]
+__all__ = ["EngineActor", "Served", "answer", "as_remote", "begin", "the_ray"]
+
+_hosted: dict[str, EngineActor] = {}
+_jobs: dict[str, Future[Any]] = {}
 
 
 def the_ray() -> Any:
@@ -152,3 +162,38 @@ class EngineActor:
         """End the server, where there is one. It also ends with the actor's process."""
         if self._server is not None:
             self._server.stop()
+
+
+def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, method: str, *args: Any) -> tuple[Any] | None:
+    """Call a method of an `EngineActor` over what ``pick`` finds in ``held``; to be run in the actor of ``held``.
+
+    Ray starts no other call of the actor before this one returns. An actor with coroutines goes on meanwhile, so a
+    thread does the job there. Any other actor does one thing at a time, and this is it.
+
+    Args:
+        held: the actor's object.
+        pick: takes it; returns what takes the weights, as ``make`` of `EngineActor` does.
+        client: name of the client, which has an `EngineActor` of its own.
+        job: name of this call, by which `answer` is asked.
+        method, args: of `EngineActor`.
+
+    Returns:
+        None where the job has begun; or the answer, in a tuple.
+    """
+    if client not in _hosted:
+        _hosted[client] = EngineActor(partial(pick, held))
+    call = partial(getattr(_hosted[client], method), *args)
+    if method == "close":
+        del _hosted[client]
+    if not inspect.getmembers(type(held), inspect.iscoroutinefunction):
+        return (call(),)
+    _jobs[job] = in_thread(call, f"torchrl-ext-{method}")
+    return None
+
+
+def answer(held: Any, job: str) -> tuple[Any] | None:
+    """Return the answer of a job in a tuple, or None while it runs; raise what it raised."""
+    del held
+    if not _jobs[job].done():
+        return None
+    return (_jobs.pop(job).result(),)

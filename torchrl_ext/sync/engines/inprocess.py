@@ -35,8 +35,8 @@ class InProcessEngine(EngineClient):
     """Drives an object of this process, and switches its weights between requests.
 
     Args:
-        engine: vLLM's `AsyncLLM` or `LLM`, the embedded engine's object, a `WeightReceiver`, or what one can wrap: a
-            module, a TensorDict, a mapping of tensors.
+        engine: vLLM's `AsyncLLM` or `LLM`, TorchRL's `LocalLLMWrapper` of one, the embedded engine's object, a
+            `WeightReceiver`, or what one can wrap: a module, a TensorDict, a mapping of tensors.
         url: name for reports.
         pause_mode: what becomes of running requests of vLLM and the embedded engine: ``"keep"`` freezes them,
             ``"wait"`` lets them end, ``"abort"`` ends them.

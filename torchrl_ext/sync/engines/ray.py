@@ -1,4 +1,4 @@
-"""`RayEngine` drives an engine that lies in a Ray actor: what an `EngineActor` hosts, or a server on its node.
+"""`RayEngine` drives an engine that lies in a Ray actor: what an `EngineActor` or another class holds, or a server.
 
 Ray moves the calls; weights go by the transport, from the trainer to the actor's process or to the engine behind it.
 """
@@ -6,6 +6,8 @@ Ray moves the calls; weights go by the transport, from the trainer to the actor'
 from __future__ import annotations
 
 import logging
+import time
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,21 +16,30 @@ from typing import Any, ClassVar
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.sync.engines.actors import EngineActor, Served, as_remote, the_ray
+from torchrl_ext.sync.engines.actors import EngineActor, Served, answer, as_remote, begin, the_ray
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.waiting import wait_until
+from torchrl_ext.weights.source import is_torchrl
 
 __all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]
 
 log = logging.getLogger("torchrl_ext")
 
-_LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
+_POLL_S = 0.05
+
+
+class _Late(Exception):
+    """A call was begun in an actor, and has no answer in time."""
 
 
 class RayEngine(EngineClient):
-    """Drives the engine of an `EngineActor` through its handle.
+    """Drives the engine of an actor through its handle.
 
     Args:
         actor: its handle, or the name that it was given.
+        pick: None for an `EngineActor`. For an actor of any other class: called in the actor with its object, returns
+            what takes the weights, as ``make`` of `EngineActor` does. It is sent by its name or its code, and the
+            actor's environment needs this package.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport and of receiving weights, in seconds.
         start_timeout_s: deadline of the first call, which waits for the actor and its engine to start, in seconds.
@@ -43,6 +54,7 @@ class RayEngine(EngineClient):
         self,
         actor: Any,
         *,
+        pick: Callable[[Any], Any] | None = None,
         timeout_s: float = 60.0,
         load_timeout_s: float = 600.0,
         start_timeout_s: float = 600.0,
@@ -56,7 +68,7 @@ class RayEngine(EngineClient):
                 raise ConfigError(f"there is no Ray actor called {actor!r}: {error}") from None
         else:
             self._url = "ray:" + str(actor).removeprefix("Actor(").removesuffix(")").replace(", ", "/")
-        self._actor = actor
+        self._actor, self._pick, self._name = actor, pick, uuid.uuid4().hex
         self._timeout_s, self._load_timeout_s, self._first_timeout_s = timeout_s, load_timeout_s, start_timeout_s
         self._verifies = True
         self._row = EngineRow(engine=self._url, kind=self.kind, state="serving")
@@ -141,10 +153,10 @@ class RayEngine(EngineClient):
         ray = the_ray()
         limit = max(timeout_s or self._timeout_s, self._first_timeout_s)
         try:
-            answer = ray.get(getattr(self._actor, method).remote(*args), timeout=limit)
+            found = self._call(method, args, limit)
         except ray.exceptions.RayTaskError as error:
             raise self._failed(method, error.cause) from error
-        except ray.exceptions.GetTimeoutError as error:
+        except (ray.exceptions.GetTimeoutError, _Late) as error:
             raise self._noted(
                 DeadlineError(
                     f"{self._url} did not answer {method!r} within {limit:g} s",
@@ -161,14 +173,35 @@ class RayEngine(EngineClient):
             self._row = replace(self._row, state="unreachable", error=str(failure))
             raise failure from error
         self._first_timeout_s = 0.0
-        return answer
+        return found
+
+    def _call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        """Return the actor's answer; what Ray raises, and what it carries, comes through."""
+        ray, actor = the_ray(), self._actor
+        if self._pick is None:
+            return ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
+        until, job = time.monotonic() + timeout_s, uuid.uuid4().hex
+        begun = actor.__ray_call__.remote(begin, self._pick, self._name, job, method, *args)
+        found = ray.get(begun, timeout=timeout_s) or wait_until(
+            lambda: ray.get(actor.__ray_call__.remote(answer, job), timeout=max(_POLL_S, until - time.monotonic())),
+            until - time.monotonic(),
+            _Late,
+            longest_s=_POLL_S,
+        )
+        return found[0]
 
     def _failed(self, method: str, cause: BaseException) -> WeightSyncError:
         ray = the_ray()
+        if isinstance(cause, ray.exceptions.RaySystemError) and "torchrl_ext" in str(cause):
+            return ConfigError(
+                f"{self._url} cannot be driven: {str(cause).splitlines()[0]}",
+                expected="an actor that can import this package",
+                hint="install this package in the environment of the actor",
+            )
         try:  # the client in the actor knows the engine's state now
-            row = ray.get(self._actor.row.remote(), timeout=self._timeout_s)
+            row = self._call("row", (), self._timeout_s)
             self._row = replace(row, engine=self._url, kind=self.kind)
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, _Late) as error:
             log.warning("%s does not say how its engine is: %s", self._url, error)
         if isinstance(cause, WeightSyncError):
             return self._noted(cause)
@@ -183,25 +216,17 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
     """Return the client for engines that Ray runs; `make_engine("ray", ...)` calls it.
 
     Args:
-        engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `RLvLLMEngine`.
-        settings: as for `RayEngine`. Of TorchRL's engine ``load_timeout_s``, else ``timeout_s``, is the deadline of
-            each call.
+        engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `AsyncVLLM` or any other
+            `RLvLLMEngine`.
+        settings: as for `RayEngine`; for TorchRL's engines as for `torchrl_ext.sync.engines.rlvllm.connect_torchrls`.
 
     Raises:
         ConfigError: ray is not installed, or there is no such actor; or a setting that the engine does not take.
     """
     if isinstance(engine, Sequence) and not isinstance(engine, str):
         return Fleet([RayEngine(actor, **settings) for actor in engine])
-    from torchrl.modules.llm.backends.vllm import RLvLLMEngine
+    if is_torchrl(engine, "RLvLLMEngine"):
+        from torchrl_ext.sync.engines.rlvllm import connect_torchrls
 
-    if isinstance(engine, RLvLLMEngine):
-        from torchrl_ext.sync.engines.rlvllm import RLvLLMClient
-
-        unknown = sorted(settings.keys() - _LIMITS)
-        if unknown:
-            raise ConfigError(
-                f"TorchRL's engines take no {', '.join(unknown)}", expected=f"of {', '.join(sorted(_LIMITS))}"
-            )
-        limits = [settings[name] for name in ("load_timeout_s", "timeout_s") if name in settings]
-        return RLvLLMClient(engine, **({"timeout_s": limits[0]} if limits else {}))
+        return connect_torchrls(engine, **settings)
     return RayEngine(engine, **settings)

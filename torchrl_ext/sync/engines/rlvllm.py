@@ -1,30 +1,81 @@
-"""`RLvLLMClient` drives TorchRL's own vLLM engines (`RLvLLMEngine`: `AsyncVLLM`, Ray workers, local ones).
+"""TorchRL's own vLLM engines (`RLvLLMEngine`) as engines of ours.
 
-Such an engine takes pairs of name and tensor, and carries them to its workers by itself. So the worker end of the
-transport is in this process, and every transport can feed it.
+Of `AsyncVLLM`, its Ray workers and its local ones we drive the vLLM inside, whose workers take the weights themselves.
+What else implements the interface takes pairs of name and tensor, and carries them to its workers by itself: then the
+worker end of the transport is in this process (`RLvLLMClient`), and every transport can feed it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.errors import DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
 from torchrl_ext.landing.loader import Changes, WeightLoader
 from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.ray import RayEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, ParamMeta, Part, dtype_name
 from torchrl_ext.waiting import in_thread
 from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.source import is_torchrl
 
-__all__ = ["RLvLLMClient"]
+__all__ = ["RLvLLMClient", "connect_torchrls"]
+
+_TIMEOUT_S = 600.0
+_LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
+
+
+def connect_torchrls(engine: Any, *, pause_mode: str | None = None, **limits: float) -> EngineClient:
+    """Return the client for an `RLvLLMEngine` of TorchRL's.
+
+    Args:
+        engine: a launched `AsyncVLLM`, a `RayLLMWorker`, a `LocalLLMWrapper`, or another implementation.
+        pause_mode: as for `InProcessEngine`, None for ``"keep"``; of vLLM's engines only.
+        limits: deadlines as for `RayEngine`. Where Ray is not between, ``load_timeout_s``, else ``timeout_s``, is that
+            of each call.
+
+    Raises:
+        ConfigError: an `AsyncVLLM` without replicas, or a setting that the engine does not take.
+    """
+    unknown = sorted(limits.keys() - _LIMITS)
+    if unknown:
+        raise ConfigError(
+            f"TorchRL's engines take no {', '.join(unknown)}",
+            expected=f"of {', '.join(sorted(_LIMITS | {'pause_mode'}))}",
+        )
+    timeout_s = limits.get("load_timeout_s", limits.get("timeout_s", _TIMEOUT_S))
+    vllms: dict[str, Any] = {"pause_mode": pause_mode or "keep", "timeout_s": timeout_s}
+    if is_torchrl(engine, "LocalLLMWrapper"):
+        return InProcessEngine(engine, url=_name(engine), **vllms)
+    if is_torchrl(engine, "RayLLMWorker"):
+        return RayEngine(engine.ray_actor, pick=partial(InProcessEngine, **vllms), **limits)
+    if is_torchrl(engine, "AsyncVLLM"):
+        if not engine.actors:
+            raise ConfigError("this AsyncVLLM has no replicas", hint="make it by AsyncVLLM.launch or from_pretrained")
+        pick = partial(_async_llm, **vllms)
+        return Fleet([RayEngine(actor, pick=pick, **limits) for actor in engine.actors])
+    if pause_mode is not None:
+        raise ConfigError(f"{type(engine).__name__} takes no pause_mode: it pauses by itself")
+    return RLvLLMClient(engine, timeout_s=timeout_s)
+
+
+def _async_llm(replica: Any, **settings: Any) -> InProcessEngine:
+    """Return the client of the `AsyncLLM` in a replica of `AsyncVLLM`; it is called in the replica's actor."""
+    return InProcessEngine(replica.engine, **settings)
+
+
+def _name(engine: Any) -> str:
+    return f"{type(engine).__name__}-{id(engine):x}"
 
 
 class RLvLLMClient(EngineClient):
-    """Drives a `torchrl.modules.llm.backends.vllm.RLvLLMEngine` by the methods of that interface.
+    """Drives an implementation of `torchrl.modules.llm.backends.vllm.RLvLLMEngine` by the methods of that interface.
 
     Its group is formed once (``init_weight_update_group``), each piece of an update goes to ``update_weights``, and
     ``reset_prefix_cache`` ends a version. The engine pauses by itself.
@@ -37,9 +88,9 @@ class RLvLLMClient(EngineClient):
     kind: ClassVar[str] = "ray"
     url: str = ""
 
-    def __init__(self, engine: Any, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, engine: Any, *, timeout_s: float = _TIMEOUT_S) -> None:
         self._engine, self._timeout_s = engine, timeout_s
-        self.url = f"{type(engine).__name__}-{id(engine):x}"
+        self.url = _name(engine)
         self._inner = InProcessEngine(_Loader(engine, self._call), url=self.url)
         self._grouped = False
 

@@ -1,0 +1,141 @@
+"""Stand-ins for vLLM's engine objects: a small network that generates, and one worker that lands weights in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from torchrl_ext.landing.loader import as_loader
+from torchrl_ext.messages import ANSWERS, TAKE_OVER, Finish, Start, read
+from torchrl_ext.sync.worker_end import WorkerEnd
+
+WORDS = 16
+
+
+def net(seed=0):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))
+
+
+def follow(model, word):
+    """The word that comes after ``word``."""
+    with torch.no_grad():
+        return int(model(torch.tensor(word)).argmax())
+
+
+def says(model, word, count):
+    said = [word]
+    for _ in range(count):
+        said.append(follow(model, said[-1]))
+    return said[1:]
+
+
+class Worker:
+    """One worker: it has the backend that the engine was made with, until it is told to take ours."""
+
+    def __init__(self, model, backend, plugin):
+        self.end, self.open, self.plugin, self.backends = None, False, plugin, [backend]
+        self._model = model
+
+    def call(self, method, info=None):
+        if method == TAKE_OVER and self.plugin:
+            self.backends.append("torchrl_ext")
+            self.end = WorkerEnd(as_loader(self._model), rank=0, workers=1, agree=lambda words: [words])
+        elif method == TAKE_OVER:
+            raise AttributeError(f"'Worker' object has no attribute {method!r}")
+        elif self.end is None:
+            raise RuntimeError(f"the backend {self.backends[-1]} knows nothing of {info}")
+        elif method == "init_weight_transfer_engine":
+            answer = self.end.handle(read(info))
+            if answer:
+                raise RuntimeError(ANSWERS + json.dumps(answer))
+        elif method == "start_weight_update":
+            self.end.handle(Start())
+        elif method == "update_weights":
+            self.end.handle(read(info))
+        else:
+            assert method == "finish_weight_update"
+            self.end.handle(Finish(version=self.end.receiver.version))
+
+
+class Base:
+    def __init__(self, model, backend=None, *, plugin=True):
+        self.model, self.worker = model, Worker(model, backend, plugin)
+        parallel = SimpleNamespace(
+            world_size=1, tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, world_size_across_dp=1
+        )
+        self.vllm_config = SimpleNamespace(
+            parallel_config=parallel,
+            model_config=SimpleNamespace(model="net", multimodal_config=None),
+            weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
+        )
+        self.version, self.dropped = "0", 0
+
+    def _rpc(self, method, timeout=None, args=(), kwargs=None):
+        assert not args
+        return [self.worker.call(method, *(kwargs or {}).values())]
+
+
+class Offline(Base):
+    """What `LLM` has."""
+
+    @property
+    def llm_engine(self):
+        return self
+
+    def set_weight_version(self, version):
+        self.version = version
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return self._rpc(method, timeout, args, kwargs)
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.dropped += 1
+        return True
+
+
+class Online(Base):
+    """What `AsyncLLM` has: requests run on its loop, and a paused one keeps what it has."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.output_handler = asyncio.get_running_loop().create_future()
+        self.runs, self.begun, self.mode = asyncio.Event(), 0, None
+        self.runs.set()
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return self._rpc(method, timeout, args, kwargs)
+
+    async def pause_generation(self, *, mode, clear_cache):
+        self.mode = mode
+        self.runs.clear()
+
+    async def resume_generation(self):
+        self.runs.set()
+
+    async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.dropped += 1
+        return True
+
+    async def update_weight_version(self, version):
+        self.version = version
+
+    async def generate(self, prompt, sampling_params, request_id):
+        """Yield one output per word, until there are ``count`` words of ``version`` (of any, where that is None)."""
+        said, counted = list(prompt["prompt_token_ids"]), 0
+        while counted < sampling_params["count"]:
+            await self.runs.wait()
+            said.append(follow(self.model, said[-1]))
+            self.begun += 1
+            counted += sampling_params["version"] in (None, self.version)
+            yield SimpleNamespace(finished=counted == sampling_params["count"], token_ids=said[1:])
+            await asyncio.sleep(0)
+
+
+LLM = type("LLM", (Offline,), {"__module__": "vllm.entrypoints.llm"})
+AsyncLLM = type("AsyncLLM", (Online,), {"__module__": "vllm.v1.engine.async_llm"})
