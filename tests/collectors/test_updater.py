@@ -19,6 +19,7 @@ import torchrl_ext as tx
 from tests.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
+from tests.processes import python
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.fleet import Fleet
@@ -237,6 +238,19 @@ def test_an_updater_travels_to_another_process_without_what_only_this_one_has():
     updater.register_collector(make_policy())
     copy = pickle.loads(pickle.dumps(updater))
     assert copy.collectors is None and copy._parts == ("memory", "127.0.0.1:1", {"channel": "here"})
+
+
+def test_torchrls_warning_of_a_deprecation_reaches_those_who_can_act_on_it_alone():
+    told = python(
+        "import warnings, torchrl.collectors, torchrl_ext as tx\n"
+        "with warnings.catch_warnings(record=True) as found:\n"
+        "    warnings.simplefilter('always')\n"
+        "    updater = tx.TransportWeightUpdater('memory', {})\n"
+        "    class Own(torchrl.collectors.WeightUpdaterBase): pass\n"
+        "print([str(one.message).split()[1] for one in found if 'WeightUpdaterBase' in str(one.message)])",
+        fresh=True,
+    )
+    assert told.strip() == "['Own']"
 
 
 def test_what_cannot_work_is_said():

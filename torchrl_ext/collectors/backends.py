@@ -7,7 +7,7 @@ imported first; it never imports TorchRL for that, since engines have none.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from torchrl.weight_update import weight_sync_schemes
 
@@ -17,10 +17,9 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Add every transport that is registered now, except under taken names. Call it again after registering more."""
-    known = weight_sync_schemes._WEIGHT_SYNC_SCHEMES
+    """Add every transport that is registered now, except under TorchRL's names. Call it again after registering more."""
     for name in transports.names():
-        if name not in known:
+        if name not in get_args(weight_sync_schemes.WeightSyncBackend):
             weight_sync_schemes.register_weight_sync_backend(name)(partial(_scheme, name))
 
 

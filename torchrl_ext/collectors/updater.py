@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -24,8 +25,22 @@ __all__ = ["TransportWeightUpdater"]
 log = logging.getLogger("torchrl_ext")
 
 
-class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchrl has no types
-    """Pushes a policy's weights to engines, for ``LLMCollector(weight_updater=...)`` and other collectors.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # it is at our line, where nobody else can do anything about it
+
+    class _Updater(WeightUpdaterBase):  # type: ignore[misc]  # torchrl has no types
+        """TorchRL's base, without its warning to whoever derives from it."""
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super(WeightUpdaterBase, cls).__init_subclass__(**kwargs)
+
+
+class TransportWeightUpdater(_Updater):
+    """Pushes a policy's weights to engines, for ``LLMCollector(weight_updater=...)``.
+
+    TorchRL calls updaters deprecated and warns when a collector is given one, but its `LLMCollector` takes nothing else
+    (0.14.1). Give other collectors a `TransportWeightSyncScheme`. Without a collector's call no updater is needed:
+    ``WeightSender.register_collector(collector)``, and then ``sender.update_weights()``.
 
     Each accepted update bumps the policy version of every registered collector once, whether it came through
     ``collector.update_policy_weights_()`` or `push_weights`; a refused one bumps none.
