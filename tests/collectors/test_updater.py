@@ -240,6 +240,15 @@ def test_an_updater_travels_to_another_process_without_what_only_this_one_has():
     assert copy.collectors is None and copy._parts == ("memory", "127.0.0.1:1", {"channel": "here"})
 
 
+def test_the_engine_that_a_collective_was_made_with_is_driven():
+    policy, engine = make_policy(), make_policy()
+    train(policy)
+    updater = tx.TransportWeightUpdater(tx.VLLMCollectiveTransport(vllm_engine=engine))
+    updater.push_weights(policy)
+    assert same(policy.state_dict(), engine.state_dict()) and updater.report.verified
+    updater.shutdown()
+
+
 def test_torchrls_warning_of_a_deprecation_reaches_those_who_can_act_on_it_alone():
     told = python(
         "import warnings, torchrl.collectors, torchrl_ext as tx\n"

@@ -17,7 +17,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Add every transport that is registered now, except under TorchRL's names. Call it again after registering more."""
+    """Add every transport that is registered now, but for TorchRL's names. Call it again after registering more."""
     for name in transports.names():
         if name not in get_args(weight_sync_schemes.WeightSyncBackend):
             weight_sync_schemes.register_weight_sync_backend(name)(partial(_scheme, name))

@@ -18,6 +18,7 @@ from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.outgoing import bump
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.types import SyncReport
 
 __all__ = ["TransportWeightUpdater"]
@@ -47,8 +48,9 @@ class TransportWeightUpdater(_Updater):
 
     Args:
         transport: a name of `torchrl_ext.transports`, or a transport.
-        engine: a client, ``"host:port"`` or several of them, or a module of this process; None for the data layer
-            alone, whose workers call ``receive_weights``.
+        engine: a client, ``"host:port"`` or several of them, TorchRL's `AsyncVLLM`, or a module of this process; None
+            for the ``vllm_engine`` of a `VLLMCollectiveTransport`, or else for the data layer alone, whose workers call
+            ``receive_weights``.
         mapper: trainer name -> checkpoint name, as for `WeightSender`.
         dtype: cast of floating-point tensors.
         verify, rehearse, max_gap, probe: what an update has to prove, as for `WeightSender`.
@@ -99,6 +101,8 @@ class TransportWeightUpdater(_Updater):
         if self._sender is None:
             transport, engine, settings = self._parts
             made = transports.make(transport, **settings) if isinstance(transport, str) else transport
+            if engine is None and isinstance(made, VLLMCollectiveTransport):
+                engine = made.vllm_engine
             self._sender = WeightSender(made, as_engine(engine), **self._how)
         return self._sender
 

@@ -45,7 +45,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
         rank: of this process; 0 (or None) is the trainer.
         world_size: 1 + number of workers; None takes it from `open`.
         device: where tensors travel from and to; by default the current CUDA device, or the CPU without one.
-        vllm_engine: an engine client that the caller drives; kept as an attribute.
+        vllm_engine: the engines at the other end. The transport carries bytes and calls none of them; a
+            `TransportWeightUpdater` over it drives them, and a `WeightSender` is given them.
         backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on CPU.
         bucket_bytes: size of a bucket for small tensors; 0 sends one tensor at a time.
         secret: without a control layer, what every rank is given and nobody else knows; "" lets whoever finds the
