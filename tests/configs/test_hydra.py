@@ -89,6 +89,21 @@ def test_torchrls_own_schemes_stay_where_they_were():
 
 
 @pytest.mark.parametrize(
+    ("name", "cls", "setting", "value"),
+    [
+        ("vllm", tx.VLLMWeightSyncScheme, "gpus_per_replica", 2),
+        ("vllm_double_buffer", tx.VLLMDoubleBufferSyncScheme, "remote_addr", "/shared"),
+        ("sglang", tx.SGLangWeightSyncScheme, "server_url", "http://host:30000"),
+    ],
+)
+def test_a_scheme_that_replaces_one_of_torchrls_is_made_from_its_config(name, cls, setting, value):
+    ours = [] if name == "sglang" else [f"weight_sync_scheme._target_=torchrl_ext.{cls.__name__}"]
+    config = composed(f"weight_sync_scheme={name}", f"weight_sync_scheme.{setting}={value}", *ours)
+    scheme = instantiate(config.weight_sync_scheme)
+    assert type(scheme) is cls and getattr(scheme, setting) == value
+
+
+@pytest.mark.parametrize(
     ("override", "reason"),
     [
         ("weight_sync_scheme.rooot=/shared", "weight_sync_scheme.rooot"),

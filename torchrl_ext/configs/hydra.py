@@ -5,8 +5,9 @@
     trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
     trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
 
-TorchRL adds its groups the same way; ours come with them. A group's settings are read off the constructors, with the
-types that OmegaConf can check: a path is a string, and what may have several simple types is `Any`.
+TorchRL adds its groups the same way; ours come with them, and so does ``weight_sync_scheme=sglang``, which it lacks. A
+group's settings are read off the constructors, with the types that OmegaConf can check: a path is a string, and what
+may have several simple types is `Any`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
+from torchrl_ext.collectors.from_torchrl import SGLangWeightSyncScheme
 from torchrl_ext.collectors.scheme import TransportWeightSyncScheme, check_settings
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.registry import transports
@@ -124,6 +126,8 @@ def register() -> None:
     for name in _known():
         node = _node(f"{name}_scheme", TransportWeightSyncScheme, scheme_parameters(name), partial=False)
         store.store(group="weight_sync_scheme", name=name, node=node, provider="torchrl_ext")
+    node = _node("sglang_scheme", SGLangWeightSyncScheme, parameters(SGLangWeightSyncScheme), partial=False)
+    store.store(group="weight_sync_scheme", name="sglang", node=node, provider="torchrl_ext")
     node = _node("transport_updater", transport_weight_updater, updater_parameters(), partial=True)
     store.store(group="weight_updater", name="transport", node=node, provider="torchrl_ext")
 
