@@ -30,8 +30,7 @@ def greedy(model, count=16):
                          min_new_tokens=count, eos_token_id=None, pad_token_id=2)
     return out[0, len(PROMPT):].tolist()
 
-SETTINGS = dict(dtype="float32", max_model_len=256, enforce_eager=True)
-SETTINGS["weight_transfer_config"] = {"backend": "torchrl_ext"}
+SETTINGS = dict(dtype="float32", max_model_len=256, enforce_eager=True)  # and none of our own
 """
 
 OFFLINE = (
@@ -42,7 +41,7 @@ def main():
     import torchrl_ext as tx
 
     start, other, root = sys.argv[1:]
-    llm = LLM(start, **SETTINGS)
+    llm = LLM(start, weight_transfer_config={"backend": "nccl"}, **SETTINGS)
     engine = tx.make_engine("inprocess", engine=llm)
     greedily = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
@@ -149,6 +148,10 @@ def rows_of(script, tmp_path, *arguments):
         text=True,
         timeout=400,
     )
+    return read_rows(done)
+
+
+def read_rows(done):
     rows = [line for line in done.stdout.splitlines() if line.startswith("ROWS ")]
     assert rows, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads(rows[0].removeprefix("ROWS "))

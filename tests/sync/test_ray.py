@@ -5,19 +5,19 @@ from __future__ import annotations
 import operator
 import os
 import signal
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torchrl.modules.llm.backends.vllm import AsyncVLLM, vllm_async
+from torchrl.modules.llm.backends.vllm import AsyncVLLM, RayLLMWorker, vllm_async
 
 import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.rpc.ray_cluster import two_nodes
-from tests.sync.vllm_objects import AsyncLLM, says
+from tests.sync.vllm_objects import Alone, Replica, said, says
 from tests.sync.vllm_objects import net as talker
+from torchrl_ext.collectors.from_torchrl_ends import as_engine
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -307,16 +307,6 @@ def test_outputs_of_an_engine_in_an_actor_are_compared(actors, settings):
         sender.shutdown()
 
 
-class Replica(vllm_async._AsyncLLMEngine):
-    """A replica of TorchRL's, over a stand-in for vLLM."""
-
-    def __init__(self, *, engine_args, bundle_indices, enable_prefix_caching):
-        sys.modules["vllm"] = vllm = ModuleType("vllm")
-        vllm.SamplingParams = vllm.TokensPrompt = dict
-        vllm_async._has_vllm = True
-        self.engine = AsyncLLM(talker(0), "nccl")
-
-
 @pytest.fixture(scope="module")
 def service(cluster):
     with pytest.MonkeyPatch.context() as patch:
@@ -328,11 +318,6 @@ def service(cluster):
     yield made
     for actor in made.actors:
         ray.kill(actor)
-
-
-def said(actor, count=8, version=None):
-    wanted = {"count": count, "version": version}
-    return actor.generate.remote(prompt_token_ids=[3], sampling_params=wanted)
 
 
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
@@ -374,6 +359,19 @@ def test_a_replica_that_is_killed_is_named_and_the_other_follows(service, settin
     assert ray.get(said(alive), timeout=WAIT_S).token_ids == says(policy, 3, 8)
     assert ray.get(alive.__ray_call__.remote(operator.attrgetter("engine.mode")), timeout=WAIT_S) == "wait"
     sender.shutdown()
+
+
+def test_an_llm_in_a_worker_of_torchrls_says_what_the_trainer_says(cluster, settings):
+    worker, policy = RayLLMWorker(ray.remote(num_cpus=0)(Alone).remote(), 1, "net"), talker(1)
+    sender = tx.WeightSender(tx.make_transport("delta", **settings("delta")), as_engine(worker))
+    try:
+        for version in (1, 2):
+            policy.load_state_dict(talker(version).state_dict())
+            assert sender.update_weights(policy).verified
+            assert ray.get(worker.ray_actor.says.remote(), timeout=WAIT_S) == says(policy, 3, 8)
+    finally:
+        sender.shutdown()
+        ray.kill(worker.ray_actor)
 
 
 def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(cluster, settings):

@@ -1,13 +1,18 @@
-"""Stand-ins for vLLM's engine objects: a small network that generates, and one worker that lands weights in it."""
+"""Stand-ins for vLLM's engine objects: a small network that generates, and one worker that lands weights in it.
+
+`Replica` and `Alone` are what TorchRL's Ray actors hold, over them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import nn
+from torchrl.modules.llm.backends.vllm import vllm_async
 
 from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.messages import ANSWERS, TAKE_OVER, Finish, Start, read
@@ -139,3 +144,29 @@ class Online(Base):
 
 LLM = type("LLM", (Offline,), {"__module__": "vllm.entrypoints.llm"})
 AsyncLLM = type("AsyncLLM", (Online,), {"__module__": "vllm.v1.engine.async_llm"})
+
+
+class Replica(vllm_async._AsyncLLMEngine):
+    """A replica of TorchRL's, over a stand-in for vLLM."""
+
+    def __init__(self, *, engine_args, bundle_indices, enable_prefix_caching):
+        sys.modules["vllm"] = vllm = ModuleType("vllm")
+        vllm.SamplingParams = vllm.TokensPrompt = dict
+        vllm_async._has_vllm = True
+        self.engine = AsyncLLM(net(0), "nccl")
+
+
+def said(actor, count=8, version=None):
+    """Ask a `Replica`; a reference to its answer."""
+    wanted = {"count": count, "version": version}
+    return actor.generate.remote(prompt_token_ids=[3], sampling_params=wanted)
+
+
+class Alone(LLM):
+    """What a worker of TorchRL's is: an `LLM` in an actor that does one thing at a time."""
+
+    def __init__(self):
+        super().__init__(net(0), "nccl")
+
+    def says(self):
+        return says(self.model, 3, 8)
