@@ -94,6 +94,25 @@ assert len(asked) == first
 """
 
 
+def test_versions_of_the_compiler_that_share_a_folder_keep_each_others_code(tmp_path):
+    """A trainer's environment and an engine's: each comes back and finds what it compiled."""
+    for count, version in enumerate(("", "0.0", "")):
+        told = python(DIGEST, version, prefix=("env", f"NUMBA_CACHE_DIR={tmp_path}"))
+        assert told.split() == ["kept" if count >= 2 else "compiled"], (count, version)
+
+
+DIGEST = """
+import sys, numba, numpy as np
+if sys.argv[1]:
+    numba.__version__ = sys.argv[1]
+from torchrl_ext.kernels.host_loops import digest_piece
+digest_piece(np.arange(4, dtype=np.uint16), np.array([[4, 1, 1]]), 0, np.zeros(2, np.uint64))
+hits, misses = (sum(counts.values()) for counts in (digest_piece.stats.cache_hits, digest_piece.stats.cache_misses))
+assert hits + misses == 1
+print("kept" if hits else "compiled")
+"""
+
+
 def test_what_two_ends_need_is_made_once(monkeypatch):
     made = []
     monkeypatch.setattr(warming, "_WARM", {})

@@ -5,9 +5,10 @@ first called. Compiled code is kept beside the source where that is writable (``
 cache directory, or in ``NUMBA_CACHE_DIR`` where that is set; where nothing is writable it is compiled once per process.
 `torchrl_ext.transports.delta.warming` compiles everything when ends connect.
 
-numba asks only the file of the *outermost* function whether kept code is stale, so the name that it keeps a loop under
-carries a checksum of the other files whose helpers the loop may call (directly: helpers call only their own file's and
-this one's).
+numba asks only the file of the *outermost* function whether kept code is stale, and keeps what one version of itself
+compiled: another version that shares the directory throws that away. So the name that it keeps a loop under carries a
+checksum of the other files whose helpers the loop may call (directly: helpers call only their own file's and this
+one's), and one of the versions that compile it. A trainer and an engine often have different ones.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from torchrl_ext.errors import ConfigError
 
 try:
+    import llvmlite
     import numba
     from llvmlite import ir
     from numba import types
@@ -62,7 +64,8 @@ def njit(function: Callable[..., Any]) -> Any:
 def _compiled(function: Callable[..., Any]) -> Any:
     known = [value for value in function.__globals__.values() if isinstance(value, Dispatcher)]
     files = sorted({__file__, *(value.py_func.__code__.co_filename for value in known)})
-    function.__qualname__ += "_" + "_".join(f"{_checksum(file):08x}" for file in files)
+    compiler = zlib.crc32(f"{numba.__version__} {llvmlite.__version__}".encode())
+    function.__qualname__ += "_" + "_".join(f"{crc:08x}" for crc in (*map(_checksum, files), compiler))
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba found no writable directory
