@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -34,6 +33,11 @@ SERVER = textwrap.dedent(
 )
 STUBBORN = SERVER.replace("SIG_DFL", "SIG_IGN")
 """Its child has to be killed, for which it is given some seconds."""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("torchrl_ext.launch.processes._GRACE_S", 1.5)
 
 
 def start(port, **settings):
@@ -231,20 +235,21 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, how, server):
     script = textwrap.dedent(
         """
         import signal, sys
-        from torchrl_ext.launch.processes import ServerProcess
+        from torchrl_ext.launch import processes
         port, code = sys.argv[1:]
-        server = ServerProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+        processes._GRACE_S = 1.5
+        server = processes.ServerProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
         print(server.pid, flush=True)
         signal.pause()
         """
     )
     port = free_port()
-    parent = subprocess.Popen([sys.executable, "-c", script, str(port), server], stdout=subprocess.PIPE, text=True)
-    pid = int(parent.stdout.readline())
-    child = int(httpx.get(f"http://127.0.0.1:{port}").text)
-    os.kill(parent.pid, how)
-    parent.wait()
-    assert gone(pid) and gone(child)
+    with running_python(script, port, server) as parent:
+        pid = int(parent.stdout.readline())
+        child = int(httpx.get(f"http://127.0.0.1:{port}").text)
+        parent.send_signal(how)
+        parent.wait()
+        assert gone(pid) and gone(child)
 
 
 def test_the_servers_environment_has_what_was_asked_for_and_no_path_of_ours(tmp_path):

@@ -1,12 +1,12 @@
 """``python -I guard.py SECONDS PARENT COMMAND...``: run a command until its parent wants it ended, or is dead.
 
 The parent (its process id) holds the other end of our standard input: a byte there, or its end, ends the command, which
-has SECONDS to end by itself. So does the parent's death, after which we have another parent; the pipe alone would not
-show it, since children that the parent forked hold it too. Everything that the command started ends with it, in
-whatever session: orphans become our children where the system can do that, so that all of it is below us. If we are
-killed, so is the command. The first line on standard output is the command's process id; the command itself writes to
-our standard error. Standard library only: this has to start at once, and must not put our path into the command's
-environment.
+has SECONDS to end by itself, and then what it left behind has a third of that. So does the parent's death, after which
+we have another parent; the pipe alone would not show it, since children that the parent forked hold it too. Everything
+that the command started ends with it, in whatever session: orphans become our children where the system can do that, so
+that all of it is below us. If we are killed, so is the command. The first line on standard output is the command's
+process id; the command itself writes to our standard error. Standard library only: this has to start at once, and must
+not put our path into the command's environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import time
 __all__ = ["descendants", "main"]
 
 _POLL_S = 0.1
-_REAP_TIMEOUT_S = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(grace_s)
             break
-    _end_rest()
+    _end_rest(grace_s / 3)
     return child.returncode if child.returncode is not None else 1
 
 
@@ -67,13 +66,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _end_rest() -> None:
-    """End whatever the command left behind: by SIGTERM first, then by SIGKILL."""
+def _end_rest(grace_s: float) -> None:
+    """End whatever the command left behind: by SIGTERM first, after ``grace_s`` by SIGKILL."""
     os.killpg(0, signal.SIGTERM)
-    asked, until = set(), time.monotonic() + _REAP_TIMEOUT_S
+    asked, until = set(), time.monotonic() + grace_s
     while _children():
         late_s = time.monotonic() - until
-        if late_s > _REAP_TIMEOUT_S:  # there is no /proc: kill the group, ourselves included
+        if late_s > grace_s:  # there is no /proc: kill the group, ourselves included
             os.killpg(0, signal.SIGKILL)
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
