@@ -75,7 +75,7 @@ def test_an_engine_that_stands_still_is_named_by_the_deadline(client, servers):
     httpx.post(f"{servers[1].url}/pause", params={"mode": "keep"})
     try:
         with pytest.raises(DeadlineError, match=servers[1].url):
-            client.generate([PROMPT] * 8, max_tokens=4, timeout_s=5)
+            client.generate([PROMPT] * 8, max_tokens=4, timeout_s=2)
     finally:
         httpx.post(f"{servers[1].url}/resume")
 

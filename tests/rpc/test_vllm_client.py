@@ -138,7 +138,7 @@ def test_a_fleet_pauses_as_a_whole_or_not_at_all_and_says_who_serves(served):
 
 def test_caches_that_cannot_be_dropped_keep_the_engine_paused():
     with running(post_reset_prefix_cache=(200, {"success": False})) as server:
-        engine = VLLMEngine(server.url, timeout_s=3.0)
+        engine = VLLMEngine(server.url, timeout_s=0.5)
         with pytest.raises(EngineRefusedError, match="could not drop"), engine.updating(8):
             pass
         assert engine.rows()[0].state == "paused" and "POST /resume" not in server.routes()

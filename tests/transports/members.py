@@ -12,7 +12,7 @@ from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 
 WAIT_S = 60
-SHORT_S = 2
+SHORT_S = 1
 BUCKET = 4096
 
 

@@ -273,6 +273,7 @@ sys.stdin.readline()
 end.send_weights("policy", Stuck())
 """
 
+FROZEN_S = 3
 LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(40)}
 
 
@@ -280,7 +281,7 @@ LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(40)}
 def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_named(how, kind):
     port = free_port()
     with running_python(WORKER, port, 3) as child:
-        trainer = member(port, 0, 2, timeout_s=WAIT_S if how is signal.SIGKILL else 8)
+        trainer = member(port, 0, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
         assert child.stdout.readline() == "started\n"
         trainer.init_all_workers_group({})
         assert child.stdout.readline() == "connected\n"
@@ -309,7 +310,7 @@ def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_nam
 def test_a_trainer_process_that_dies_or_freezes_ends_the_worker_and_is_named(how, moment):
     port = free_port()
     with running_python(TRAINER, port) as child:
-        worker = member(port, 1, 2, timeout_s=WAIT_S if how is signal.SIGKILL else 8)
+        worker = member(port, 1, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
         assert child.stdout.readline() == "started\n"
         worker.init_all_workers_group({})
         assert child.stdout.readline() == "connected\n"

@@ -55,7 +55,7 @@ def stores(secret="s"):
 
 
 def test_a_port_that_listens_and_says_nothing_is_given_up_at_the_deadline():
-    with silent_port() as port, pytest.raises(DeadlineError, match=rf"127.0.0.1:{port} did not answer within 2 s"):
+    with silent_port() as port, pytest.raises(DeadlineError, match=rf"127.0.0.1:{port} did not answer within 1 s"):
         member(port, 1, 2, timeout_s=SHORT_S).init_all_workers_group({})
 
 

@@ -155,7 +155,7 @@ def test_a_trainer_of_another_release_is_refused_before_anything_is_joined():
 
 
 def test_a_version_that_does_not_come_ends_in_a_deadline_that_names_the_trainer():
-    with group(timeout_s=2.0) as (_, worker), pytest.raises(DeadlineError, match="did not come from the trainer"):
+    with group(timeout_s=1.0) as (_, worker), pytest.raises(DeadlineError, match="did not come from the trainer"):
         worker.prefetch(1)
 
 

@@ -148,7 +148,7 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
 
 
 def test_a_worker_that_freezes_is_disconnected_at_the_deadline(make, channel):
-    trainer = make(workers=2, timeout_s=5)
+    trainer = make(workers=2, timeout_s=2)
     with running_python(WORKER, channel) as good, running_python(FROZEN_WORKER, channel, "SIGSTOP", 20) as bad:
         assert [child.stdout.readline() for child in (good, bad)] == ["up\n", "up\n"]
         with pytest.raises(TransportError, match=rf"pid {bad.pid}\): it did not take bucket"):

@@ -107,7 +107,8 @@ class TestFailures:
             with pytest.raises(NotConnectedError):
                 receiving.result(WAIT_S)
 
-    def test_abort_ends_a_trainers_wait_for_a_worker_that_does_nothing(self, make):
+    def test_abort_ends_a_trainers_wait_for_a_worker_that_does_nothing(self, make, monkeypatch):
+        monkeypatch.setattr("torchrl_ext.transports.ipc.workers._GRACE_S", 0.1)
         trainer, worker = make(timeout_s=WAIT_S), make()
         opening = trainer.open(1, ())
         with ThreadPoolExecutor(2) as pool:
