@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.processes import WAIT_S
+from tests.processes import WAIT_S, forking
 from torchrl_ext.launch.processes import free_port
 
 collect_ignore = ["third_party"]  # a package of its own, whose tests run where it is installed
@@ -35,6 +35,12 @@ def pytest_configure(config):
         # and no name server is asked (resolv.conf(5); glibc reads this at the first look-up of a process): `TCPStore`
         # wants the name of every address, and waits five seconds for a name server that lost the question
         os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+
+def pytest_sessionstart(session):
+    """What forks children imports the packages while the tests are collected."""
+    if not session.config.option.collectonly:
+        forking()
 
 
 def pytest_collection_modifyitems(config, items):

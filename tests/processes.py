@@ -83,7 +83,7 @@ class Forked:
             self._status, told = os.pipe()
             given.callback(os.close, told)
             with self._asking:
-                socket.send_fds(_server(), [request], [first, second, third, told])
+                socket.send_fds(forking(), [request], [first, second, third, told])
         self.pid = int(self._next(WAIT_S))
 
     def poll(self):
@@ -138,7 +138,7 @@ def _ends(given, stream, number):
 
 
 @functools.cache
-def _server():
+def forking():
     """The socket to a `tests.forking` of this session, which ends with it."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "tests.forking", str(other.fileno())]
