@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_checkpoint
 
 
@@ -11,24 +11,24 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model") / "seed0")
 
 
-def serving(served, scope, **settings):
+def small(served, scope, **settings):
     """A fixture with a server of the small model."""
 
     @pytest.fixture(scope=scope)
     def engine(checkpoint, tmp_path_factory):
         log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
-        with served.launcher(checkpoint, max_model_len=256, log_path=log, **settings) as server:
-            yield served(server)
+        with serving(served, checkpoint, max_model_len=256, log_path=log, **settings) as found:
+            yield found
 
     return engine
 
 
-vllm = serving(ServedVLLM, "session", dtype="float32")
-second_vllm = serving(ServedVLLM, "session", dtype="float32")
-tensor_parallel_vllm = serving(ServedVLLM, "module", dtype="float32", tensor_parallel_size=2)
-bfloat16_vllm = serving(ServedVLLM, "module", dtype="bfloat16")
+vllm = small(ServedVLLM, "session", dtype="float32")
+second_vllm = small(ServedVLLM, "session", dtype="float32")
+tensor_parallel_vllm = small(ServedVLLM, "session", dtype="float32", tensor_parallel_size=2)
+bfloat16_vllm = small(ServedVLLM, "module", dtype="bfloat16")
 
-sglang = serving(ServedSGLang, "session", dtype="float32")
-tensor_parallel_sglang = serving(ServedSGLang, "module", dtype="float32", tensor_parallel_size=2)
-bfloat16_sglang = serving(ServedSGLang, "module", dtype="bfloat16")
-stock_sglang = serving(ServedSGLang, "function", dtype="float32", plugin=False)  # without our plugin
+sglang = small(ServedSGLang, "session", dtype="float32")
+tensor_parallel_sglang = small(ServedSGLang, "module", dtype="float32", tensor_parallel_size=2)
+bfloat16_sglang = small(ServedSGLang, "module", dtype="bfloat16")
+stock_sglang = small(ServedSGLang, "function", dtype="float32", plugin=False)  # without our plugin

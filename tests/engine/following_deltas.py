@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.served import assert_spans
+from tests.engine.served import assert_spans, serving
 from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.weights.digests import position_digest
 
@@ -39,8 +39,7 @@ def serving_deltas(served, settings, usual):
         model(0).save_pretrained(start)
         tiny_tokenizer().save_pretrained(start)
         log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
-        with served.launcher(start, max_model_len=256, log_path=log, **chosen) as server:
-            found = served(server)
+        with serving(served, start, max_model_len=256, log_path=log, **chosen) as found:
             found.start, found.model = start, model
             yield found
 

@@ -2,6 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from tests.models import PROMPT, doubtful, greedy
 from tests.processes import WAIT_S
@@ -9,6 +11,21 @@ from torchrl_ext.errors import DeadlineError
 from torchrl_ext.launch.engines.sglang import SGLangServer
 from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.rpc.http import HTTPSession
+
+_ENDS = ThreadPoolExecutor(4)
+
+
+@contextmanager
+def serving(served, checkpoint, **settings):
+    """A server beside the block, which leaves its end to a thread: SGLang takes ten seconds, in which it sleeps.
+
+    The interpreter waits for such threads before it ends itself.
+    """
+    server = served.launcher(checkpoint, **settings)
+    try:
+        yield served(server)
+    finally:
+        _ENDS.submit(server.stop)
 
 
 class Served(ABC):

@@ -15,7 +15,7 @@ import torch
 
 import torchrl_ext as tx
 from tests.engine.cells import CELLS, Cell
-from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.kinds import kind_checkpoint, kind_model
 from tests.quantised import FORMS, quantise_checkpoint, quantised, round_to
 from torchrl_ext.errors import WeightSyncError
@@ -125,8 +125,8 @@ def started(cell, folder, seed=0):
         quantise_checkpoint(checkpoint, made(cell, seed), cell.quantisation)
     log = folder / f"{cell.engine}{seed}.log"
     settings = {"max_model_len": 128, "dtype": cell.dtype, "log_path": log, **cell.settings}
-    with served.launcher(checkpoint, **settings) as server:
-        yield Started(served(server))
+    with serving(served, checkpoint, **settings) as found:
+        yield Started(found)
 
 
 @pytest.fixture
