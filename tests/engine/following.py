@@ -3,9 +3,6 @@
 A subclass names its ``kind``, by which `conftest` has a server with one worker, with two, and one in bfloat16.
 """
 
-import subprocess
-import sys
-import textwrap
 from contextlib import contextmanager
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 
 import torchrl_ext as tx
 from tests.models import tiny_model
+from tests.processes import finished
 
 TRANSPORTS = ["disk", "collective", "ipc"]
 
@@ -168,28 +166,27 @@ def changed(kind):
 
 
 DYING_TRAINER = """
-    import os, signal, sys
-    sys.path.insert(0, {repo!r})
-    import torch, torchrl_ext as tx
-    from tests.models import tiny_model
-    from torchrl_ext.types import ParamMeta
-    from torchrl_ext.weights.source import WeightSource
+import os, signal, sys
+import torchrl_ext as tx
+from tests.models import tiny_model
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import WeightSource
 
-    class Dying(WeightSource):
-        def __init__(self, state):
-            self.state = state
-        def params(self):
-            return tuple(ParamMeta.of(name, tensor) for name, tensor in self.state.items())
-        def __iter__(self):
-            for i, (name, tensor) in enumerate(self.state.items()):
-                if i == 12:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield name, tensor
+class Dying(WeightSource):
+    def __init__(self, state):
+        self.state = state
+    def params(self):
+        return tuple(ParamMeta.of(name, tensor) for name, tensor in self.state.items())
+    def __iter__(self):
+        for i, (name, tensor) in enumerate(self.state.items()):
+            if i == 12:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield name, tensor
 
-    source = Dying(dict(tiny_model(61).state_dict()))
-    transport = tx.make_transport("collective", bucket_bytes=0)
-    sender = tx.WeightSender(transport, tx.connect({url!r}))
-    sender.update_weights(source)
+source = Dying(dict(tiny_model(61).state_dict()))
+transport = tx.make_transport("collective", bucket_bytes=0)
+sender = tx.WeightSender(transport, tx.connect(sys.argv[1]))
+sender.update_weights(source)
 """
 
 
@@ -239,8 +236,7 @@ class Recovers(OfOneKind):
         with sending("disk", tmp_path / "before", served) as sender:
             sender.update_weights(tiny_model(60))
         label = served.version()
-        script = textwrap.dedent(DYING_TRAINER).format(repo=str(request.config.rootpath), url=served.url)
-        done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
+        done = finished(DYING_TRAINER, served.url)
         assert done.returncode == -9, done.stderr
         assert served.paused() and served.version() == label
         for seed, transport in ((62, "disk"), (63, "collective")):

@@ -1,8 +1,6 @@
 """LoRA adapters by name and version, in real engines: the same promises from both kinds."""
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -10,9 +8,9 @@ import pytest
 
 import torchrl_ext as tx
 from tests.adapters import lora_policy, randomise
-from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.models import PROMPT, VOCAB, greedy, tiny_model
-from tests.processes import ROOT, WAIT_S
+from tests.processes import WAIT_S, finished
 from torchrl_ext.errors import EngineRefusedError, UpdateError
 from torchrl_ext.messages import ADAPTERS_ROUTE
 from torchrl_ext.rollout.remote import RemoteInferenceClient
@@ -68,8 +66,8 @@ def engine(request, checkpoint, tmp_path_factory):
     served, workers = request.param
     log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
     settings = {"max_model_len": 256, "dtype": "float32", "lora_rank": 8, "tensor_parallel_size": workers}
-    with served.launcher(checkpoint, log_path=log, **settings) as server:
-        yield served(server)
+    with serving(served, checkpoint, log_path=log, **settings) as found:
+        yield found
 
 
 @pytest.fixture
@@ -165,10 +163,8 @@ def test_a_trainer_that_dies_before_the_switch_leaves_the_older_version_and_the_
     randomise(policy, 8)
     version = adapters.load(NAME, policy).version
     adapters.shutdown()
-    died = subprocess.run(
-        [sys.executable, "-c", _DIES, str(root), engine.url, step], cwd=ROOT, timeout=WAIT_S, capture_output=True
-    )
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    died = finished(_DIES, root, engine.url, step)
+    assert died.returncode == -signal.SIGKILL, died.stderr
     assert engine.ask() == (greedy(policy, PROMPT, 24), f"{NAME}@{version}")
     randomise(policy, 9)
     adapters = tx.AdapterSender(root, tx.connect(engine.url))

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
-from tests.processes import ROOT
+from tests.processes import COMMAND, finished
 from tests.rollout.aborts import through_aborts
 from tests.rollout.inputs import TEMPLATE, leaves, prompts
 from torchrl_ext.rollout.remote import RemoteInferenceClient
@@ -92,14 +90,8 @@ def test_a_generation_that_is_aborted_goes_on_where_it_was(sglang, client):
 
 @pytest.mark.exhaustive
 def test_the_demo_proves_itself_on_sglang(sglang, checkpoint):
-    command = [sys.executable, "-m", "torchrl_ext.cli.main", "demo", "--json", "--steps", "2", "--transport", "disk"]
-    done = subprocess.run(
-        [*command, "--engines", sglang.url, "--model", str(checkpoint)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    arguments = ["--json", "--steps", "2", "--transport", "disk", "--engines", sglang.url, "--model", checkpoint]
+    done = finished(COMMAND, "demo", *arguments, timeout_s=600)
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout)
     assert told["verified"] and told["engine"] == "sglang" and len(told["syncs"]) == 3

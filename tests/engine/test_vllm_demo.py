@@ -8,7 +8,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model
-from tests.processes import ROOT
+from tests.processes import COMMAND, ROOT, finished
 from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -31,8 +31,8 @@ def test_the_client_reads_tokens_log_probabilities_and_versions(vllm, tmp_path):
 
 @pytest.mark.parametrize("transport", ["disk", "collective"])
 def test_the_demo_proves_itself_on_vllm(vllm, transport):
-    command = [sys.executable, "-m", "torchrl_ext.cli.main", "demo", "--engines", vllm.url, "--steps", "2", "--json"]
-    done = subprocess.run([*command, "--transport", transport], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    arguments = ["--engines", vllm.url, "--steps", "2", "--json", "--transport", transport]
+    done = finished(COMMAND, "demo", *arguments, timeout_s=300)
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout)
     assert told["verified"] and told["engine"] == "vllm" and not vllm.paused()
