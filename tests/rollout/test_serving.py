@@ -46,8 +46,10 @@ def checkpoint(tmp_path_factory):
 def job(checkpoint, tmp_path_factory):
     path = tmp_path_factory.mktemp("job") / "engines.yaml"
     path.write_text(YAML)
-    with OwnedEngines(path, hf_checkpoint=checkpoint, keeper={"interval_s": 0, "timeout_s": 2.0}) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrl_ext.launch.processes._GRACE_S", 2.0)  # for an engine that hangs, and heeds no SIGTERM
+        with OwnedEngines(path, hf_checkpoint=checkpoint, keeper={"interval_s": 0, "timeout_s": 1.0}) as made:
+            yield made
 
 
 def listed(model):
