@@ -76,6 +76,12 @@ def test_an_environment_of_another_recipe_is_made_anew_and_files_alone_are_writt
         assert runs(python, f"import standin; assert standin.WORKS == {works}") and lines == []
 
 
+def test_where_our_pip_is_old_or_missing_the_environment_has_one_of_its_own(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr("torchrl_ext.launch.environments._installs_elsewhere", lambda: False)
+    python = ensure(Recipe(name="toy", packages=(wheel(tmp_path, "toyengine"),)), lambda line: None)
+    assert runs(python, "import toyengine, pip")
+
+
 def test_a_failed_installation_shows_the_log_and_is_made_anew(tmp_path, cache):
     name = wheel(tmp_path, "late")
     bad = Recipe(name="toy", packages=(str(tmp_path / "nothing-1.0-py3-none-any.whl"),))
