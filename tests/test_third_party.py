@@ -67,6 +67,7 @@ def test_it_passes_the_contract_that_is_shipped(package, installed):
     assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package)
 
 
+@pytest.mark.exhaustive
 def test_it_carries_weights_into_an_embedded_engine(site, installed, tmp_path):
     with EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32", site=site) as server:
         assert "'courier'" in run("-c", TRAINER, server.url, "1")

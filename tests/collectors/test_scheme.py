@@ -44,7 +44,7 @@ Scheme = tx.TransportWeightSyncScheme
 @pytest.mark.parametrize(
     "transport",
     [
-        pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("disk", "ipc") else [])
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("disk", "ipc", "sharded") else [])
         for name in BETWEEN_PROCESSES
     ],
 )

@@ -3,8 +3,6 @@
 import inspect
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -18,12 +16,18 @@ from hydra.utils import instantiate
 
 import torchrl_ext as tx
 import torchrl_ext.configs.hydra as groups
-from tests.processes import ROOT, python
+from tests.processes import ROOT, finished, python
 from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
 from torchrl_ext.collectors.updater import TransportWeightUpdater
 from torchrl_ext.registry import transports
 
 TRAINER_S = 300
+SCRIPT = """
+import os, runpy, sys
+os.chdir(sys.argv[1])
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 ConfigStore.instance().store(
     name="torchrl_ext_test",
     node={"defaults": [{"weight_sync_scheme": "multiprocess"}, {"weight_updater": "vanilla"}, "_self_"]},
@@ -194,21 +198,15 @@ def test_one_import_is_enough():
     assert {"multiprocess", "shared_mem"} | set(tx.transports()) <= found
 
 
-def test_the_options_need_no_hydra():
-    python(
-        "import sys; sys.modules['hydra'] = None\n"
-        "import torchrl_ext as tx, torchrl_ext.configs\n"
-        "assert tx.WeightUpdateConfig().update_weight_mode == 'full'\n"
-        "assert 'torchrl' not in sys.modules",
-        fresh=True,
-    )
-
-
-def test_the_options_do_not_import_hydra_where_it_is():
+def test_the_options_import_no_hydra_where_it_is_and_need_none():
     python(
         "import sys, torchrl_ext as tx\n"
         "assert tx.WeightUpdateConfig().transport_config().name == 'collective'\n"
-        "assert not {'hydra', 'torchrl', 'transformers'} & set(sys.modules)",
+        "assert not {'hydra', 'torchrl', 'transformers'} & set(sys.modules)\n"
+        "sys.modules['hydra'] = None\n"
+        "import torchrl_ext.configs\n"
+        "assert tx.WeightUpdateConfig().update_weight_mode == 'full'\n"
+        "assert 'torchrl' not in sys.modules",
         fresh=True,
     )
 
@@ -217,18 +215,8 @@ def test_the_options_do_not_import_hydra_where_it_is():
 def test_a_trainer_of_torchrls_configs_changes_transport_by_name(transport, tmp_path):
     root = tmp_path / "updates"
     place = [f"weight_sync_scheme.root={root}"] if transport == "delta" else []
-    done = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "tests" / "configs" / "trainer" / "trainer.py",
-            f"weight_sync_scheme={transport}",
-            *place,
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TRAINER_S,
-    )
+    script = ROOT / "tests" / "configs" / "trainer" / "trainer.py"
+    done = finished(SCRIPT, tmp_path, script, f"weight_sync_scheme={transport}", *place, timeout_s=TRAINER_S)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["scheme"] == "TransportWeightSyncScheme"

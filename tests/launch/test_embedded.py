@@ -1,15 +1,13 @@
 """The embedded engine as a child process: it starts, says why it cannot, and never outlives its parent."""
 
 import signal
-import subprocess
-import sys
 
 import httpx
 import psutil
 import pytest
 
 from tests.models import PROMPT, greedy, tiny_checkpoint
-from tests.processes import ROOT, WAIT_S
+from tests.processes import WAIT_S, running_python
 from torchrl_ext.errors import EngineError
 from torchrl_ext.launch.engines.embedded import EmbeddedServer
 from torchrl_ext.launch.tiny import make_tiny_lm
@@ -29,10 +27,13 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-def test_a_server_ends_with_its_block(checkpoint):
-    with EmbeddedServer(checkpoint, threads=1) as server:
+def test_a_server_computes_in_the_dtype_that_it_is_told_and_ends_with_its_block(checkpoint):
+    with EmbeddedServer(checkpoint, dtype="bfloat16", threads=1) as server:
         process = psutil.Process(server.pid)
         assert server.alive() and httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/server_info").json()["dtype"] == "bfloat16"
+        (found,) = InferenceClient(server.url).generate([PROMPT], max_tokens=4, temperature=0.0)
+        assert len(found.token_ids) == 4
     process.wait(timeout=WAIT_S)
     assert not server.alive()
     server.stop()
@@ -40,31 +41,17 @@ def test_a_server_ends_with_its_block(checkpoint):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_server_ends_when_its_parent_is_killed(checkpoint, number):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, checkpoint], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
+    with running_python(PARENT, checkpoint) as parent:
         pid, url = parent.stdout.readline().split()
         process = psutil.Process(int(pid))
         assert httpx.get(f"{url}/health").status_code == 200
         parent.send_signal(number)
         process.wait(timeout=WAIT_S)
-    finally:
-        parent.kill()
-        parent.communicate(timeout=WAIT_S)
 
 
 def test_a_directory_without_a_model_is_named_by_the_error(tmp_path):
     with pytest.raises(EngineError, match=f"{tmp_path} holds no model"):
         EmbeddedServer(tmp_path)
-
-
-def test_bfloat16_weights_are_served_as_bfloat16(tmp_path):
-    path = make_tiny_lm(tmp_path, seed=1)
-    with EmbeddedServer(path, dtype="bfloat16", threads=1) as server:
-        assert httpx.get(f"{server.url}/server_info").json()["dtype"] == "bfloat16"
-        (found,) = InferenceClient(server.url).generate([PROMPT], max_tokens=4, temperature=0.0)
-    assert len(found.token_ids) == 4
 
 
 def test_the_tiny_model_is_the_same_for_the_same_seed_and_differs_for_another(tmp_path):

@@ -12,8 +12,7 @@ def test_the_engine_says_what_to_install():
         "except tx.errors.ConfigError as error:\n"
         "    assert 'torchrl_ext[ray]' in str(error), error\n"
         "else:\n"
-        "    raise AssertionError",
-        fresh=True,
+        "    raise AssertionError"
     )
 
 
@@ -25,8 +24,7 @@ def test_actor_classes_say_what_to_install():
         "except tx.errors.ConfigError as error:\n"
         "    assert 'torchrl_ext[ray]' in str(error), error\n"
         "else:\n"
-        "    raise AssertionError",
-        fresh=True,
+        "    raise AssertionError"
     )
 
 
