@@ -38,7 +38,7 @@ def server(tmp_path_factory):
 
 
 def test_the_demo_learns_and_proves_that_the_engine_followed():
-    done = run("demo", "--json", "--steps", "5", fresh=True)
+    done = run("demo", "--json", "--steps", "5")
     told = document(done)
     assert done.returncode == 0, done.stderr
     assert told["verified"] and told["weights_equal"] and told["greedy_equal"] and told["on_policy"]
@@ -195,8 +195,8 @@ def test_an_interrupt_leaves_no_process_behind(moment, number, ranks):
         assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
 
 
-def test_a_rank_of_the_trainer_that_dies_ends_the_demo_and_leaves_no_process_behind():
-    with Demo("--trainer-ranks", "2", "--transport", "disk") as demo:
+def test_a_rank_of_the_trainer_that_dies_ends_the_demo_and_leaves_no_process_behind(server):
+    with Demo("--engines", server.url, "--trainer-ranks", "2", "--transport", "disk") as demo:
         demo.read_until("step 1")
         children = demo.children()
         demo.rank().kill()
@@ -224,7 +224,7 @@ def test_a_rank_of_the_trainer_that_fails_says_why(tmp_path):
     assert "TransportError: trainer rank 1 ended" in done.stderr and "/missing" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("moment", ["bringing the engine", "step 3"])
+@pytest.mark.parametrize("moment", ["bringing the engine", pytest.param("step 3", marks=pytest.mark.exhaustive)])
 def test_ctrl_c_leaves_no_pause_behind_on_engines_that_run_already(server, moment):
     with Demo("--engines", server.url) as demo:
         demo.read_until(moment)
