@@ -1,9 +1,13 @@
 """Running servers of either make, looked at in the same words."""
 
+import os
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 from tests.models import PROMPT, doubtful, greedy
 from tests.processes import WAIT_S
@@ -16,12 +20,22 @@ _ENDS = ThreadPoolExecutor(4)
 
 
 @contextmanager
+def forked_children():
+    """Servers that are started in the block fork their children, as the file in `site` does it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("site")), prepend=os.pathsep)
+        yield
+
+
+@contextmanager
 def serving(served, checkpoint, **settings):
     """A server beside the block, which leaves its end to a thread: SGLang takes ten seconds, in which it sleeps.
 
-    The interpreter waits for such threads before it ends itself.
+    The interpreter waits for such threads before it ends itself. The server's children are forked; engines that tests
+    start by the launchers themselves start as a user's do.
     """
-    server = served.launcher(checkpoint, **settings)
+    with forked_children():
+        server = served.launcher(checkpoint, **settings)
     try:
         yield served(server)
     finally:
