@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.forking import MODULES
 from tests.processes import WAIT_S, forking
 from torchrl_ext.launch.processes import free_port
 
@@ -35,12 +37,19 @@ def pytest_configure(config):
         # and no name server is asked (resolv.conf(5); glibc reads this at the first look-up of a process): `TCPStore`
         # wants the name of every address, and waits five seconds for a name server that lost the question
         os.environ.setdefault("RES_OPTIONS", "attempts:0")
-
-
-def pytest_sessionstart(session):
-    """What forks children imports the packages while the tests are collected."""
-    if not session.config.option.collectonly:
+    if _of_all(config):
+        if not config.getoption("--engines"):  # before the other one, whose socket it must not hold a copy of
+            runpy.run_path(str(Path(__file__).parent / "engine/site/sitecustomize.py"))["fork_from_a_helper"](MODULES)
         forking()
+
+
+def _of_all(config):
+    """Whether this process runs all tests of a tier: then what forks children imports while they are collected.
+
+    So does what forks those that would be spawned. Alone, a file of tests spawns them, as users do.
+    """
+    alone = config.getoption("dist", "no") == "no" and not config.option.collectonly
+    return alone and config.args_source is config.ArgsSource.TESTPATHS
 
 
 def pytest_collection_modifyitems(config, items):
