@@ -6,10 +6,9 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
+from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_model
 from torchrl_ext.cli.main import main
-from torchrl_ext.launch.engines.sglang import SGLangServer
-from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.messages import ADAPTERS_ROUTE
 
 pytestmark = pytest.mark.engine
@@ -37,7 +36,7 @@ def test_vllm_guards_our_routes_by_its_key_and_doctor_names_those_that_it_leaves
     ours = [("POST", "/update_weights_from_disk"), ("GET", ADAPTERS_ROUTE)]
     ours += [("POST", ADAPTERS_ROUTE)]
     settings = {"dtype": "float32", "max_model_len": 256, "log_path": tmp_path / "log"}
-    with VLLMServer(checkpoint, environ={"VLLM_API_KEY": KEY}, **settings) as server:
+    with serving(ServedVLLM, checkpoint, environ={"VLLM_API_KEY": KEY}, **settings) as server:
         with httpx.Client(base_url=server.url, timeout=60) as http:
             for headers, status in (({}, {401}), ({"authorization": f"Bearer {KEY}"}, {200, 400})):
                 for method, route in ours:
@@ -51,7 +50,7 @@ def test_vllm_guards_our_routes_by_its_key_and_doctor_names_those_that_it_leaves
 def test_sglang_guards_every_route_that_an_update_takes(checkpoint, tmp_path, capsys, monkeypatch):
     settings = {"dtype": "float32", "max_model_len": 256, "log_path": tmp_path / "log"}
     routes = ["/pause_generation", "/update_weights_from_disk", "/weights_checker", "/continue_generation"]
-    with SGLangServer(checkpoint, extra_args=["--api-key", KEY], **settings) as server:
+    with serving(ServedSGLang, checkpoint, extra_args=["--api-key", KEY], **settings) as server:
         with httpx.Client(base_url=server.url, timeout=60) as http:
             assert {route: http.post(route, json={}).status_code for route in routes} == dict.fromkeys(routes, 401)
         found = told_by_doctor(capsys, monkeypatch, server.url)
