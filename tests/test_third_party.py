@@ -11,7 +11,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
-from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import ROOT
 
@@ -76,12 +76,9 @@ def test_it_carries_weights_into_an_embedded_engine(site, installed, tmp_path):
 
 
 def serve(served, tmp_path):
-    server = served.launcher(
-        tiny_checkpoint(tmp_path / "model"), dtype="float32", max_model_len=256, log_path=tmp_path / "log"
-    )
-    with server:
-        run("-c", TRAINER, server.url, "1")
-        engine = served(server)
+    settings = {"dtype": "float32", "max_model_len": 256, "log_path": tmp_path / "log"}
+    with serving(served, tiny_checkpoint(tmp_path / "model"), **settings) as engine:
+        run("-c", TRAINER, engine.url, "1")
         assert engine.says(tiny_model(4))
         assert engine.version() == "2"
 
