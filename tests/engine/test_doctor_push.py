@@ -84,15 +84,3 @@ def test_sglang_with_the_plugin_is_examined_and_pushed_to(sglang, checkpoint, tm
     asked(capsys, "push", checkpoint, "--engines", sglang.url)
     assert asked(capsys, "push", other, "--engines", sglang.url, *extra)["pushed"]
     assert sglang.tokens() == greedy(tiny_model(3))
-
-
-@pytest.mark.exhaustive
-def test_sglang_without_the_plugin_gets_a_warning_and_full_files(stock_sglang, checkpoint, tmp_path, capsys):
-    told = asked(capsys, "doctor", stock_sglang.url, "--root", tmp_path)
-    levels = {row["check"]: row["level"] for row in told["findings"] if row["where"] == stock_sglang.url}
-    assert levels["plugin"] == levels["shared root"] == "warning"
-    told = asked(capsys, "doctor", stock_sglang.url, "--transport", "delta", status=1)
-    assert any(row["check"] == "plugin" and row["level"] == "failure" for row in told["findings"])
-    other = tiny_checkpoint(tmp_path / "other", seed=3)
-    assert asked(capsys, "push", other, "--engines", stock_sglang.url)["pushed"]
-    assert stock_sglang.tokens() == greedy(tiny_model(3))

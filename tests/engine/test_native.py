@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,10 @@ import torch
 import torchrl_ext as tx
 from tests.engine.conftest import serving
 from tests.engine.served import ServedSGLang
-from tests.models import tiny_model
+from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S, running_python
 from tests.transports.test_native import some_params
+from torchrl_ext.cli.main import main
 from torchrl_ext.errors import UpdateError
 from torchrl_ext.launch.environments import SGLANG_CPU
 from torchrl_ext.testing import any_bits, same_bits
@@ -100,6 +102,19 @@ def test_a_stock_server_says_what_the_trainer_would_after_each_of_five_updates(s
     assert stock.server.pid == pid and stock.server.alive() and stock.says(tiny_model(5))
 
 
+def test_doctor_says_how_it_follows_and_push_reaches_it(stock, tmp_path, capsys):
+    assert main(["doctor", stock.url, "--transport", "native", "--json"]) == 0
+    rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)["findings"] if row["where"] == stock.url}
+    assert {rows[check]["level"] for check in ("plugin", "proof", "group")} == {"warning"}
+    assert main(["doctor", stock.url, "--transport", "delta", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert "failure" in {row["level"] for row in found if row["check"] == "plugin"}
+    assert rows["routes"]["level"] == "ok" and "disk, native" in rows["plugin"]["found"]
+    other = tiny_checkpoint(tmp_path / "other", seed=6)
+    assert main(["push", str(other), "--engines", stock.url, "--transport", "native", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"]["proof"] == "sent" and stock.says(tiny_model(6))
+
+
 def test_its_outputs_prove_an_update(stock):
     sender = sending(stock, verify="outputs")
     model = tiny_model(7)
@@ -163,7 +178,7 @@ def test_a_source_that_breaks_half_way_leaves_the_server_paused_and_the_next_upd
 _TRAINER = """
 import sys, threading
 from tests.engine.test_native import SMALL
-from tests.models import tiny_model
+from tests.models import tiny_checkpoint, tiny_model
 import torchrl_ext as tx
 from torchrl_ext.weights.source import MappingSource, as_source
 

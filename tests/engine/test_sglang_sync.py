@@ -137,7 +137,7 @@ def test_the_block_about_sglang_of_the_page_for_those_who_come_from_torchrl(tens
 
 def test_a_server_without_the_plugin_follows_by_full_files_and_says_what_it_cannot(stock_sglang, tmp_path):
     served = stock_sglang
-    assert tx.discover(served.url)[0].transports == ("disk",)
+    assert tx.discover(served.url)[0].transports == ("disk", "native")
     pid = served.server.pid
     with sending("disk", tmp_path, served) as sender:
         for seed in range(71, 76):
