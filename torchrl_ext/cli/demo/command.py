@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import json
 import logging
@@ -34,6 +35,29 @@ _MAX_TOKENS = 24
 _TENSOR_PARALLEL = "tensor_parallel_size"
 
 
+_STORIES = {
+    "vime": ("external", "vllm"),
+    "slime": ("external", "sglang"),
+    "torchrl": ("torchrl", "vllm"),
+    "skyrl": ("skyrl", "vllm"),
+    "switching": ("switching", "vllm"),
+}
+"""Name of a system -> the module under ``stories`` that acts out what it promises, and the engines that it uses."""
+
+
+class _Seed(argparse.Action):
+    """Takes a number, for ``seed``, or a name, for ``story``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        if value in _STORIES:
+            namespace.story = value
+            return
+        try:
+            namespace.seed = int(value)
+        except ValueError:
+            parser.error(f"argument {option}: {value!r} is neither a number nor one of {', '.join(_STORIES)}")
+
+
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser(
@@ -42,12 +66,24 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description=__doc__.partition("\n\n")[2],
     )
     parser.add_argument("--transport", default="collective", help="how weights travel (default: %(default)s)")
-    parser.add_argument("--engine", default="embedded", help="the engine to start: embedded, vllm or sglang")
+    parser.add_argument(
+        "--engine",
+        help="the engine to start: embedded, vllm or sglang (default: embedded, or the one that a NAME is about)",
+    )
     parser.add_argument("--engines", nargs="+", metavar="URL", help="follow with these running engines instead")
     parser.add_argument("--model", help="checkpoint directory to start from (default: a random tiny Qwen3)")
     parser.add_argument("--root", help="directory for transports that use files, seen by trainer and engines")
     parser.add_argument("--steps", type=int, default=12, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and sampling (default: %(default)s)")
+    parser.add_argument(
+        "--seed",
+        action=_Seed,
+        default=0,
+        metavar="N|NAME",
+        help="a number, of weights and sampling (default: 0); or a name, of the system whose promises are acted out "
+        f"and checked in place of a training: {', '.join(_STORIES)}",
+    )
+    parser.add_argument("--random-seed", type=int, dest="seed", metavar="N", help="the number alone, beside a name")
+    parser.set_defaults(story=None)
     parser.add_argument(
         "--trainer-ranks",
         type=int,
@@ -81,6 +117,9 @@ class _Result:
 
 def run(args: argparse.Namespace) -> int:
     """Train with an update after each step, then compare both ends; return 0 where everything was verified, else 1."""
+    if args.story is not None:
+        return _act(args)
+    args.engine = args.engine or "embedded"
     _check(args)
     started = time.perf_counter()
     with Interrupts() as interrupts, contextlib.ExitStack() as stack:
@@ -94,6 +133,39 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_document(args, kinds, urls, result, time.perf_counter() - started)))
     return 0 if result.verified else 1
+
+
+def _act(args: argparse.Namespace) -> int:
+    """Act out a story; return 0 where everything in it held, else 1."""
+    module, own = _STORIES[args.story]
+    args.engine = args.engine or own
+    for flag, given in (
+        ("--transport", args.transport != "collective"),
+        ("--root", args.root is not None),
+        ("--trainer-ranks", args.trainer_ranks != 1),
+        ("--tp", args.tp != 1),
+    ):
+        if given:
+            raise ConfigError(f"{flag} is of the training, and demo {args.story!r} takes its own way")
+    if args.engine not in ("embedded", own):
+        raise ConfigError(f"demo {args.story!r} is about {own}", expected=f"--engine {own} or embedded")
+    if args.engines and args.story == "switching":
+        raise ConfigError("demo 'switching' is about an engine of its own process", hint="leave --engines out")
+    from torchrl_ext.cli.demo.stage import Stage
+
+    started = time.perf_counter()
+    story = importlib.import_module(f"torchrl_ext.cli.demo.stories.{module}")
+    _quiet()
+    with Interrupts(), contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-demo-")))
+        stage = stack.enter_context(
+            Stage(kind=args.engine, urls=args.engines or (), model=args.model, seed=args.seed, folder=folder)
+        )
+        story.run(stage)
+        stage.conclude()
+    if args.json:
+        print(json.dumps(stage.to_json(args.story, time.perf_counter() - started)))
+    return 0 if stage.verified else 1
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -180,17 +252,13 @@ def _train(
     import torch
     from tensordict import set_list_to_stack
     from torchrl.collectors.llm import LLMCollector
-    from transformers.utils import logging as transformers_logging
 
     import torchrl_ext as tx
     from torchrl_ext.cli.demo.ranks import GROUP
     from torchrl_ext.cli.demo.training import Trainer
     from torchrl_ext.rollout.torchrl.lag import MaxLag
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it so
-    for handler in logging.getLogger("torchrl").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)  # standard output is for our document alone
+    _quiet()
     torch.manual_seed(args.seed)
     if not args.model:
         torch.set_num_threads(1)  # products this small lose more to waiting threads than they gain
@@ -254,6 +322,16 @@ def _train(
             collector.shutdown()
 
 
+def _quiet() -> None:
+    """Leave standard output to our document alone, and standard error to our progress."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it so
+    for handler in logging.getLogger("torchrl").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+
+
 def _taken(cls: Any, **settings: Any) -> dict[str, Any]:
     """Return those of ``settings`` that the constructor of ``cls`` takes."""
     known = inspect.signature(cls).parameters
@@ -281,11 +359,11 @@ def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
 
 def _same_greedy(model: Any, prompts: Sequence[Sequence[int]], engine: EngineInfo) -> bool:
     """Return whether ``engine`` continues every prompt as ``model`` does."""
-    from torchrl_ext.cli.demo.training import greedy
+    from torchrl_ext.cli.demo.policy import greedy
     from torchrl_ext.rollout.client import InferenceClient
 
     client = InferenceClient(engine.url, kind=engine.kind)
-    found = client.generate(list(prompts), max_tokens=_MAX_TOKENS, temperature=0.0)
+    found = client.generate(list(prompts), max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True)
     client.close()
     return [one.token_ids for one in found] == [greedy(model, prompt, _MAX_TOKENS) for prompt in prompts]
 

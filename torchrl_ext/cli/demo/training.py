@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,12 +13,14 @@ from torchrl.envs import EnvBase, InitTracker, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from torchrl_ext.cli.demo.policy import read_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DigitsReward", "DigitsTask", "Trainer", "greedy"]
+__all__ = ["DigitsReward", "DigitsTask", "Trainer"]
 
 _PROMPTS = (
     "Count to ten: ",
@@ -114,7 +115,7 @@ class Trainer:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self._model_dir, self._mesh = model_dir, mesh
-        self.model: Any = _read(model_dir)
+        self.model: Any = read_model(model_dir)
         if mesh is not None:
             _shard(self.model, mesh)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
@@ -169,22 +170,9 @@ class Trainer:
         tensors = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if self._mesh.get_rank() != 0:
             return None
-        model = _read(self._model_dir)
+        model = read_model(self._model_dir)
         model.load_state_dict(tensors)
         return model
-
-
-@torch.no_grad()
-def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """Continue ``prompt`` greedily with a model that is in one piece, by `transformers`."""
-    ids = torch.tensor([list(prompt)])
-    settings = {"do_sample": False, "max_new_tokens": max_tokens, "attention_mask": torch.ones_like(ids)}
-    return tuple(model.generate(ids, **settings)[0, ids.shape[1] :].tolist())
-
-
-def _read(model_dir: str | Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
-    return model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it so
 
 
 def _shard(model: Any, mesh: DeviceMesh) -> None:

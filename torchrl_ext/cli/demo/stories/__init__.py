@@ -1,0 +1,1 @@
+"""What each system whose users we serve promises, acted out on running engines and checked: one module per system."""
