@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.engine.served import ServedSGLang, ServedVLLM
+from tests.engine.served import ServedSGLang, ServedVLLM, forked_children
 from tests.models import tiny_checkpoint
 from tests.pages import ROOT, on_servers
 from torchrl_ext.launch.engines.vllm import VLLMSpec
@@ -33,7 +33,7 @@ def test_the_page_about_lora(checkpoint, tmp_path):
         log = tmp_path / f"{served.kind}.log"
         return served.launcher(checkpoint, dtype="float32", max_model_len=256, lora_rank=16, log_path=log)
 
-    with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
+    with forked_children(), ThreadPoolExecutor(2) as pool, ExitStack() as ends:
         started = [pool.submit(serve, served) for served in (ServedVLLM, ServedSGLang)]
         urls = [ends.enter_context(future.result()).url for future in started]
         on_servers("lora", checkpoint, *urls)

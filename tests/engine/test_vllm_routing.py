@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.engine.served import forked_children
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.rollout.aborts import through_aborts
 from torchrl_ext.errors import ConfigError
@@ -41,7 +42,8 @@ def urls(tmp_path_factory):
         return VLLMServer(checkpoint, max_model_len=256, dtype="float32", log_path=log)
 
     with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
-        started = list(pool.map(serve, range(2)))
+        with forked_children():
+            started = list(pool.map(serve, range(2)))
         for server in started:
             ends.callback(server.stop)
         yield [server.url for server in started]
