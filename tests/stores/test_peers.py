@@ -7,12 +7,12 @@ import random
 import shutil
 
 import pytest
+from torchrl_ext.plugins.roots import invited, locate, parameters
 
 from tests.hostile import refused_or_right, worse_bytes, worse_text
 from tests.transports.chains import checkpoint, same, step, trainer_at, weights
 from tests.versions.layouts import edit_manifest, write_skyrl, write_stitch
 from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.plugins.roots import invited, locate, parameters
 from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.peers import as_chain

@@ -1,7 +1,7 @@
 """Carriers take a published version from the trainer to its workers: through shared files, or by a broadcast.
 
 A broadcast sends through a collective group what a shared directory would hold, and writes nothing to any filesystem. A
-keyframe is the tensors themselves (`torchrl_ext.versions.kept_tensors`). The other files of a version, all that a delta
+keyframe is the tensors themselves (`KeptTensors`). The other files of a version, all that a delta
 is, travel behind them as one tensor of bytes, so that everything that reads or writes one is the same code as for a
 directory.
 """
@@ -24,10 +24,10 @@ from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.versions import version_number
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.delta.kept_tensors import FILES, KeptTensors
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.kept_tensors import FILES, KeptTensors
 from torchrl_ext.versions.writer import WritesFull
 from torchrl_ext.weights.source import MappingSource
 

@@ -34,8 +34,8 @@ from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.transports.delta.kept_tensors import KeptTensors
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.kept_tensors import KeptTensors
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
+import copy
 from typing import Any
-
-import httpx
 
 import torchrl_ext as tx
 from torchrl_ext.cli.demo.policy import MAX_TOKENS
 from torchrl_ext.cli.demo.stage import Stage
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.rpc.http import HTTPSession
 
 __all__ = ["run"]
 
@@ -35,7 +34,7 @@ def run(stage: Stage) -> None:
             routing.url,
         )
         asyncio.run(_update_under_way(stage, client))
-        asyncio.run(_pauses(stage, pickle.loads(pickle.dumps(client))))
+        asyncio.run(_pauses(stage, copy.copy(client)))
         asyncio.run(_colocated(stage, client))
         asyncio.run(_sessions(stage, client))
     stage.says_the_same("an engine, at the end", urls)
@@ -134,10 +133,10 @@ async def _generated(client: RemoteInferenceClient, prompt: list[int], count: in
 
 async def _busy(client: RemoteInferenceClient, running: asyncio.Future[Any]) -> bool:
     """Wait until some engine generates for ``running``; whether one did before it was over."""
-    async with httpx.AsyncClient(timeout=_WAIT_S) as http:
-        while not running.done():
-            loads = [await http.get(f"{url}/load") for url in client.server_urls]
-            if any(load.json()["server_load"] for load in loads):
-                return True
-            await asyncio.sleep(_BUSY_S)
+    sessions = [HTTPSession(url, timeout_s=_WAIT_S) for url in client.server_urls]
+    while not running.done():
+        loads = [await asyncio.to_thread(session.get, "/load") for session in sessions]
+        if any(load["server_load"] for load in loads):
+            return True
+        await asyncio.sleep(_BUSY_S)
     return False
