@@ -12,7 +12,8 @@ from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.launch.router import RouterProcess
-from torchrl_ext.planning.options import WeightUpdateConfig, make_serving
+from torchrl_ext.planning.options import WeightUpdateConfig
+from torchrl_ext.planning.serving import make_serving
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.types import EngineInfo
 

@@ -95,8 +95,8 @@ def test_workers_follow_a_trainer_step_by_step(engine):
 def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
     ends, _, handle = engine
     going = threading.Event()
-    ends[1].receiver.prefetch = lambda version, part: going.wait(WAIT_S)  # one of them takes its time
-    ends[0].receiver.prefetch = lambda version, part: None
+    ends[1].receiver.prefetch = lambda version, *_, **__: going.wait(WAIT_S)  # one of them takes its time
+    ends[0].receiver.prefetch = lambda version, *_, **__: None
     assert handle(Prefetch(version=1)) == [{}, {}]
     assert handle(Poll()) == [{"working": True}] * 2
     going.set()
@@ -114,8 +114,8 @@ def test_a_failure_of_one_is_heard_by_all_in_its_words(engine):
 
 def test_a_failure_beside_the_engines_work_is_heard_at_the_next_question(engine):
     ends, _, handle = engine
-    ends[0].receiver.prefetch = lambda version, part: 1 / 0
-    ends[1].receiver.prefetch = lambda version, part: None
+    ends[0].receiver.prefetch = lambda version, *_, **__: 1 / 0
+    ends[1].receiver.prefetch = lambda version, *_, **__: None
     assert handle(Prefetch(version=1)) == [{}, {}]
     errors = idle(handle)
     assert all("worker 0: ZeroDivisionError" in str(error) for error in errors)
@@ -141,7 +141,7 @@ def test_a_prefetch_that_is_begun_anew_ends_the_one_before(engine):
     ends, _, handle = engine
     begun, aborted = [], threading.Event()
     for end in ends:
-        end.receiver.prefetch = lambda version, part: (begun.append(version), version > 1 or aborted.wait(WAIT_S))
+        end.receiver.prefetch = lambda version, *_, **__: (begun.append(version), version > 1 or aborted.wait(WAIT_S))
         end.receiver.abort = aborted.set
     assert handle(Prefetch(version=1)) == [{}, {}]
     assert handle(Prefetch(version=2)) == [{}, {}]

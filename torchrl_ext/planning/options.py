@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrl_ext.codecs.slime.current import CHECKSUMS
@@ -22,12 +21,11 @@ from torchrl_ext.registry import transports
 from torchrl_ext.transports.delta.hooks import hook_at
 
 if TYPE_CHECKING:
-    from torchrl_ext.rollout.serving import Serving
     from torchrl_ext.types import EngineInfo
 
 log = logging.getLogger("torchrl_ext")
 
-__all__ = ["TransportConfig", "WeightUpdateConfig", "make_serving"]
+__all__ = ["TransportConfig", "WeightUpdateConfig"]
 
 
 _OTHER_NAMES = {
@@ -278,7 +276,7 @@ class WeightUpdateConfig:
         """
         chosen = self.transport_config()
         if chosen.name == "collective":
-            chosen = _broadcast_to(engines) or chosen
+            chosen = _broadcast_to(engines, chosen)
         return transports.make(chosen.name, **{**chosen.settings, **settings})
 
     @classmethod
@@ -303,11 +301,11 @@ class WeightUpdateConfig:
         return made
 
 
-def _broadcast_to(engines: Sequence[EngineInfo]) -> TransportConfig | None:
-    """Return the transport for full broadcasts to engines of which not all have our plugin; None where all do."""
+def _broadcast_to(engines: Sequence[EngineInfo], ours: TransportConfig) -> TransportConfig:
+    """Return the transport for full broadcasts to engines: ``ours``, or ``native`` where some lack our plugin."""
     without = [info for info in engines if "collective" not in info.transports]
     if not without:
-        return None
+        return ours
     kinds = sorted({info.kind for info in engines})
     silent = [info.url for info in engines if "native" not in info.transports]
     if silent or len(kinds) > 1:
@@ -320,41 +318,4 @@ def _broadcast_to(engines: Sequence[EngineInfo]) -> TransportConfig | None:
             hint="install the plugin there, or set update_weight_transport='disk'; `torchrl-ext doctor` says more",
         )
     log.info("%s run without our plugin: full updates go by transport 'native'", ", ".join(i.url for i in without))
-    return TransportConfig(name="native", settings={"make": kinds[0]})
-
-
-def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None = None, **settings: Any) -> Serving:
-    """Reach or start the engines of `rollout_external_engine_addrs`, `vllm_config` or `sglang_config`, behind a router.
-
-    Args:
-        config: the options. ``vllm_router_ip`` and ``vllm_router_port`` name a router for external engines.
-        hf_checkpoint: what the trainer starts from; for owned engines.
-        settings: of `ExternalEngines` or `OwnedEngines`.
-
-    Raises:
-        ConfigError: the options name no engine, a YAML that cannot work or is of the other kind, or a router for
-            engines that the job owns.
-        EngineError, DeadlineError: an engine or a router does not answer, or does not start.
-    """
-    from torchrl_ext.launch.processes import reachable
-    from torchrl_ext.launch.topology import Topology
-    from torchrl_ext.rollout.serving import ExternalEngines, OwnedEngines
-
-    router = None
-    if config.vllm_router_ip is not None:
-        router = f"{reachable(config.vllm_router_ip)}:{config.vllm_router_port}"
-    if config.rollout_external_engine_addrs:
-        return ExternalEngines(*config.rollout_external_engine_addrs, router=router, **settings)
-    given = {kind: path for kind, path in (("vllm", config.vllm_config), ("sglang", config.sglang_config)) if path}
-    if len(given) != 1:
-        raise ConfigError(
-            "the options name both kinds of engines" if given else "the options name no engine",
-            expected="one of rollout_external_engine_addrs, vllm_config, sglang_config",
-        )
-    if router is not None:
-        raise ConfigError("engines that the job owns get a router per model", hint="leave vllm_router_ip out")
-    ((kind, path),) = given.items()
-    topology = Topology.load(path, hf_checkpoint=hf_checkpoint)
-    if topology.kind != kind:
-        raise ConfigError(f"{kind}_config {path} describes engines of kind {topology.kind!r}")
-    return OwnedEngines(topology, **settings)
+    return TransportConfig(name="native", settings={**ours.settings, "make": kinds[0]})

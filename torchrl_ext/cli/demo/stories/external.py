@@ -15,7 +15,8 @@ import torch
 import torchrl_ext as tx
 from torchrl_ext.cli.demo.policy import MAX_TOKENS, read_model
 from torchrl_ext.cli.demo.stage import Stage
-from torchrl_ext.planning.options import WeightUpdateConfig, make_serving
+from torchrl_ext.planning.options import WeightUpdateConfig
+from torchrl_ext.planning.serving import make_serving
 from torchrl_ext.rollout.routing import Routing
 from torchrl_ext.rollout.serving import OwnedEngines
 
