@@ -14,6 +14,8 @@ import torch
 import torchrl_ext as tx
 
 WAIT_S = 300
+GROUPS = ("collective", "broadcast", "sglang", "vllm")
+"""Roads on which both ends meet in a group, at a port; the last two are the wires of stock engines."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter to try this file itself
 SHAPE = (4096, 4096)  # 32 MiB in bfloat16
 
@@ -52,6 +54,10 @@ def end(role, transport, place):
     if transport == "broadcast":
         own = {"master_port": int(place), "rank": int(role == "worker"), "world_size": 2}
         return tx.make_transport("delta", carrier="collective", timeout_s=WAIT_S, **own)
+    if transport in ("sglang", "vllm"):
+        own = {"master_port": int(place), "rank": int(role == "worker"), "world_size": 2}
+        backend = None if DEVICE == "cuda" else "gloo"
+        return tx.make_transport("native", make=transport, backend=backend, timeout_s=WAIT_S, **own)
     if transport == "delta":
         own = {"baseline_device": DEVICE} if role == "trainer" else {}
         return tx.make_transport("delta", root=place, timeout_s=WAIT_S, **own)
@@ -66,7 +72,7 @@ def _settle():
 def main(role, transport, place, megabytes):
     megabytes = int(megabytes)
     own = end(role, transport, place)
-    if transport in ("collective", "broadcast"):
+    if transport in GROUPS:
         own.init_all_workers_group({name: (torch.bfloat16, torch.Size(SHAPE)) for name in names(megabytes)})
     print("up", flush=True)
     if role == "trainer":

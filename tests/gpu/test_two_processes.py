@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gpu.ends import GROUPS
 from tests.processes import running_python
 from torchrl_ext.launch.processes import free_port
 
@@ -20,11 +21,11 @@ def environment(role):
 
 
 @pytest.mark.parametrize("megabytes", [96, LARGE_MIB])
-@pytest.mark.parametrize("transport", ["ipc", "collective", "delta", "broadcast"])
+@pytest.mark.parametrize("transport", ["ipc", "delta", *GROUPS])
 def test_every_bit_of_every_version_arrives(transport, megabytes, tmp_path):
     if torch.cuda.mem_get_info()[0] < 5 * megabytes << 20:
         pytest.skip(f"too little GPU memory is free for two processes with {megabytes} MiB of weights")
-    place = str(free_port()) if transport in ("collective", "broadcast") else str(tmp_path / "place")
+    place = str(free_port()) if transport in GROUPS else str(tmp_path / "place")
     settings = (transport, place, megabytes)
     with (
         running_python(CODE, "trainer", *settings, prefix=environment("trainer")) as trainer,
