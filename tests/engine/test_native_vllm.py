@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 
 _GLOO = '''
 """Has vLLM's nccl backend run by gloo: its communicator, and the streams around it. No part of torchrl_ext."""
-import contextlib, json
+import contextlib, json, os
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -44,6 +44,8 @@ class Group:
         self.pg = dist.ProcessGroupGloo(keys, rank, init.world_size, wait)
 
     def broadcast(self, tensor, src=0, stream=None):
+        with open(os.environ["GLOO_WIRE_SEEN"], "a") as seen:  # what came before is loaded
+            seen.write(".")
         self.pg.broadcast(tensor, src).wait()
 
     def destroy(self):
@@ -81,11 +83,13 @@ def stock(checkpoint, tmp_path_factory):
         max_model_len=256,
         dtype="float32",
         plugin=False,
-        environ={"PYTHONPATH": str(site), "VLLM_PLUGINS": "gloo_wire"},
+        environ={"PYTHONPATH": str(site), "VLLM_PLUGINS": "gloo_wire", "GLOO_WIRE_SEEN": str(site / "seen")},
         extra_args=["--weight-transfer-config", json.dumps({"backend": "nccl"})],
         log_path=tmp_path_factory.mktemp("log") / "vllm.log",
     ) as server:
-        yield ServedVLLM(server)
+        served = ServedVLLM(server)
+        served.broadcasts = lambda: len((site / "seen").read_bytes())
+        yield served
 
 
 def sending(stock, *, bucket_bytes=1 << 14, **settings):
@@ -125,34 +129,34 @@ def test_it_loads_files_by_its_own_method(stock, tmp_path):
 
 
 class BrokenAttention(MappingSource):
-    """A source that fails between the parts of a layer that the engine keeps as one, once it has the first of them."""
+    """A source that fails between the parts of a layer that the engine keeps as one, once it has loaded the first."""
 
-    def __init__(self, weights, transport):
+    def __init__(self, weights, stock):
         super().__init__(weights)
-        self.transport = transport
+        self.stock, self.before = stock, stock.broadcasts()
 
     def __iter__(self):
-        for name, tensor in super().__iter__():
+        for number, (name, tensor) in enumerate(super().__iter__(), 1):
             if name.endswith("1.self_attn.k_proj.weight"):
-                begun = self.transport._meeting.broadcasts._begun
-                until_met(lambda works=begun: all(work.is_completed() for work in [*works]))  # the engine has them
+                loaded = self.before + number  # it waits for this one
+                until_met(lambda: self.stock.broadcasts() == loaded)  # noqa: B023 - called here alone
                 raise RuntimeError("it broke")
             yield name, tensor
 
 
-def half_an_update(sender, seed):
+def half_an_update(sender, stock, seed):
     with pytest.raises(UpdateError, match="it broke"):
-        sender.update_weights(BrokenAttention(dict(as_source(tiny_model(seed))), sender._transport))
+        sender.update_weights(BrokenAttention(dict(as_source(tiny_model(seed))), stock))
     assert [row.state for row in sender.engine.rows()] == ["paused"]
 
 
 def test_a_layer_that_was_filled_by_half_is_whole_after_the_next_update(stock, monkeypatch):
     sender, model = sending(stock, bucket_bytes=1), tiny_model(23)  # every tensor travels alone
     sender.update_weights(tiny_model(21))
-    half_an_update(sender, 22)
+    half_an_update(sender, stock, 22)
     sender.update_weights(model)
     assert stock.says(model)
-    half_an_update(sender, 24)
+    half_an_update(sender, stock, 24)
     monkeypatch.setattr(StockVLLM, "start", lambda self, **_: self._post("/start_weight_update", {}))
     model = tiny_model(25)  # other than the last one, whose bytes the memory that is not filled may still hold
     sender.update_weights(model)
