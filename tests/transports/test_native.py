@@ -163,6 +163,7 @@ def test_a_trainer_that_gives_up_half_way_frees_all_workers_who_leave_and_the_ne
     tell_to_receive(handoff, workers, name)
     with pytest.raises(RuntimeError, match="the source broke"):
         handoff.transfer()
+    trainer.abort()  # as a sender does then
     for worker in workers:  # as the client of an engine does after a failure
         worker.tell("destroy", name=name)
     for worker in workers:

@@ -188,6 +188,7 @@ class Meeting:
         """
         until = time.monotonic() + self._timeout_s
         endpoints: set[tuple[Any, ...]] = set()
+        keys = self._keys  # another thread may end this meeting
         if self._making is not None:
             make: Any = self._making.result
         elif self.backend == "nccl":
@@ -196,7 +197,7 @@ class Meeting:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # left out of the stub
             options._devices, endpoints = gloo_devices(self._host, self._port, self._stop, 1)
             options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self._timeout_s + _LATER_S)
-            make = partial(dist.ProcessGroupGloo, self._keys, self.rank, self.size, options)
+            make = partial(dist.ProcessGroupGloo, keys, self.rank, self.size, options)
         try:
             pg = made_in_time(make, until, self._timeout_s, self._stop)
         except (DeadlineError, TransportError) as error:
@@ -209,9 +210,12 @@ class Meeting:
         self._unformed = None
         formed = Broadcasts(pg, self.backend, device=self._device, timeout_s=self._timeout_s, stop=self._stop)
         if endpoints:
-            formed.watch(endpoints | listening_at(self._keys, self.rank, self.size, endpoints))
+            formed.watch(endpoints | listening_at(keys, self.rank, self.size, endpoints))
         sever_at_exit(formed)
         self._broadcasts = formed
+        if self._stop.is_set():
+            self.close()
+            raise TransportError("forming the group was aborted", state="no group was formed")
 
     def _nccl(self) -> Any:
         options = dist.ProcessGroupNCCL.Options()
@@ -244,8 +248,12 @@ class Meeting:
         return None
 
     def _asked(self, key: str, left_s: float) -> Info | None:
+        store = self._store
+        if store is None:
+            raise NotConnectedError("the group was ended", hint="connect again")
+
         def ask() -> Info | None:
-            return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
+            return dict(json.loads(store.get(key))) if store.check([key]) else None
 
         try:
             found = in_time(ask, time.monotonic() + max(1.0, left_s), self._stop)

@@ -21,7 +21,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.errors import (
+    ConcurrentUpdateError,
+    ConfigError,
+    DeadlineError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+)
 from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.buckets import Packer, Plan
 from torchrl_ext.transports.collective.backends import choose_backend
@@ -211,9 +218,6 @@ class NativeTransport(StandaloneTransport):
                     state="the group is ended; engines may hold a part of this version",
                     hint="look at the engines' logs, and call update_weights again",
                 ) from error
-            except BaseException:
-                self._leave()
-                raise
             self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
 
         return Handoff(info=info, transfer=transfer)
@@ -285,13 +289,18 @@ class NativeTransport(StandaloneTransport):
 
     def abort(self) -> None:
         self._stop.set()
+        self._leave()
+
+    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
+        super().dismiss(source, error)
+        if error is not None and not isinstance(error, ConcurrentUpdateError):
+            self._leave()  # workers may wait for the rest of what a source could not give
 
     def check_connection(self) -> bool:
         return self._meeting is not None and self._meeting.connected
 
     def shutdown(self) -> None:
-        self._stop.set()
-        self._leave()
+        self.abort()
         self._kept = None
 
     def _refuse_worker(self, what: str) -> None:
