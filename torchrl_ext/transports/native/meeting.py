@@ -115,6 +115,7 @@ class Meeting:
         self._broadcasts: Broadcasts | None = None
         self._unformed: Any = None
         self._making: Future[Any] | None = None
+        self._count = 0  # messages that were left, or taken
         if make == "vllm" and backend == "nccl" and size > _MOST_RANKS:
             raise TransportError(f"a group of {size} ranks", expected=f"{_MOST_RANKS} ranks or fewer, as vLLM has it")
         until = time.monotonic() + timeout_s
@@ -229,19 +230,21 @@ class Meeting:
 
     # words of our own beside the group's, for ends without a control layer
 
-    def tell(self, key: str, value: Info) -> None:
-        """Leave a message for the workers in the store (trainer)."""
-        self._store.set(key, json.dumps(value))
+    def tell(self, value: Info) -> None:
+        """Leave the next message for the workers in the store (trainer)."""
+        self._count += 1
+        self._store.set(f"{self.name}/told/{self._count}", json.dumps(value))
 
-    def hear(self, key: str, timeout_s: float) -> Info | None:
-        """Return the message under ``key``, or None where none comes in ``timeout_s`` seconds (worker).
+    def hear(self, timeout_s: float) -> Info | None:
+        """Return the next message, or None where none comes in ``timeout_s`` seconds (worker).
 
         Raises:
             NotConnectedError: the trainer ended the group, or is gone.
         """
         for left_s in pauses(timeout_s, self._stop, longest_s=_LONGEST_PAUSE_S):
-            answer = self._asked(key, left_s)
+            answer = self._asked(f"{self.name}/told/{self._count + 1}", left_s)
             if answer is not None:
+                self._count += 1
                 return answer
             if not self.connected:
                 raise NotConnectedError("the trainer ended the group", hint="connect again")

@@ -101,7 +101,6 @@ class NativeTransport(StandaloneTransport):
         self._generation = 0
         self._stop = threading.Event()
         self._plan = Plan()
-        self._announced = 0
 
     @classmethod
     def from_info(cls, info: Info) -> NativeTransport:
@@ -183,7 +182,6 @@ class NativeTransport(StandaloneTransport):
         how: dict[str, Any] = {"device": self.device, "backend": self.backend, "timeout_s": self.timeout_s}
         where = self.master_address, port, self._kept
         self._meeting = Meeting(self.make, *where, self.rank, size, name, **how, stop=self._stop)
-        self._announced = 0
         return self._meeting
 
     def _met(self) -> Meeting:
@@ -267,9 +265,7 @@ class NativeTransport(StandaloneTransport):
     # without a control layer
 
     def announce(self, info: Info) -> None:
-        self._announced += 1
-        meeting = self._met()
-        meeting.tell(f"{meeting.name}/announced/{self._announced}", info)
+        self._met().tell(info)
 
     def poll(self, timeout_s: float) -> Info | None:
         """Return the next announcement, or None after ``timeout_s`` seconds.
@@ -280,12 +276,7 @@ class NativeTransport(StandaloneTransport):
         """
         if self.rank == 0:
             raise TransportError("receive_weights was called on rank 0, the trainer", expected="a worker, from 1 on")
-        meeting = self._met()
-        found = meeting.hear(f"{meeting.name}/announced/{self._announced + 1}", timeout_s)
-        self._announced += found is not None
-        return found
-
-    # both ends
+        return self._met().hear(timeout_s)
 
     def abort(self) -> None:
         self._stop.set()
