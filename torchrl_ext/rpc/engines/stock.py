@@ -227,8 +227,8 @@ class StockVLLM(Workers):
     def start(self, *, bracketed: bool = False) -> None:
         """Begin an update, with layers of which nothing is left from one that failed.
 
-        After a failure vLLM keeps layers half-filled, and the next update would take them for filled, and drop what it
-        is sent of them: a whole cycle without a tensor in between resets them, while nobody generates.
+        After a failure vLLM 0.32 keeps what a layer was sent and its count (`model_loader.reload.layerwise`), and goes on
+        from there in the next update: a whole cycle without a tensor in between resets both, while nobody generates.
         """
         if self._transport != "native":
             return
@@ -243,7 +243,7 @@ class StockVLLM(Workers):
         _refuse_digests(info, self._url, FLAGS)
         if self._transport == "disk":
             body = {"method": "reload_weights", "kwargs": {"weights_path": info["path"]}}
-            for _ in range(1 if self._clean else 2):  # an earlier one may have left layers half-filled, as in `start`
+            for _ in range(1 if self._clean else 2):  # an earlier one may have left some half-filled, as in `start`
                 self._post("/collective_rpc", body, timeout_s=self._timeout_s)
             return
         for names, dtypes, shapes in _bodies(info):
