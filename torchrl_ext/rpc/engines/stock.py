@@ -227,8 +227,8 @@ class StockVLLM(Workers):
     def start(self, *, bracketed: bool = False) -> None:
         """Begin an update, with layers of which nothing is left from one that failed.
 
-        After a failure vLLM 0.32 keeps what a layer was sent and its count (`model_loader.reload.layerwise`), and goes on
-        from there in the next update: a whole cycle without a tensor in between resets both, while nobody generates.
+        After a failure vLLM 0.32 keeps what a layer was sent, and its count (`model_loader.reload.layerwise`), and goes
+        on from there in the next update. A cycle without a tensor in between resets both, while nobody generates.
         """
         if self._transport != "native":
             return
