@@ -63,6 +63,7 @@ class WeightReceiver:
         self._sealed = False
         self._intact = True  # the model holds one version, and not parts of several
         self._staged: Changes | None = None
+        self._announced = False  # the version prefetched last came with names of files, or a label
         self._part: Part | None = None  # what the version that comes brings, where that is not everything
         self._followed = False  # a version landed since the trainer joined
         self._landed = 0  # the version of the last load; engines need not say which one they put in service
@@ -199,7 +200,9 @@ class WeightReceiver:
             self._require_base(part.base)
         if part is not None or self._part is not None:
             self._expect(part)
-        transport.incremental.expect(version, files, label)
+        if files is not None or label is not None or self._announced:
+            self._announced = files is not None or label is not None
+            transport.incremental.expect(version, files, label)
         changes = transport.incremental.prefetch(version, loader.position_digests if self._intact else None)
         if changes is not None:
             try:

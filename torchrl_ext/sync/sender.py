@@ -23,7 +23,7 @@ from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.parts import Only, chosen, trainable
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import PROOFS, Handoff, ParamMeta, Part, SyncReport, least
+from torchrl_ext.types import PROOFS, ParamMeta, Part, SyncReport, least
 from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.derived import as_mapper
 from torchrl_ext.weights.source import WeightSource, as_source, inner_model, is_tensordict_module, source_of_module
@@ -310,8 +310,11 @@ class WeightSender:
     def _update(self, source: Outgoing, version: int) -> None:
         self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
         with self._spans.of("prepare"):
-            handoff = self._marked(source, self._transport.prepare(source, version))
-        staging = partial(self._prefetch, source)
+            handoff = self._transport.prepare(source, version)
+        part = source.part if self._transport.parts else None
+        if part is not None:  # workers are told which version the rest of theirs has to be
+            handoff = replace(handoff, info={**handoff.info, "onto": part.base})
+        staging = partial(self._prefetch, part)
         with self._spans.of("prefetch"), in_background(staging, version, self._transport.abort):
             handoff.ahead()  # engines still generate: they fetch, check, decode, stage
         with self._spans.of("pause"), self.engine.updating(version):  # paused only from here
@@ -322,13 +325,8 @@ class WeightSender:
 
     # its helpers
 
-    def _marked(self, source: Outgoing, handoff: Handoff) -> Handoff:
-        """Return the handoff, which names the version that it builds on where workers get a part."""
-        part = source.part if self._transport.parts else None
-        return handoff if part is None else replace(handoff, info={**handoff.info, "onto": part.base})
-
-    def _prefetch(self, source: Outgoing, version: int, _: Callable[[], None]) -> None:
-        self.engine.prefetch(version, source.part if self._transport.parts else None)
+    def _prefetch(self, part: Part | None, version: int, _: Callable[[], None]) -> None:
+        self.engine.prefetch(version, part)
 
     def _trained(self, weights: Any) -> Callable[[], frozenset[str]] | None:
         """Return what tells the names of trainable parameters, as they are sent; None where no module does."""

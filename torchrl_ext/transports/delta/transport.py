@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -263,14 +264,15 @@ class DeltaTransport(StandaloneTransport, Incremental):
         if self._wrote is not None:
             self._wrote(self.root, version_name(version))
         self._connected = True
-        rows, elements = [meta.to_json() for meta in source.params()], sum(meta.numel for meta in source.params())
-        changed = 0 if delta is None else sum(row.changed for row in delta.params)
+        params = source.params()
+        elements = sum(map(attrgetter("numel"), params))
+        changed = 0 if delta is None else sum(map(attrgetter("changed"), delta.params))
         self.stats.bytes = None if delta is None else sum(delta.files.values())
         self.stats.density = 1.0 if delta is None else changed / max(1, elements)
         self.stats.spans = {"publish": time.perf_counter() - began}
         if self._by_shard is not None and delta is not None:
             self.stats.rank_bytes = self._by_shard.rank_bytes
-        info = {"transport": self.name, "version": version, "params": rows}
+        info = {"transport": self.name, "version": version, "params": list(map(ParamMeta.to_json, params))}
         handoff = Handoff(info=info, acknowledge=self._writer.acknowledge)
         if self._broadcast is None:
             return handoff
