@@ -104,7 +104,7 @@ class Part:
     names: frozenset[str]
 
     def to_json(self) -> Info:
-        """Return the part as a JSON object."""
+        """Return the part as a JSON object, its names sorted."""
         return {"base": self.base, "names": sorted(self.names)}
 
     @classmethod
@@ -266,8 +266,7 @@ class SyncReport:
         rank_bytes: bytes that each trainer rank sent; empty where the transport does not count them.
         worker_bytes: bytes that each worker received; empty where the transport does not count them.
         whole: tensors that went the full route although trainer or engine is sharded -> the reason.
-        part: some tensors were sent, and engines kept the others (``update_weights(only=...)``); `proof` is then of
-            those that were sent.
+        part: some tensors were sent (``only=``), and engines kept the others; `proof` is of those that were sent.
 
     Example:
         >>> sender = tx.WeightSender(tx.make_transport("disk", root=root), tx.connect(address))

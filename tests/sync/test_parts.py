@@ -280,9 +280,16 @@ class TestReceiver:
         with pytest.raises(IntegrityError, match="comes as all tensors of a model"):
             send(4, told=False)
 
-    def test_a_loader_that_knows_no_parts_refuses_them(self):
+    def test_a_loader_that_knows_no_parts_refuses_them_and_gets_everything(self):
         class Plain(TensorsLoader):
-            part = WeightLoader.part
+            parts, part = False, WeightLoader.part
 
+        trained, served = policy(), policy()
         with pytest.raises(ConfigError, match="a Plain takes whole updates only"):
-            Plain(policy()).part(frozenset(["a.bias"]))
+            Plain(served).part(frozenset(["a.bias"]))
+        engine = tx.make_engine("inprocess", engine=tx.WeightReceiver(Plain(served)))
+        sender = tx.WeightSender(tx.MemoryTransport(), engine)
+        sender.register_model(trained)
+        for _ in range(2):
+            assert not sender.update_weights(only="b").part
+        assert torch.equal(served["a"].weight, trained["a"].weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -36,6 +36,8 @@ class ModelLoader(WeightLoader):
         device: where parameters that are on the meta device go; None: where they arrive.
         tied: names that do not travel -> names that do, for models whose ties were lost with their storage.
     """
+
+    parts: ClassVar[bool] = True
 
     def __init__(
         self, model: Callable[[], Any], *, device: str | None = None, tied: Mapping[str, str] | None = None

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,9 @@ class Changes:
 
 class WeightLoader(ABC):
     """Applies `(name, tensor)` pairs in checkpoint coordinates to a live model."""
+
+    parts: ClassVar[bool] = False
+    """Whether it takes some of the checked parameters alone (`part`)."""
 
     @abstractmethod
     def check(self, params: Iterable[ParamMeta]) -> None:
@@ -206,6 +209,8 @@ class TensorsLoader(WeightLoader):
         target: module, TensorDict or mapping of tensors.
         partial: accept updates that name only some of the tensors.
     """
+
+    parts: ClassVar[bool] = True
 
     def __init__(self, target: Any, *, partial: bool = False) -> None:
         is_module = isinstance(target, nn.Module) and not is_tensordict_module(target)

@@ -75,6 +75,11 @@ class WeightReceiver:
         """The target that takes the weights, as it was given."""
         return self._target
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the target takes updates of some tensors alone."""
+        return self._require_loader().parts
+
     # driven by an engine
 
     def handle(self, message: Message) -> Info:

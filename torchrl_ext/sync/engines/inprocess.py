@@ -13,20 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from torchrl_ext.errors import UpdateError, WeightSyncError
+from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.messages import Finish, Join, Prefetch, Rehearse, Start, loading
-from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
-from torchrl_ext.sync.outgoing import Outgoing
-from torchrl_ext.sync.parts import Only, chosen
-from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, SyncReport
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.derived import Layered
-from torchrl_ext.weights.source import WeightSource, as_source
+from torchrl_ext.sync.engines.switching import Switch
+from torchrl_ext.sync.parts import Only
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["InProcessEngine"]
 
@@ -117,7 +111,7 @@ class InProcessEngine(EngineClient):
 
     @property
     def takes_parts(self) -> bool:
-        return True
+        return self._host.takes_parts()
 
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._host.handle(Prefetch(version=version, part=part))
@@ -229,82 +223,11 @@ class InProcessEngine(EngineClient):
         """Return the weights that the engine holds before the first update."""
         return self._host.start_weights()
 
-    async def _switched(self, how: Callable[[_Switch], Any]) -> Any:
+    async def _switched(self, how: Callable[[Switch], Any]) -> Any:
         if isinstance(self._host, VLLMHost):
             self._host.at_home(asyncio.get_running_loop())
         return await asyncio.to_thread(how, self._switch)
 
     @cached_property
-    def _switch(self) -> _Switch:
-        return _Switch(self, transport=self._transport)
-
-
-class _Switch:
-    """Switches the weights of one engine, and remembers what it holds, to fall back on.
-
-    That is the path of a checkpoint, and a host copy of every tensor that came in a state dict since.
-
-    Args:
-        engine: takes the weights.
-        transport: name of the transport.
-    """
-
-    def __init__(self, engine: InProcessEngine, *, transport: str) -> None:
-        self._engine = engine
-        self._sender = WeightSender(transports.make(transport), engine)
-        self._sender.holds(0)
-        self._turn = threading.Lock()
-        self._held: WeightSource | None = None
-
-    def to_checkpoint(self, path: str | os.PathLike[str], only: Only | None = None) -> SyncReport:
-        """Serve what a checkpoint directory holds, or some of it.
-
-        Raises:
-            ManifestError: as `to_state_dict`; or ``only`` means nothing.
-        """
-        checkpoint = CheckpointSource(path)
-        if only is not None:
-            return self.to_state_dict(dict(checkpoint.pairs(chosen(only, checkpoint))))
-        with self._turn:
-            return self._to(checkpoint)
-
-    def to_state_dict(
-        self, tensors: Mapping[str, Tensor], mapper: Callable[[str], str] | Mapping[str, str] | None = None
-    ) -> SyncReport:
-        """Serve these tensors, cast to the dtypes of those held, and for every other parameter what is held.
-
-        Raises:
-            ManifestError: nothing held has a tensor's name, or its shape; or a tensor has no data.
-        """
-        given = Outgoing(as_source(tensors), mapper=mapper)
-        with self._turn:
-            good = self._last_good()
-            dtypes = {meta.name: meta.dtype for meta in good.params()}
-            copies = {name: tensor.to("cpu", dtypes.get(name), copy=True) for name, tensor in given}
-            return self._to(Layered(good, copies), frozenset(copies))
-
-    def _last_good(self) -> WeightSource:
-        if self._held is None:
-            self._held = self._engine.start_weights()
-        return self._held
-
-    def _to(self, source: WeightSource, names: frozenset[str] | None = None) -> SyncReport:
-        self._engine.check()
-        good = self._last_good()
-        try:
-            report = self._sender.update_weights(source, only=names)
-            self._engine.check()
-        except WeightSyncError as error:
-            if self._engine.rows()[0].state == "serving":
-                raise
-            try:
-                self._sender.update_weights(good)
-            except WeightSyncError as second:
-                raise UpdateError(
-                    f"{error}; and the weights before it could not be put back: {second}", rows=self._engine.rows()
-                ) from error
-            raise UpdateError(
-                f"{error}; the weights that were served before were put back, and serve", rows=self._engine.rows()
-            ) from error
-        self._held = source
-        return report
+    def _switch(self) -> Switch:
+        return Switch(self, transport=self._transport)
