@@ -12,7 +12,7 @@ from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Join, Load
+from torchrl_ext.messages import Join, loading
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
@@ -36,7 +36,7 @@ def test_it_follows_whatever_transport_it_is_told_to_join(tmp_path):
         handoff = transport.prepare(as_source(policy), version)
         receiver.prefetch(version)
         receiver.start()
-        receiver.load(Load.of(handoff.info))
+        receiver.load(loading(handoff.info))
         receiver.verify({name: tensor_digest(tensor) for name, tensor in as_source(policy)})
         receiver.finish(version)
         assert receiver.version == version

@@ -16,7 +16,6 @@ from torchrl_ext.messages import (
     Finish,
     Inspect,
     Join,
-    Load,
     Poll,
     Prefetch,
     Rehearse,
@@ -25,6 +24,7 @@ from torchrl_ext.messages import (
     Start,
     State,
     Verify,
+    loading,
 )
 from torchrl_ext.sync.worker_end import WorkerEnd, joined
 from torchrl_ext.waiting import wait_until
@@ -84,7 +84,7 @@ def test_workers_follow_a_trainer_step_by_step(engine):
     assert idle(handle) == [{}, {}]
     handoff = transport.prepare(as_source(policy), 1)
     digests = {name: tensor_digest(tensor) for name, tensor in as_source(policy)}
-    for message in (Prefetch(version=1), Start(), Load.of(handoff.info), Verify(digests=digests), Seal()):
+    for message in (Prefetch(version=1), Start(), loading(handoff.info), Verify(digests=digests), Seal()):
         assert handle(message) == [{}, {}]
         assert not isinstance(message, Prefetch) or idle(handle) == [{}, {}]
     assert handle(Finish(version=1)) == [{}, {}]

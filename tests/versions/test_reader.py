@@ -97,7 +97,7 @@ def test_tensors_are_decoded_beside_each_other_and_come_in_order(chain, monkeypa
         return patch(route, meta, base)
 
     monkeypatch.setattr(OpenRoute, "patch", meeting)
-    monkeypatch.setattr("torchrl_ext.versions.open_route.spare_threads", lambda: 2)
+    monkeypatch.setattr("torchrl_ext.versions.open_route.worker_threads", lambda **_: 2)
     second = reader.changes(2)
     changed = [meta.name for meta in second.params if not torch.equal(history[1][meta.name], history[2][meta.name])]
     pair = changed[:2]
@@ -107,6 +107,6 @@ def test_tensors_are_decoded_beside_each_other_and_come_in_order(chain, monkeypa
 
 @pytest.mark.parametrize(("cores", "computing", "spare"), [(8, 8, 1), (2, 2, 1), (2, 1, 1), (4, 1, 3), (64, 1, 4)])
 def test_decoding_takes_cores_that_the_model_does_not_compute_on(cores, computing, spare, monkeypatch):
-    monkeypatch.setattr(stream, "worker_threads", lambda: cores)
+    monkeypatch.setattr(stream.os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr(torch, "get_num_threads", lambda: computing)
-    assert stream.spare_threads() == spare
+    assert stream.worker_threads(beside_model=True) == spare

@@ -21,7 +21,7 @@ from torchrl_ext.kernels.base import Kernels, Words, flat_bits, kernels_on, unsi
 from torchrl_ext.kernels.host import Part, Search
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["decode_tensors", "encode_tensor", "encode_tensors", "spare_threads", "worker_threads"]
+__all__ = ["decode_tensors", "encode_tensor", "encode_tensors", "worker_threads"]
 
 _SMALL = 1 << 20  # units: smaller tensors share a task, so that handing them over costs less than coding them
 _MOST_SPARE = 4  # several workers of an engine share a host
@@ -42,20 +42,18 @@ class _Begun(NamedTuple):
     blocks: Iterator[_Coded]
 
 
-def worker_threads() -> int:
-    """Return the number of cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on this system
-        return os.cpu_count() or 1
+def worker_threads(*, beside_model: bool = False) -> int:
+    """Return how many threads may work: one per core that this process may use.
 
-
-def spare_threads() -> int:
-    """Return how many threads may work beside a model in use: one per core that torch leaves free, from 1 to 4.
-
-    An engine on a GPU computes on one core or few; one on the host on all of them, unless it was told otherwise.
+    Args:
+        beside_model: only on cores that torch leaves free, from 1 to 4 of them. An engine on a GPU computes on one core
+            or few; one on the host on all of them, unless it was told otherwise.
     """
-    return max(1, min(_MOST_SPARE, worker_threads() - torch.get_num_threads()))
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        cores = os.cpu_count() or 1
+    return max(1, min(_MOST_SPARE, cores - torch.get_num_threads())) if beside_model else cores
 
 
 def encode_tensors(

@@ -194,12 +194,6 @@ class Load(Message):
     version: Count
     handoff: Object
 
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Load:
-        """Make the message from `Handoff.info`; fields are checked against their rules where it is read from JSON."""
-        handoff = {**info}
-        return cls(version=handoff.pop("version"), handoff=handoff)
-
     def info(self) -> Info:
         """Return the info that `Transport.receive` takes."""
         return {**self.handoff, "version": self.version}
@@ -217,8 +211,14 @@ class Verify(Message):
 
 
 def loading(info: Mapping[str, Any]) -> Load | Verify:
-    """Return the message for a handoff's info, or for ``{"verify": digests}``."""
-    return Verify(digests=info["verify"]) if "verify" in info else Load.of(info)
+    """Return the message for a handoff's info, or for ``{"verify": digests}``.
+
+    Fields are checked against their rules where the message is read from JSON.
+    """
+    if "verify" in info:
+        return Verify(digests=info["verify"])
+    handoff = {**info}
+    return Load(version=handoff.pop("version"), handoff=handoff)
 
 
 @dataclass(frozen=True, kw_only=True)

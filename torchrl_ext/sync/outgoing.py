@@ -117,13 +117,12 @@ class Outgoing(WeightSource):
     def tied(self) -> Mapping[str, str]:
         return self._source.tied()
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._pass(iter(self._source), self._params)
-
-    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        yield from self._pass(self._source.pairs(names), [meta for meta in self._params if meta.name in names])
-
-    def _pass(self, stream: Iterator[tuple[str, Tensor]], params: Iterable[ParamMeta]) -> Iterator[tuple[str, Tensor]]:
+    def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield as `WeightSource.pairs`, and count; all tensors without ``names``."""
+        if names is None:
+            stream, params = iter(self._source), self._params
+        else:
+            stream, params = self._source.pairs(names), tuple(meta for meta in self._params if meta.name in names)
         self.digests, self.count, self.bytes = {}, 0, 0
         self._stream = stream
         for meta, tensor in checked(stream, params):
@@ -131,6 +130,8 @@ class Outgoing(WeightSource):
                 self.digests[meta.name] = tensor_digest(tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
             yield meta.name, tensor
+
+    __iter__ = pairs
 
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks that this rank holds, once they are found to be sound, and count what they are parts of.

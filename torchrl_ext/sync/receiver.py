@@ -310,7 +310,8 @@ class WeightReceiver:
     def finish(self, version: int) -> None:
         """Note that the model holds ``version``, of which everything arrived; end the load if `seal` did not."""
         if not self._sealed:
-            self.seal()
+            self._require_loader().finish()
+            free_cached()
         self._sealed = self.empty = False
         self._intact = self._followed = True
         self.version = version

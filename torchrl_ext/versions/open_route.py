@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
-from torchrl_ext.codecs.pipeline import decode_tensors, spare_threads
+from torchrl_ext.codecs.pipeline import decode_tensors, worker_threads
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.stores.chain import Chain, Route
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
@@ -188,7 +188,7 @@ class OpenRoute:
         for meta in self.params:
             if meta.name in self._changed and wanted(meta.name):
                 decoding.append(partial(self.patch, meta, copies.get(meta.name)))
-        return decode_tensors(decoding, threads=spare_threads())  # type: ignore[arg-type]
+        return decode_tensors(decoding, threads=worker_threads(beside_model=True))  # type: ignore[arg-type]
 
     def whole(self, copies: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as they are where the route ends, made from host copies of them where it starts."""
@@ -198,7 +198,7 @@ class OpenRoute:
             return meta.name, self.applied(meta, copies[meta.name].clone())[0]
 
         made = (partial(at_the_end, meta) for meta in self.params if meta.name in wanted)
-        yield from decode_tensors(made, threads=spare_threads())
+        yield from decode_tensors(made, threads=worker_threads(beside_model=True))
 
     def applied(self, meta: ParamMeta, tensor: Tensor) -> tuple[Tensor, Patch | None]:
         """Return a tensor as it is where the route ends, changed in place if it is contiguous, and what was applied."""

@@ -191,7 +191,7 @@ class RowSource(WeightSource):
     def params(self) -> tuple[ParamMeta, ...]:
         metas = []
         for row in self.rows():
-            metas.append(ParamMeta.of(row.name, row.tensor))
+            metas.append(ParamMeta(row.name, row.tensor.dtype, tuple(row.tensor.shape)))
         return tuple(metas)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -265,7 +266,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
             self._wrote(self.root, version_name(version))
         self._connected = True
         params = source.params()
-        elements = sum(map(attrgetter("numel"), params))
+        elements = sum(map(math.prod, map(attrgetter("shape"), params)))
         changed = 0 if delta is None else sum(map(attrgetter("changed"), delta.params))
         self.stats.bytes = None if delta is None else sum(delta.files.values())
         self.stats.density = 1.0 if delta is None else changed / max(1, elements)
