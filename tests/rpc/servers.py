@@ -4,7 +4,7 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from torchrl_ext.messages import ANSWERS
 
@@ -167,12 +167,13 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         parts = urlsplit(self.path)
         call, sent = f"{self.command} {parts.path}", json.loads(body) if body else None
+        query = {name: one if len(one) > 1 else one[0] for name, one in parse_qs(parts.query).items()}
         if parts.path not in ("/workers", "/list_workers"):  # how clients see that this is no router
-            self.server.calls.append((call, dict(parse_qsl(parts.query)), sent))
+            self.server.calls.append((call, query, sent))
         answers = self.server.answers.get(call, (404, {"detail": "Not Found"}))
         if isinstance(answers, list):  # one after the other, the last one for ever
             answers = answers.pop(0) if len(answers) > 1 else answers[0]
-        asked = {**(sent or {}), **dict(parse_qsl(parts.query))} or sent
+        asked = {**(sent or {}), **query} or sent
         try:
             status, answer = answers(asked) if callable(answers) else answers
         except ConnectionAbortedError:  # the answer is lost

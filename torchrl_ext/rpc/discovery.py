@@ -61,7 +61,11 @@ def discover(
 
 
 def connect(
-    *addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | tuple[str, ...] | None = None, **settings: Any
+    *addresses: str,
+    timeout_s: float = _TIMEOUT_S,
+    api_key: str | tuple[str, ...] | None = None,
+    data_parallel_size: int = 1,
+    **settings: Any,
 ) -> Fleet:
     """Return one client for the engines at ``addresses``, whatever their kinds.
 
@@ -69,6 +73,7 @@ def connect(
         addresses: as for `discover`.
         timeout_s: deadline of each short call, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
+        data_parallel_size: how many addresses in a row are servers of one deployment; see `Fleet`.
         settings: for the client of each engine, such as ``pause_mode``.
 
     Raises:
@@ -77,7 +82,8 @@ def connect(
     """
     found = discover(*addresses, timeout_s=timeout_s, api_key=api_key)
     settings = {"timeout_s": timeout_s, "api_key": api_key, **settings}
-    return Fleet([engines.make(info.kind, url=info.url, **settings) for info in found])
+    made = [engines.make(info.kind, url=info.url, **settings) for info in found]
+    return Fleet(made, data_parallel_size=data_parallel_size)
 
 
 def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until: float) -> EngineInfo:

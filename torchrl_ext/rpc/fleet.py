@@ -31,19 +31,27 @@ class Fleet(EngineClient):
 
     Args:
         engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ...
+        data_parallel_size: how many engines in a row are servers of one deployment. Each of them reports the workers
+            of all, so they share one offset and count once.
 
     Raises:
-        ConfigError: no engine, or one address twice.
+        ConfigError: no engine, one address twice, or engines that are not in groups of ``data_parallel_size``.
     """
 
     kind: ClassVar[str] = "fleet"
 
-    def __init__(self, engines: Sequence[EngineClient]) -> None:
+    def __init__(self, engines: Sequence[EngineClient], *, data_parallel_size: int = 1) -> None:
         urls = [engine.url for engine in engines]
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if not engines or twice:
             raise ConfigError(f"engine {twice[0]} is listed twice" if twice else "a fleet needs at least one engine")
+        if data_parallel_size < 1 or len(engines) % data_parallel_size:
+            raise ConfigError(
+                f"{len(engines)} engines with data_parallel_size={data_parallel_size}",
+                expected="whole groups of data_parallel_size engines",
+            )
         self.engines = tuple(engines)
+        self._group = data_parallel_size
         self._met = False
         self._lost: dict[EngineClient, Exception] = {}
         self._told: set[EngineClient] = set()  # failures that an error has named since the engine last served
@@ -95,7 +103,7 @@ class Fleet(EngineClient):
             url=self.url,
             kind=self.kind,
             num_gpus=sum(info.num_gpus for info in infos),
-            world_size=sum(info.world_size for info in infos),
+            world_size=sum(workers for _, workers in self._deployments(infos)),
             weight_version=max((info.weight_version for info in infos), key=_number),
             transports=tuple(sorted(common)),
         )
@@ -117,14 +125,23 @@ class Fleet(EngineClient):
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         offset, offsets = info.get("rank_offset", 1), {}
-        for engine, described in zip(self._active(), self.infos(), strict=True):
-            offsets[engine] = offset
-            offset += described.world_size
-            if described.worker_type == "decode":
-                self._decoding.add(engine)
+        active, infos = self._active(), self.infos()
+        self._decoding.update(engine for engine, one in zip(active, infos, strict=True) if one.worker_type == "decode")
+        for members, workers in self._deployments(infos):
+            offsets.update(dict.fromkeys(members, offset))
+            offset += workers
         self.everywhere(
             "join the transport", lambda one: one.connect({**info, "rank_offset": offsets[one]}), on_failure
         )
+
+    def _deployments(self, infos: Sequence[EngineInfo]) -> list[tuple[list[EngineClient], int]]:
+        """Return the engines that are not lost by deployment, in order, each with the number of its workers."""
+        places = {engine: place // self._group for place, engine in enumerate(self.engines)}
+        found: dict[int, tuple[list[EngineClient], int]] = {}
+        for engine, described in zip(self._active(), infos, strict=True):
+            members, workers = found.get(places[engine], ([], 0))
+            found[places[engine]] = ([*members, engine], max(workers, described.world_size))
+        return list(found.values())
 
     @property
     def takes_parts(self) -> bool:

@@ -198,7 +198,7 @@ class AsyncSession:
             self._client = connections(_KEEP_S)
             weakref.finalize(self, let_go, self._client, asyncio.get_running_loop())
         limit_s, where = max(0.001, until - time.monotonic()), f"{method} {url}"
-        asked = URL(f"{url}?{urlencode(query)}" if query else url, encoded=True)
+        asked = URL(f"{url}?{urlencode(query, doseq=True)}" if query else url, encoded=True)
         try:
             for bearer in self._bearers:
                 sent = {**bearer, **(headers or {})}

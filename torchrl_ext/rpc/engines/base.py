@@ -62,6 +62,7 @@ class HTTPEngine(EngineClient):
         self._proof = "sent"
         self._followed: tuple[str, ...] = ()
         self._rehearsed: tuple[Info, ...] = ()
+        self.told: Info = {}  # the server's own answer to the last call that paused, resumed, put to sleep or woke it
 
     @property
     def url(self) -> str:

@@ -45,11 +45,13 @@ class SleepState:
         paused: whether it generates nothing; None where it cannot say.
         asleep: parts that may have given their memory up: of `TAGS`, and of those that this engine has besides.
         empty: whether its weights were given up, and no update has filled them since; None where it does not say.
+        known: whether it can say what of it sleeps.
     """
 
     paused: bool | None
     asleep: frozenset[str] = frozenset()
     empty: bool | None = None
+    known: bool = True
 
 
 def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
@@ -95,7 +97,7 @@ def sleep_state_of_vllm(http: HTTPSession) -> SleepState:
     told = _told(http, "/is_sleeping", "is_sleeping")
     if told is None:
         paused = _told(http, "/is_paused", "is_paused")
-        return SleepState(paused=None if paused is None else bool(paused["is_paused"]))
+        return SleepState(paused=None if paused is None else bool(paused["is_paused"]), known=False)
     if "tags" in told:
         paused, asleep = _told(http, "/is_paused", "is_paused"), named_tags(told["tags"]) & TAGS
         return SleepState(paused=bool(asleep) if paused is None else bool(paused["is_paused"]), asleep=asleep)

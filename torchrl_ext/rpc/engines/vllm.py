@@ -34,7 +34,7 @@ from torchrl_ext.messages import ADAPTERS_ROUTE, ANSWERS, BACKEND, Message, answ
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
-from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, sleep_state_of_vllm
+from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, check_wake, sleep_state_of_vllm
 from torchrl_ext.rpc.engines.stock import FLAGS, StockVLLM
 from torchrl_ext.rpc.engines.workers import PluggedVLLM, Workers, abandon
 from torchrl_ext.rpc.server_info import parse_server_info, sees, transfer_backend
@@ -199,11 +199,35 @@ class VLLMRoutes(HTTPEngine):
                 self.pause()
                 self._post("/release_kv_cache_memory", timeout_s=self._load_timeout_s)
             else:
-                query = {"level": level, "mode": self._pause_mode}
+                query: dict[str, Any] = {"level": level, "mode": self._pause_mode}
+                query |= {} if tags is None else {"tags": list(tags)}
                 self._post("/sleep", query=query, timeout_s=self._load_timeout_s)
             if level == 2 and "weights" in wanted:
-                self._workers.emptied()
+                self._tell_gone()
             self._state = "paused"
+
+    def _tell_gone(self) -> None:
+        """Tell the workers that their weights are gone. A server without our backend has none that remembers."""
+        try:
+            self._workers.emptied()
+        except EngineRefusedError as error:
+            if error.status not in (404, 405) and not _of_another_backend(error):
+                raise
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """See `EngineClient.wake_up`. A server that cannot say what of it sleeps is told all the same."""
+        check_wake(tags)
+        with self._step("wake up"):
+            known = self.sleep_state().known
+        if known:
+            super().wake_up(tags)
+            return
+        with self._step("wake up"):
+            query = None if tags is None else {"tags": list(tags)}
+            told = self._post("/wake_up", query=query, timeout_s=self._load_timeout_s)
+            self._state = "paused"
+            if tags is None or told.get("status") == "awake":
+                self._resumed()  # by itself, with the wake of its last part
 
     def sleep_state(self) -> SleepState:
         return sleep_state_of_vllm(self._http)
@@ -257,7 +281,10 @@ class VLLMRoutes(HTTPEngine):
                 answer = self._http.post(route, body, **how)
             except EngineRefusedError as error:
                 raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
-        return answer if isinstance(answer, dict) else {}
+        found = answer if isinstance(answer, dict) else {}
+        if body is None:
+            self.told = found
+        return found
 
     def tell(self, message: Message) -> list[Info]:
         body = {"init_info": message.to_json()}
@@ -283,9 +310,14 @@ class VLLMRoutes(HTTPEngine):
             raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
 
     def _explained(self, error: EngineRefusedError) -> EngineRefusedError:
-        if "not configured" not in error.what and "Invalid init_info" not in error.what:
+        if not _of_another_backend(error):
             return error
         return restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=FLAGS)
+
+
+def _of_another_backend(error: EngineRefusedError) -> bool:
+    """Return whether a vLLM server refused a message because its weight-transfer backend is not ours."""
+    return "not configured" in error.what or "Invalid init_info" in error.what
 
 
 @final
