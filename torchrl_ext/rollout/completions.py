@@ -64,7 +64,7 @@ class Continuation(ABC):
         Raises:
             KeyError, TypeError, IndexError, ValueError, AttributeError: the answer is not of this form.
         """
-        aborted = any(choice["finish_reason"] == "abort" for choice in answer["choices"])
+        aborted = any(choice.get("finish_reason") == "abort" for choice in answer["choices"])
         if self._first is None and not aborted:
             return answer
         if not self.carries or not self._joins(answer) or (aborted and self._cut(answer)):

@@ -65,13 +65,16 @@ class VLLMDialect(Dialect):
 
     def read(self, answer: Any) -> list[Generation]:
         label = str(answer.get("model") or "")
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        rows = enumerate(answer["choices"])
+        choices = [choice for _, choice in sorted(rows, key=lambda row: row[1].get("index", row[0]))]
+        whole = {"prompt_logprobs": answer.get("prompt_logprobs")}
         return [
             Generation(
                 token_ids=tuple(choice["token_ids"] or ()),
                 logprobs=tuple(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()),
                 finish_reason=choice["finish_reason"],
                 weight_versions=_of_adapter(label, choice["token_ids"]) or spans(choice.get("weight_versions")),
+                told=_told({**whole, "routed_experts": choice.get("routed_experts")}),
             )
             for choice in choices
         ]
@@ -120,6 +123,12 @@ class SGLangDialect(Dialect):
             finish_reason=told["finish_reason"]["type"],
             weight_versions=found,
         )
+
+
+def _told(fields: Info) -> tuple[Info, ...]:
+    """Return the fields that an answer has, as its part of `Generation.told`."""
+    found = {name: value for name, value in fields.items() if value is not None}
+    return (found,) if found else ()
 
 
 def _of_adapter(label: str, tokens: Sequence[int] | None) -> tuple[VersionSpan, ...]:

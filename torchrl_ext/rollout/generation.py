@@ -85,12 +85,15 @@ class Generation:
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` (the engine was paused with mode ``abort``).
         weight_versions: contiguous spans; more than one where weights changed while it ran. Empty where the engine
             does not say. With an adapter they are the adapter's, whose version stays the same all along.
+        told: what else was asked for, as the engine gave it, one mapping per answer that this was joined from:
+            ``prompt_logprobs``, ``routed_experts``.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     finish_reason: str = "length"
     weight_versions: tuple[VersionSpan, ...] = ()
+    told: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
 
     def token_versions(self) -> list[int]:
         """Return the number of each token's weight version; `UNKNOWN_VERSION` where the engine does not say."""
@@ -180,6 +183,7 @@ class Carried:
             logprobs=(*self.made.logprobs, *answer.logprobs),
             finish_reason="length" if spent else answer.finish_reason,
             weight_versions=tuple(spans),
+            told=(*self.made.told, *answer.told),
         )
         return replace(self, made=made, parts=self.parts + 1, joined=count)
 
@@ -219,4 +223,5 @@ def _cut(made: Generation, end: int) -> Generation:
         logprobs=made.logprobs[:end],
         finish_reason="stop",
         weight_versions=tuple(span for span in spans if span.start < span.end),
+        told=made.told,
     )

@@ -58,6 +58,7 @@ class Asked:
         request: the prompt and how to continue it.
         session_id: requests of one session stay on one engine behind a router; None for none.
         more: further fields of the body.
+        route: takes the place of the dialect's route.
         texts: decodes token ids, to find stop strings that straddle two engines' answers; with None, an aborted request
             that has stop strings is asked from the start again.
     """
@@ -65,6 +66,7 @@ class Asked:
     request: GenerationRequest
     session_id: Any = None
     more: Mapping[str, Any] | None = None
+    route: str | None = None
     texts: Texts | None = None
 
 
@@ -198,7 +200,7 @@ class Requests:
 
     async def _ask(self, request: GenerationRequest, asked: Asked, until: float) -> list[Generation]:
         async def ask(target: Target) -> list[Generation]:
-            where, body = target.dialect.route, {**target.dialect.body(request), **(asked.more or {})}
+            where, body = asked.route or target.dialect.route, {**target.dialect.body(request), **(asked.more or {})}
             answer = await self._post(target, where, body, asked.session_id, until)
             try:
                 found = target.dialect.read(answer)
