@@ -182,7 +182,8 @@ def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(serv
     sender.update_weights(tiny_model(3))
     for seed in (4, 5):
         model = tiny_model(seed)
-        assert client.run(client.sleep(level=2)) == {server.url: {"status": 200, "body": {"status": "paused"}}}
+        told = {server.url: {"status": 200, "body": {"status": "paused", "level": 2}}}
+        assert client.run(client.sleep(level=2)) == told
         with pytest.raises(EngineError, match="holds no weights") as caught:
             client.run(client.resume())
         assert [row.engine for row in caught.value.rows] == [server.url] and caught.value.rows[0].error
