@@ -137,7 +137,7 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
-        kept = {"_completed": self._completed, "_sizes": self._sizes}
+        kept = {"_updates": self._updates, "_sizes": self._sizes}
         return functools.partial(type(self), **given), (), kept
 
     # helpers

@@ -92,7 +92,15 @@ class TokenRequests(ABC):
     async def sample(self, prompt_token_ids: Mapping[str, Any]) -> Info: ...
 
     @overload
-    async def sample(self, prompt_token_ids: Sequence[int], **how: Any) -> list[Generation]: ...
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        num_samples: int = 1,
+        sampling_params: Mapping[str, Any] | None = None,
+        session_id: Any = None,
+        model: str | None = None,
+    ) -> list[Generation]: ...
 
     async def sample(
         self,

@@ -26,16 +26,16 @@ class EngineUpdates(EngineControl, ABC):
     caller's: a message of ours, or what SkyRL's trainer sends.
     """
 
-    _completed: ClassVar[int] = 0  # of an object: see `weight_version`
+    _updates: ClassVar[int] = 0  # of an object: see `weight_version`
 
     @property
     def weight_version(self) -> int:
         """How many updates are complete: the number of `increment_weight_version` calls."""
-        return self._completed
+        return self._updates
 
     def increment_weight_version(self) -> None:
         """Count a complete update. The number goes along where the client is pickled."""
-        self._keep(_completed=self._completed + 1)
+        self._keep(_updates=self._updates + 1)
 
     async def init_weight_update_communicator(self, init_info: Any) -> dict[str, Info]:
         """Call vLLM's ``/init_weight_transfer_engine`` on every engine, each with a rank offset of its own.
