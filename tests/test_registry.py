@@ -45,6 +45,15 @@ def test_a_constructors_own_error_is_its_own(registry):
     assert registry.make("strict", size=3).area == 9
 
 
+def test_words_of_other_projects_stand_for_a_name_and_are_not_listed():
+    for word, name in (("nccl", "collective"), ("broadcast", "collective"), ("cuda_ipc", "ipc")):
+        assert transports.load(word) is transports.load(name) and word not in transports.names()
+    registry = Registry("box")
+    registry.alias("crate", "strict")
+    with pytest.raises(ConfigError, match="no box called 'strict'"):
+        registry.load("crate")
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A directory with a package, as an installer leaves it there; this process finds it too."""

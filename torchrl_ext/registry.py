@@ -43,6 +43,7 @@ class Registry:
     def __init__(self, kind: str, group: str | None = None) -> None:
         self._kind, self._group = kind, group
         self._entries: dict[str, Entry] = {}
+        self._aliases: dict[str, str] = {}
 
     def register(self, name: str, path: str, summary: str) -> None:
         """Add ``name`` for the class at ``path`` (``"package.module:Class"``).
@@ -55,6 +56,10 @@ class Registry:
         if known is not None and known.path != path:
             raise ConfigError(f"{self._kind} name {name!r} is taken by {known.path}", hint="pick another name")
         self._entries[name] = entry
+
+    def alias(self, name: str, of: str) -> None:
+        """Let ``name``, a word of other projects, stand for the registered name ``of``; `names` has only the latter."""
+        self._aliases[name] = of
 
     def names(self) -> MappingProxyType[str, str]:
         """Return a read-only mapping of the names to one line each."""
@@ -70,6 +75,8 @@ class Registry:
         """
         if self._group is not None:
             self._look_around(self._group)
+        if name not in self._entries:  # a package may have brought a class by the name of an alias
+            name = self._aliases.get(name, name)
         if name not in self._entries:
             close = difflib.get_close_matches(str(name), self._entries, n=1)
             raise ConfigError(
@@ -144,6 +151,9 @@ transports.register(
     "torchrl_ext.transports.native.transport:NativeTransport",
     "broadcasts to stock engines: SGLang's distributed updates, vLLM's nccl backend",
 )
+transports.alias("nccl", "collective")  # SkyRL's words
+transports.alias("broadcast", "collective")
+transports.alias("cuda_ipc", "ipc")
 transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
 
 engines = Registry("engine")

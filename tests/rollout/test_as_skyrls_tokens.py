@@ -3,13 +3,16 @@
 import base64
 import io
 import re
+import threading
 
 import numpy
 import pytest
 
+from tests.processes import WAIT_S
 from tests.rollout.skyrl_client import made, sent
 from tests.rpc.servers import GOOD, running
-from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.launch.engines.vllm import VLLMSpec
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 
 ROUTED = numpy.arange(12).reshape(3, 2, 2)
@@ -180,3 +183,40 @@ def test_the_experts_of_an_aborted_generation_are_joined(server):
     assert told["response_ids"] == [[5, 5]]
     assert told["rollout_expert_indices"][0].tolist() == [[[1]], [[2]], [[9]]]
     client.close()
+
+
+@pytest.mark.parametrize("variable", ["SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "SKYRL_HTTP_CONNECTION_LIMIT"])
+def test_limits_of_the_environment_count_where_none_is_given(server, monkeypatch, variable):
+    arrived, leave = threading.Semaphore(0), threading.Event()
+
+    def slow(asked):
+        arrived.release()
+        leave.wait(WAIT_S)
+        return answer(asked)
+
+    server.answers["POST /inference/v1/generate"] = slow
+    server.answers["POST /detokenize"] = (200, {"prompt": "a"})
+    monkeypatch.setenv(variable, "2")
+    client = made(server)
+    thread = threading.Thread(target=lambda: client.run(client.generate({"prompt_token_ids": [[1]] * 5})), daemon=True)
+    thread.start()
+    assert arrived.acquire(timeout=WAIT_S) and arrived.acquire(timeout=WAIT_S)
+    assert not arrived.acquire(timeout=0.3)  # the others wait for these two
+    leave.set()
+    thread.join(WAIT_S)
+    assert len(sent(server, "inference/v1/generate")) == 5
+    client.close()
+
+
+def test_a_limit_of_the_environment_that_is_no_number_is_said_so(server, monkeypatch):
+    monkeypatch.setenv("SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "many")
+    with pytest.raises(ConfigError, match="SKYRL_GENERATE_CONCURRENCY_PER_ENGINE='many'"):
+        made(server)
+    made(server, concurrency_per_engine=1).close()
+
+
+def test_engines_get_the_time_to_start_that_the_environment_names(monkeypatch):
+    assert VLLMSpec(model_dir="model").start_timeout_s == 300
+    monkeypatch.setenv("SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S", "7")
+    assert VLLMSpec(model_dir="model").start_timeout_s == 7
+    assert VLLMSpec(model_dir="model", start_timeout_s=8).start_timeout_s == 8

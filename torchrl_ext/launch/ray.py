@@ -15,6 +15,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSy
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
 from torchrl_ext.registry import launchers
+from torchrl_ext.rpc.connections import number_from
 from torchrl_ext.waiting import wait_until
 
 __all__ = ["RayLauncher"]
@@ -31,7 +32,8 @@ class RayLauncher(EngineLauncher):
     Args:
         remote: options of an engine's actor (``num_cpus``, ``resources``, ...), or a callable that takes the plan and
             returns them; None asks for the plan's number of GPUs where the cluster has any.
-        start_timeout_s: deadline of a start, in seconds; waiting for a node with room included.
+        start_timeout_s: deadline of a start, in seconds; waiting for a node with room included. None takes
+            ``SKYRL_RAY_PG_TIMEOUT_IN_S`` of the environment, or 600.
         api_key: the key that engines ask for; None makes one. Engines of kind vllm and sglang listen on the node's
             address, which others reach too: clients need it (`OwnedEngines` hands it on). SGLang's guards all routes;
             vLLM's guards requests and routes of ours, and leaves its own ``/pause``, ``/update_weights`` and
@@ -46,12 +48,14 @@ class RayLauncher(EngineLauncher):
         self,
         *,
         remote: Mapping[str, Any] | Callable[[EnginePlan], Mapping[str, Any]] | None = None,
-        start_timeout_s: float = 600.0,
+        start_timeout_s: float | None = None,
         api_key: str | None = None,
         **settings: Any,
     ) -> None:
         self._ray, self.api_key = _ray(), api_key or secrets.token_urlsafe(32)
-        self._remote, self._timeout_s, self._settings = remote, start_timeout_s, settings
+        self._remote, self._settings = remote, settings
+        patience = number_from("SKYRL_RAY_PG_TIMEOUT_IN_S", 600) if start_timeout_s is None else start_timeout_s
+        self._timeout_s = float(patience)
         self._first: dict[str, _Engine] = {}
 
     def launch(

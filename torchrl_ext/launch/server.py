@@ -23,6 +23,7 @@ import torchrl_ext
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import to_stderr
 from torchrl_ext.launch.processes import ServerProcess, free_port, reachable
+from torchrl_ext.rpc.connections import number_from
 
 __all__ = [
     "EngineSpec",
@@ -35,6 +36,8 @@ __all__ = [
     "on_path",
     "usable_port",
 ]
+
+_HEALTHY = "SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S"
 
 _PLUGINS = {
     "vllm.general_plugins": "vllm.register:register",
@@ -59,7 +62,8 @@ class ServerSpec(ABC):
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
         log_path: file for what the server prints; None takes a temporary one.
         python: its interpreter; None finds one, or makes it.
-        start_timeout_s: deadline of the start, in seconds; making an environment does not count.
+        start_timeout_s: deadline of the start, in seconds; making an environment does not count. Where it is not given,
+            ``SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S`` of the environment counts before 300.
         cancel: set by another thread that wants the start given up.
     """
 
@@ -74,7 +78,7 @@ class ServerSpec(ABC):
     environ: Mapping[str, str] = field(default_factory=dict)
     log_path: str | Path | None = None
     python: str | Path | None = None
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = field(default_factory=lambda: float(number_from(_HEALTHY, 300)))
     cancel: threading.Event | None = None
 
     @abstractmethod

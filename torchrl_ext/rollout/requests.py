@@ -16,7 +16,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.rollout.completions import Continuation
 from torchrl_ext.rollout.dialects import Dialect, dialects
 from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
-from torchrl_ext.rpc.connections import each
+from torchrl_ext.rpc.connections import each, number_from
 from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
 
 __all__ = ["Asked", "Requests", "Target", "targets"]
@@ -101,7 +101,8 @@ class Requests:
         self._in_work = dict.fromkeys(self._targets, 0)
         self._retired_until = dict.fromkeys(self._targets, 0.0)
         self._freed = asyncio.Condition()
-        self.session = AsyncSession(api_key=api_key)
+        connections = number_from("SKYRL_HTTP_CONNECTION_LIMIT", 0)
+        self.session = AsyncSession(api_key=api_key, connection_limit=connections)
 
     async def generations(self, asked: Sequence[Asked], until: float) -> list[list[Generation]]:
         """Return every prompt's continuations, in order, each complete; the first error cancels the other requests.

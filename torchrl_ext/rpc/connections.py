@@ -21,7 +21,7 @@ import certifi
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 from torchrl_ext.waiting import in_thread
 
-__all__ = ["Background", "PerLoop", "authorities", "connections", "each", "let_go"]
+__all__ = ["Background", "PerLoop", "authorities", "connections", "each", "let_go", "number_from"]
 
 _T = TypeVar("_T")
 _END_TIMEOUT_S, _DROP_TIMEOUT_S = 10.0, 1.0
@@ -194,15 +194,27 @@ async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
         raise
 
 
-def connections(keep_s: float) -> aiohttp.ClientSession:
-    """Return a session of the running event loop, with as many connections as there are calls.
+def number_from(variable: str, default: int) -> int:
+    """Return the number that an environment variable holds; ``default`` where it is not set.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    given = os.environ.get(variable)
+    if given is not None and not given.isdecimal():
+        raise ConfigError(f"{variable}={given!r} in the environment", expected="a whole number")
+    return default if given is None else int(given)
+
+
+def connections(keep_s: float, limit: int = 0) -> aiohttp.ClientSession:
+    """Return a session of the running event loop, with at most ``limit`` connections; 0 for as many as there are calls.
 
     A connection is kept for ``keep_s`` seconds after its last call. With 0 it is dropped at once; each call then looks
     its name up anew, too, and waits for no other call's look-up.
     """
     keeping: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": True, "use_dns_cache": False}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver(), **keeping),
+        connector=aiohttp.TCPConnector(limit=limit, resolver=_Resolver(), **keeping),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
     )

@@ -154,6 +154,7 @@ class AsyncSession:
             requests (``--api-key``) and another for control (``--admin-api-key``).
         max_body_bytes: answers above this size are refused.
         connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
+        connection_limit: most connections at a time; 0 for as many as there are calls.
 
     Raises:
         ConfigError: a key that no header can carry.
@@ -165,8 +166,9 @@ class AsyncSession:
         api_key: Keys = None,
         max_body_bytes: int = 256 << 20,
         connect_timeout_s: float = _CONNECT_TIMEOUT_S,
+        connection_limit: int = 0,
     ) -> None:
-        self._bearers = _bearers(api_key)
+        self._bearers, self._limit = _bearers(api_key), connection_limit
         self._max_body_bytes, self._connect_timeout_s = max_body_bytes, connect_timeout_s
         self._client: aiohttp.ClientSession | None = None
 
@@ -195,7 +197,7 @@ class AsyncSession:
             DeadlineError: no complete answer in time.
         """
         if over is None and self._client is None:
-            self._client = connections(_KEEP_S)
+            self._client = connections(_KEEP_S, self._limit)
             weakref.finalize(self, let_go, self._client, asyncio.get_running_loop())
         limit_s, where = max(0.001, until - time.monotonic()), f"{method} {url}"
         asked = URL(f"{url}?{urlencode(query, doseq=True)}" if query else url, encoded=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.remote.tokens import TokenRequests
 from torchrl_ext.rollout.remote.updates import EngineUpdates
 from torchrl_ext.rollout.requests import Requests, targets
-from torchrl_ext.rpc.connections import Background, PerLoop
+from torchrl_ext.rpc.connections import Background, PerLoop, number_from
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
 
@@ -72,7 +71,7 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
 
     def __post_init__(self) -> None:
         servers = tuple(one.url for one in targets(self.server_urls, [self.kind] * len(self.server_urls)))
-        limit = _limit() if self.concurrency_per_engine is None else self.concurrency_per_engine
+        limit = number_from(_CONCURRENCY, 512) if self.concurrency_per_engine is None else self.concurrency_per_engine
         if self.data_parallel_size < 1 or len(servers) % self.data_parallel_size or limit < 0:
             raise ConfigError(
                 f"{len(servers)} servers, data_parallel_size={self.data_parallel_size}, concurrency_per_engine={limit}",
@@ -149,11 +148,3 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
     @property
     def _keeps_base(self) -> bool:
         return self.uses_lora_weight_sync or self.adapter is not None
-
-
-def _limit() -> int:
-    """Return the limit of requests per engine that the environment names."""
-    given = os.environ.get(_CONCURRENCY, "512")
-    if not given.isdecimal():
-        raise ConfigError(f"{_CONCURRENCY}={given!r} in the environment", expected="a number, 0 for no limit")
-    return int(given)
