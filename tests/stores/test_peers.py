@@ -7,7 +7,6 @@ import random
 import shutil
 
 import pytest
-from torchrl_ext.plugins.roots import invited, locate, parameters
 
 from tests.hostile import refused_or_right, worse_bytes, worse_text
 from tests.transports.chains import checkpoint, same, step, trainer_at, weights
@@ -16,6 +15,7 @@ from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.peers import as_chain
+from torchrl_ext.sync.roots import invited, locate, parameters
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.versions.foreign import ForeignVersions
