@@ -141,8 +141,8 @@ def _encodings(stage: Stage) -> None:
         worker.receive_weights(timeout=60.0)
         transport.send_weights("policy", after)
         found.append(transport.stats.bytes)
-        held = worker.receive_weights(timeout=60.0) or {}
-        equal = len(held) == len(after) and all(torch.equal(held[name], one) for name, one in after.items())
+        held = worker.receive_weights(timeout=60.0)
+        equal = held is not None and all(torch.equal(held[name], one) for name, one in after.items())
         stage.check(f"{encoding}: a reader gets the trainer's bits", equal)
     stage.check(f"{' <= '.join(_ENCODINGS)} in bytes ({', '.join(map(str, found))})", found, sorted(found))
     name = next(name for name, tensor in after.items() if tensor.dim() > 1)
