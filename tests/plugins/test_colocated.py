@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +195,27 @@ def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(serv
             server.url: {"status": 200, "body": {"status": "serving"}}
         }
         assert report.verified and tokens(server) == greedy(model)
+    client.close()
+
+
+def test_the_sleep_around_an_update_frees_the_weights_and_the_frozen_requests_go_on(server, sender):
+    """SkyRL's asynchronous order, with a `WeightSender` for its broadcast; no request is lost."""
+    client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
+    sender.update_weights(tiny_model(3))
+    model, found = tiny_model(4), []
+    asking = threading.Thread(target=lambda: found.extend(tokens(server, 400)), daemon=True)
+    asking.start()
+    client.run(client.pause_generation())
+    client.run(client.sleep_for_weight_sync())
+    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache", "weights"]
+    client.run(client.wake_for_weight_sync(["weights"]))
+    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"] and ask(server, "/is_paused")["is_paused"]
+    assert sender.update_weights(model).verified
+    client.run(client.wake_for_weight_sync(["kv_cache"]))
+    assert ask(server, "/is_sleeping")["tags"] == [] and ask(server, "/is_paused")["is_paused"]
+    client.run(client.resume_generation())
+    asking.join(60)
+    assert len(found) == 400 and tokens(server) == greedy(model)
     client.close()
 
 
