@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +84,7 @@ def _options(args: argparse.Namespace, notes: Notes) -> tuple[list[str], str | N
     """Return addresses, transport and root, however they were given, and note which transport the options give."""
     from torchrl_ext import WeightUpdateConfig
 
-    names = list(WeightUpdateConfig.__dataclass_fields__)
+    names = [option.name for option in dataclasses.fields(WeightUpdateConfig)]
     addresses = [*args.addresses, *(args.rollout_external_engine_addrs or ())]
     transport, root = args.transport, args.root or args.update_weight_disk_dir
     if any(getattr(args, name) not in (None, False) for name in names):
