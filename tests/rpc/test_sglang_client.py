@@ -96,7 +96,7 @@ def test_an_update_pauses_flushes_transfers_and_resumes():
             {"kind": "poll"},
             {"kind": "state"},
             "GET /ready",
-            {"kind": "prefetch", "version": 8, "part": None},
+            {"kind": "prefetch", "version": 8, "part": None, "files": None, "label": None},
             {"kind": "poll"},
             {"kind": "state"},
             "GET /ready",
