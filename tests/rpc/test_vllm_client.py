@@ -33,7 +33,11 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
             ("POST /init_weight_transfer_engine", {}, {"kind": "join", "rank_offset": 3, "transport": "disk"}),
             ("POST /init_weight_transfer_engine", {}, {"kind": "poll"}),
             ("GET /is_sleeping", {}, None),
-            ("POST /init_weight_transfer_engine", {}, {"kind": "prefetch", "version": 8, "part": None, "files": None, "label": None}),
+            (
+                "POST /init_weight_transfer_engine",
+                {},
+                {"kind": "prefetch", "version": 8, "part": None, "files": None, "label": None},
+            ),
             ("POST /init_weight_transfer_engine", {}, {"kind": "poll"}),
             ("GET /is_sleeping", {}, None),
             ("POST /pause", {"mode": "wait", "clear_cache": "false"}, None),
@@ -183,7 +187,10 @@ def test_a_prefetch_is_asked_for_until_it_is_over():
     with running(post_init_weight_transfer_engine=answers) as server:
         VLLMEngine(server.url).prefetch(3)
         bodies = [bare(body["init_info"]) for call, _, body in server.calls if call.startswith("POST")]
-        assert bodies == [{"kind": "prefetch", "version": 3, "part": None, "files": None, "label": None}, *3 * [{"kind": "poll"}]]
+        assert bodies == [
+            {"kind": "prefetch", "version": 3, "part": None, "files": None, "label": None},
+            *3 * [{"kind": "poll"}],
+        ]
 
 
 def test_a_prefetch_that_never_ends_reaches_its_deadline():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError
 from torchrl_ext.sync.parts import PartSource
-from torchrl_ext.types import ParamMeta, Part
+from torchrl_ext.types import Info, ParamMeta, Part
 from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper, converted
 from torchrl_ext.weights.digests import tensor_digest
@@ -48,6 +48,8 @@ class Outgoing(WeightSource):
         model_bytes: bytes of all tensors, whether they are sent or not.
         whole: of what is sent where no part of it is.
         decided: the other trainer ranks were told whether a part is sent.
+        told: the part of which workers are told before they get it; None where everything is sent.
+        onto: says in a handoff which version the part that workers get builds on; empty without one.
         store: the store of torch's process group; None where this process is the only rank, and can make another pass
             by itself.
 
@@ -70,6 +72,8 @@ class Outgoing(WeightSource):
         self.whole = self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
         self._gathers = self.digesting = self.decided = False
+        self.told: Part | None = None
+        self.onto: Info = {}
         self.digests: dict[str, str] = {}
         self._stream: Iterator[tuple[str, Tensor]] | None = None
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -95,9 +99,12 @@ class Outgoing(WeightSource):
 
         Args:
             part: which.
-            narrow: a pass yields these alone, else all of them, and `part` is there to be read.
+            narrow: a pass yields these alone, and workers are told; else a pass yields all, and `part` is there to be
+                read.
         """
         self.part = part
+        self.told = part if narrow else None
+        self.onto = {} if self.told is None else {"onto": self.told.base}
         self._source = self.whole if part is None or not narrow else PartSource(self.whole, part)
         self._params = self._source.params()
 

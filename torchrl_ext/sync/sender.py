@@ -311,14 +311,11 @@ class WeightSender:
         self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
         with self._spans.of("prepare"):
             handoff = self._transport.prepare(source, version)
-        part = source.part if self._transport.parts else None
-        if part is not None:  # workers are told which version the rest of theirs has to be
-            handoff = replace(handoff, info={**handoff.info, "onto": part.base})
-        staging = partial(self._prefetch, part)
+        staging, info = partial(self._prefetch, source.told), {**handoff.info, **source.onto}
         with self._spans.of("prefetch"), in_background(staging, version, self._transport.abort):
             handoff.ahead()  # engines still generate: they fetch, check, decode, stage
         with self._spans.of("pause"), self.engine.updating(version):  # paused only from here
-            with in_background(self.engine.load, handoff.info, self._transport.abort):
+            with in_background(self.engine.load, info, self._transport.abort):
                 handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
             self.engine.verify(source.digests)
         handoff.acknowledge(self.engine.oldest(version))
