@@ -13,6 +13,12 @@ from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import SyncReport
 
 
+@pytest.fixture(autouse=True)
+def _loggers_keep_their_streams(monkeypatch):
+    """The demo runs in this process here, whose captured streams are closed after each test."""
+    monkeypatch.setattr(command, "_quiet", lambda: None)
+
+
 def told(capsys, *args):
     code = main(["demo", *args, "--json"])
     return code, json.loads(capsys.readouterr().out)
