@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.conftest import serving
+from tests.engine.conftest import small
 from tests.engine.served import ServedSGLang
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S, running_python
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.engine
 
 SMALL = 1 << 14  # bytes of a bucket: an update takes many calls
 
-stock = serving(ServedSGLang, "module", dtype="float32", plugin=False)
-two_stock_workers = serving(ServedSGLang, "module", dtype="float32", plugin=False, tensor_parallel_size=2)
+stock = small(ServedSGLang, "module", dtype="float32", plugin=False)
+two_stock_workers = small(ServedSGLang, "module", dtype="float32", plugin=False, tensor_parallel_size=2)
 
 
 def module_of(recipe, *names):
