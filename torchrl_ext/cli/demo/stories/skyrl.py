@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from typing import Any
 
 import torchrl_ext as tx
@@ -19,6 +20,7 @@ _WAIT_S = 120.0
 _LONG = 200  # tokens of a generation that is still under way when something happens to its engine
 _SESSIONS = 4
 _TRIES = 10
+_RUNNING = re.compile(r"^vllm:num_requests_running\S* (\S+)", re.MULTILINE)
 _BUSY_S = 0.005
 
 
@@ -135,8 +137,15 @@ async def _busy(client: RemoteInferenceClient, running: asyncio.Future[Any]) -> 
     """Wait until some engine generates for ``running``; whether one did before it was over."""
     sessions = [HTTPSession(url, timeout_s=_WAIT_S) for url in client.server_urls]
     while not running.done():
-        loads = [await asyncio.to_thread(session.get, "/load") for session in sessions]
-        if any(load["server_load"] for load in loads):
+        if any([await asyncio.to_thread(_generates, client.kind, session) for session in sessions]):
             return True
         await asyncio.sleep(_BUSY_S)
     return False
+
+
+def _generates(kind: str, session: HTTPSession) -> bool:
+    """Return whether an engine works on a request. ``/load`` of vLLM counts only where it was told to."""
+    if kind == "embedded":
+        return bool(session.get("/load")["server_load"])
+    counts = _RUNNING.findall(session.call("GET", "/metrics").text)
+    return any(float(count) for count in counts)
