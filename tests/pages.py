@@ -105,7 +105,7 @@ def run(page, urls, folder, *, plain=True, needing=False):
         table |= {name: str(Path(own, name.lstrip("/"))) for name in FOLDERS}
         sys.argv = [str(page)]
         space = {"__name__": "__main__", **named(Path(page).stem, folder)}
-        beside = []
+        beside, loop = [], asyncio.new_event_loop()  # one for the page: what a block makes may live in it
         for block in running:
             lines = "\n" * block.line + block.code
             for name, here in table.items():
@@ -113,19 +113,20 @@ def run(page, urls, folder, *, plain=True, needing=False):
             if block.mark == "run beside the next":
                 beside.append(_Beside(lines, page, _copied(space)))
                 continue
-            _execute(lines, page, space)
+            _execute(lines, page, space, loop)
             for one in beside:
                 one.end()
             beside = []
+        loop.close()
 
 
-def _execute(source, page, space):
+def _execute(source, page, space, loop):
     code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     told = _RAISES.search(source)
     with _raised(told) if told else contextlib.nullcontext():
         found = eval(code, space)
         if found is not None:  # the block awaits
-            asyncio.run(found)
+            loop.run_until_complete(found)
 
 
 @contextlib.contextmanager
@@ -155,7 +156,8 @@ class _Beside(threading.Thread):
 
     def run(self):
         try:
-            _execute(*self._what)
+            with contextlib.closing(asyncio.new_event_loop()) as loop:
+                _execute(*self._what, loop)
         except BaseException as error:  # noqa: BLE001 - raised in `end`
             self._error = error
 
