@@ -72,6 +72,11 @@ class TestWhichTensors:
         with pytest.raises(ManifestError, match="none of the 6 tensors"):
             chosen(only, as_source(policy()))
 
+    @pytest.mark.parametrize("one", ["*.wieght", re.compile("nobody"), lambda name: False, {"a.bias": False}, []])
+    def test_one_of_several_that_means_nothing_is_refused_and_not_passed_over(self, one):
+        with pytest.raises(ManifestError, match="none of the 6 tensors"):
+            chosen(["a.bias", one], as_source(policy()))
+
     def test_what_says_nothing_about_names_is_refused(self):
         with pytest.raises(ConfigError, match="only=7 says nothing about names"):
             chosen(7, as_source(policy()))

@@ -90,12 +90,17 @@ def chosen(only: Only, source: WeightSource, trained: Callable[[], frozenset[str
         trained: returns the names that ``"trainable"`` stands for; None where there is no module to ask.
 
     Raises:
-        ManifestError: nothing is meant, or a name is none that is sent.
+        ManifestError: nothing is meant, by all of it or by one of several; or a name is none that is sent.
         ConfigError: ``only`` says nothing about names.
     """
-    names = tuple(meta.name for meta in source.params())
-    tied = source.tied()
-    found = frozenset(_meant(only, names, tied, trained))
+    return frozenset(_some(only, tuple(meta.name for meta in source.params()), source.tied(), trained))
+
+
+def _some(
+    only: Any, names: Sequence[str], tied: Mapping[str, str], trained: Callable[[], frozenset[str]] | None
+) -> list[str]:
+    """Return what is meant, which has to be something."""
+    found = list(_meant(only, names, tied, trained))
     if not found:
         raise ManifestError(
             f"only={only!r:.200} means none of the {len(names)} tensors that are sent",
@@ -118,7 +123,7 @@ def _meant(
                 yield _known(name, names, tied)
     elif isinstance(only, (Sequence, frozenset)):
         for one in only:
-            yield from _meant(one, names, tied, trained)
+            yield from _some(one, names, tied, trained)
     elif callable(only):
         yield from (name for name in names if only(name))
     else:
