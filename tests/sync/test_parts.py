@@ -10,10 +10,11 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import tiny_model
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, UpdateError
+from torchrl_ext.errors import ConfigError, EngineUnreachableError, IntegrityError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.messages import Finish, Join, Prefetch, Start, loading
 from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.parts import PartSource, chosen, trainable
 from torchrl_ext.types import Part
 from torchrl_ext.weights.derived import CastSource, Layered, RenamedSource
@@ -224,6 +225,40 @@ class TestSender:
         for one in served:
             assert torch.equal(one["b"].weight, trained["b"].weight)
             assert not torch.equal(one["a"].weight, trained["a"].weight)
+
+    def test_an_engine_that_is_lost_and_was_told_of_does_not_keep_the_others_from_parts(self, made):
+        class Losing(InProcessEngine):
+            lost = False
+
+            def info(self):
+                self.answers()
+                return super().info()
+
+            def prefetch(self, version, part=None):
+                self.answers()
+                super().prefetch(version, part)
+
+            def answers(self):
+                if self.lost:
+                    raise EngineUnreachableError(f"{self.url} is gone")
+
+        _, trained, _ = made
+        served = [policy(), policy()]
+        one, other = (Losing(module, url=f"engine-{n}") for n, module in enumerate(served))
+        sender = tx.WeightSender(tx.MemoryTransport(), Fleet([one, other]))
+        sender.register_model(trained)
+        sender.update_weights()
+        other.lost = True
+        with pytest.raises(UpdateError, match="engine-1 is gone"):
+            sender.update_weights()
+        assert not sender.update_weights(only="b").part, "after a failure everything is sent"
+        change(trained)
+        report = sender.update_weights(only="b")
+        assert report.part and [row.state for row in report.engines] == ["serving", "unreachable"]
+        other.lost = False
+        assert not sender.update_weights(only="b").part
+        for module in served:
+            assert torch.equal(module["a"].weight, trained["a"].weight)
 
 
 class TestReceiver:

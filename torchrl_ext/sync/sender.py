@@ -294,13 +294,16 @@ class WeightSender:
         """Send these tensors alone, if every engine serves what was sent last; tell the other trainer ranks."""
         base, source.decided = self.version, True
         if names is not None and self._connection.delivered == base == self._attempted:
-            rows = self.engine.rows()
-            served = bool(rows) and all((row.state, row.version or 0) == ("serving", base) for row in rows)
             told = not self._transport.parts or self.engine.takes_parts
-            if served and told and self._transport.builds_on(base):
+            if self._all_serve(base) and told and self._transport.builds_on(base):
                 source.limit(Part(base=base, names=names), narrow=self._transport.parts)
         if source.store is not None:
             self._ranks.tell_part(source, source.store)
+
+    def _all_serve(self, version: int) -> bool:
+        """Return whether ``version`` is what all engines serve that take part now."""
+        rows = [row for engine in self.engine.each() for row in engine.rows()]
+        return bool(rows) and all((row.state, row.version or 0) == ("serving", version) for row in rows)
 
     def _nobody_got(self, version: int) -> bool:
         return not any(row.version == version and row.state == "serving" for row in self.engine.rows())
