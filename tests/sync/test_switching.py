@@ -61,6 +61,22 @@ class TestModule:
         run(engine.update_model_weights_from_state_dict({"weight": weight + 1}))
         assert torch.equal(served.bias, bias) and torch.equal(served.weight, weight + 1)
 
+    def test_a_part_that_the_engine_does_not_take_alone_is_switched_with_all_else_in_the_same_call(self):
+        class Packed(TensorsLoader):
+            def part(self, names):
+                if names is not None and len(names) < 2:
+                    raise ManifestError("the engine builds layers anew")
+
+        served, bias = nn.Linear(3, 2), torch.tensor([1.0, 2.0])
+        weight = served.weight.detach().clone()
+        receiver = tx.WeightReceiver(served)
+        receiver._loader = Packed(served)
+        engine = tx.make_engine("inprocess", engine=receiver)
+        run(engine.update_model_weights_from_state_dict({"bias": bias, "weight": weight}))
+        report = run(engine.update_model_weights_from_state_dict({"bias": bias + 1}))
+        assert not report.part and report.engines[0].state == "serving"
+        assert torch.equal(served.bias, bias + 1) and torch.equal(served.weight, weight)
+
     def test_names_of_another_framework_are_mapped(self):
         served = nn.Linear(3, 2)
         engine = tx.make_engine("inprocess", engine=served)

@@ -95,6 +95,15 @@ class Connection:
         joined, self._joined, self.delivered = self._joined, None, None
         return joined is not None and len(self.engine.members()) < len(joined[1])
 
+    def all_serve(self, version: int) -> bool:
+        """Return whether ``version`` is what all engines serve that take part now."""
+        rows = [row for engine in self.engine.each() for row in engine.rows()]
+        return bool(rows) and all((row.state, row.version or 0) == ("serving", version) for row in rows)
+
+    def reached(self, version: int) -> bool:
+        """Return whether ``version`` is in service somewhere."""
+        return any((row.state, row.version) == ("serving", version) for row in self.engine.rows())
+
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
         engine, self.delivered = self.engine.info(), None
         if engine.weight_version.isdecimal():

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, UpdateError, WeightSyncError
+from torchrl_ext.errors import (
+    ConcurrentUpdateError,
+    ConfigError,
+    DeadlineError,
+    NotConnectedError,
+    TransportError,
+    UpdateError,
+    WeightSyncError,
+)
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.connection import Connection, Spans
 from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
@@ -163,7 +171,8 @@ class WeightSender:
             weights: the whole model, in place of the registered one.
             only: which tensors may differ from what was sent last (`torchrl_ext.sync.parts.Only`); the same on every
                 trainer rank. These alone are sent, where all engines serve what was sent last; else everything is,
-                after a failure or with a new engine for example, and `SyncReport.part` says so.
+                after a failure or with a new engine for example, and `SyncReport.part` says so. Where engines refuse
+                them alone, and serve what they served, everything is sent at once by a trainer of one rank.
 
         Returns:
             What was done, with a row per engine.
@@ -281,7 +290,12 @@ class WeightSender:
             try:
                 self._update(source, version)
             except WeightSyncError as error:
-                if source.store is not None or not self._nobody_got(version) or not self._connection.shrank():
+                if self._refused(source, error):
+                    log.warning("weights version %d brought a part, and everything is sent now: %s", version, error)
+                    self._connection.drop()
+                    names = None
+                    continue
+                if source.store is not None or self._connection.reached(version) or not self._connection.shrank():
                     raise
                 log.warning("weights version %d is sent again, to the engines that are left: %s", version, error)
                 lost = lost or error
@@ -295,18 +309,16 @@ class WeightSender:
         base, source.decided = self.version, True
         if names is not None and self._connection.delivered == base == self._attempted:
             told = not self._transport.parts or self.engine.takes_parts
-            if self._all_serve(base) and told and self._transport.builds_on(base):
+            if self._connection.all_serve(base) and told and self._transport.builds_on(base):
                 source.limit(Part(base=base, names=names), narrow=self._transport.parts)
         if source.store is not None:
             self._ranks.tell_part(source, source.store)
 
-    def _all_serve(self, version: int) -> bool:
-        """Return whether ``version`` is what all engines serve that take part now."""
-        rows = [row for engine in self.engine.each() for row in engine.rows()]
-        return bool(rows) and all((row.state, row.version or 0) == ("serving", version) for row in rows)
-
-    def _nobody_got(self, version: int) -> bool:
-        return not any(row.version == version and row.state == "serving" for row in self.engine.rows())
+    def _refused(self, source: Outgoing, error: WeightSyncError) -> bool:
+        """Return whether engines did not take a part, of which no other trainer rank was told, and changed nothing."""
+        if source.told is None or source.store is not None or isinstance(error, (DeadlineError, TransportError)):
+            return False
+        return self._connection.all_serve(self.version)
 
     # one update, phase by phase
 
