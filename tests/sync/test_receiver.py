@@ -10,7 +10,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 import torchrl_ext as tx
 from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import Join, loading
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -157,3 +157,41 @@ def test_weights_at_hand_are_applied_directly():
     policy, held = nn.Linear(3, 2), nn.Linear(3, 2)
     tx.WeightReceiver(held).apply_weights(policy.state_dict())
     assert same_bits(policy.weight.detach(), held.weight.detach())
+
+
+def driven(receiver, policy):
+    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(receiver))
+    sender.register_model(policy)
+    sender.update_weights()
+    with torch.no_grad():
+        policy.weight.add_(1)
+        policy.bias.add_(1)
+    return sender
+
+
+def test_no_part_lands_beside_weights_that_were_applied_directly():
+    policy, held = nn.Linear(3, 2), nn.Linear(3, 2)
+    receiver = tx.WeightReceiver(held)
+    sender = driven(receiver, policy)
+    receiver.apply_weights(nn.Linear(3, 2).state_dict())
+    assert not sender.update_weights(only="bias").part
+    assert same_bits(policy.weight.detach(), held.weight.detach())
+    with pytest.raises(ManifestError):
+        receiver.apply_weights(nn.Linear(2, 2).state_dict())
+    assert sender.update_weights(only="bias").part, "what was refused changed nothing"
+
+
+def test_another_model_gets_everything_once_the_trainer_joined_for_it():
+    policy, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    receiver = tx.WeightReceiver(nn.Linear(3, 2))
+    sender = driven(receiver, policy)
+    receiver.register_model(other)
+    with pytest.raises(UpdateError, match="joined no transport"):
+        sender.update_weights(only="bias")
+    assert not sender.update_weights(only="bias").part
+    assert same_bits(policy.weight.detach(), other.weight.detach())
+    receiver.register_model(narrow := nn.Linear(2, 2))
+    for what in ("joined no transport", "weight"):
+        with pytest.raises(UpdateError, match=what):
+            sender.update_weights()
+    assert narrow.weight.shape == (2, 2)

@@ -60,7 +60,7 @@ class WeightReceiver:
         self._target = target
         self._transport: Transport | None = transport
         self._rank = rank
-        self._sealed = False
+        self._joined = self._sealed = False
         self._intact = True  # the model holds one version, and not parts of several
         self._staged: Changes | None = None
         self._announced = False  # the version prefetched last came with names of files, or a label
@@ -161,7 +161,7 @@ class WeightReceiver:
         except KeyError as error:
             raise _incomplete(f"the offer of transport {message.transport!r}", error) from error
         self._transport.incremental.retain(lambda name: not loader.patchable(name))
-        self._staged, self._followed = None, False
+        self._joined, self._staged, self._followed = True, None, False
         self._expect(None)
 
     def rehearse(self, message: Rehearse) -> Info:
@@ -337,13 +337,17 @@ class WeightReceiver:
         """Leave the transport. May be called twice."""
         if self._transport is not None:
             self._transport.shutdown()
-            self._transport = None
+            self._transport, self._joined = None, False
 
     # used alone: methods with TorchRL's names
 
     def register_model(self, model: Any) -> None:
-        """Set where weights land."""
-        self._target, self._loader = model, as_loader(model)
+        """Set where weights land; in place of another model, a trainer that joined for that one has to join again."""
+        loader, first = as_loader(model), self._loader is None
+        if self._joined:
+            self.close()
+        self._target, self._loader = model, loader
+        self._staged, self._part, self._intact, self.empty = None, None, first, False
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], **_: Any) -> None:
         """Connect the worker end of a collective transport; other transports need no group."""
@@ -362,9 +366,11 @@ class WeightReceiver:
 
         source, loader = as_source(weights), self._require_loader()
         loader.check(source.params())
+        self.invalidate(empty=self.empty)
         loader.start()
         loader.load(source)
         loader.finish()
+        self.empty = False
 
     def _require_loader(self) -> WeightLoader:
         if self._loader is None:
