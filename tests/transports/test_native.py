@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.transports.stock_workers import WAIT_S, stock_workers
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.testing import DTYPES, any_bits
+from torchrl_ext.transports.native.meeting import Meeting, keep_store
 from torchrl_ext.transports.native.transport import NativeTransport
 from torchrl_ext.transports.native.wire import wire_of
 from torchrl_ext.types import ParamMeta
@@ -222,6 +224,23 @@ def test_a_worker_that_dies_ends_the_update_at_once():
 
 
 # settings
+
+
+def test_a_message_lies_in_the_store_until_the_last_worker_has_it():
+    stop = threading.Event()
+    kept = keep_store("127.0.0.1", 0, WAIT_S, stop)
+    how = {"device": torch.device("cpu"), "backend": "gloo", "timeout_s": WAIT_S, "stop": stop}
+    trainer, quick, slow = (
+        Meeting("sglang", "127.0.0.1", kept.port, None if rank else kept, rank, 3, "group", **how) for rank in range(3)
+    )
+    before = trainer._store.num_keys()
+    for number in range(5):
+        trainer.tell({"number": number})
+    for one in (quick, slow):
+        assert [one.hear(WAIT_S) for _ in range(5)] == [{"number": number} for number in range(5)]
+    assert trainer._store.num_keys() == before
+    for one in (quick, slow, trainer):
+        one.close()
 
 
 @pytest.mark.parametrize(

@@ -245,10 +245,23 @@ class Meeting:
             answer = self._asked(f"{self.name}/told/{self._count + 1}", left_s)
             if answer is not None:
                 self._count += 1
+                self._heard(self._count)
                 return answer
             if not self.connected:
                 raise NotConnectedError("the trainer ended the group", hint="connect again")
         return None
+
+    def _heard(self, number: int) -> None:
+        """Take a message out of the trainer's store that every worker has; a broadcast does not say who has which."""
+        store, told, heard = self._store, f"{self.name}/told/{number}", f"{self.name}/heard/{number}"
+
+        def count() -> None:
+            if store.add(heard, 1) == self.size - 1:
+                store.delete_key(told)
+                store.delete_key(heard)
+
+        with contextlib.suppress(RuntimeError):  # a store that is gone is seen by the next question
+            in_time(count, time.monotonic() + 1.0, self._stop)
 
     def _asked(self, key: str, left_s: float) -> Info | None:
         store = self._store
