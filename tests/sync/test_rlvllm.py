@@ -13,9 +13,11 @@ import torchrl_ext as tx
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
-from torchrl_ext.errors import ConfigError, DeadlineError, UpdateError
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, UpdateError
 from torchrl_ext.messages import TAKE_OVER
+from torchrl_ext.sync.engines import actors
 from torchrl_ext.sync.engines.rlvllm import RLvLLMClient
+from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.digests import tensor_digest
 
 
@@ -173,3 +175,32 @@ def test_an_engine_whose_environment_lacks_our_plugin_says_what_is_missing(tmp_p
         with pytest.raises(UpdateError, match=r"torchrl_ext_backend.*install this package beside vLLM.*VLLM_PLUGINS"):
             sender_to(engine, "disk", tmp_path / name, policy).update_weights()
     assert says(llm.model, 3, 8) == says(talker(0), 3, 8)
+
+
+class Serving:
+    """Of an actor that goes on with other calls while one of ours runs."""
+
+    def __init__(self):
+        self.model = net(0)
+
+    async def generate(self): ...
+
+
+def test_what_a_client_gave_up_asking_for_is_dropped_when_it_closes_and_what_others_ask_for_is_not():
+    held = Serving()
+
+    def begun(client, job, method):
+        assert actors.begin(held, lambda held: held.model, client, job, method) is None
+        wait_until(actors._jobs[client][job].done, 60, lambda: AssertionError("it does not end"))
+
+    begun("left", "late", "info")
+    begun("stays", "other", "info")
+    begun("left", "last", "close")
+    assert actors.answer(held, "left", "last") == (None,)
+    assert actors._jobs.keys() == actors._hosted.keys() == {"stays"}
+    with pytest.raises(NotConnectedError, match="left the engine"):
+        actors.answer(held, "left", "late")
+    (info,) = actors.answer(held, "stays", "other")
+    assert info.world_size == 1 and not actors._jobs
+    begun("stays", "last", "close")
+    assert actors.answer(held, "stays", "last") == (None,) and not actors._hosted

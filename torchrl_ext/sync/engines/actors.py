@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from torchrl_ext import registry
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
@@ -22,7 +22,7 @@ from torchrl_ext.waiting import in_thread
 __all__ = ["EngineActor", "Served", "answer", "as_remote", "begin", "the_ray"]
 
 _hosted: dict[str, EngineActor] = {}
-_jobs: dict[str, Future[Any]] = {}
+_jobs: dict[str, dict[str, Future[Any]]] = {}  # by client, and by name
 
 
 def the_ray() -> Any:
@@ -185,15 +185,27 @@ def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, method: 
     call = partial(getattr(_hosted[client], method), *args)
     if method == "close":
         del _hosted[client]
+        running = {name: one for name, one in _jobs.pop(client, {}).items() if not one.done()}
+        _jobs.update({client: running} if running else {})  # of calls that were given up nobody asks any more
     if not inspect.getmembers(type(held), inspect.iscoroutinefunction):
         return (call(),)
-    _jobs[job] = in_thread(call, f"torchrl-ext-{method}")
+    _jobs.setdefault(client, {})[job] = in_thread(call, f"torchrl-ext-{method}")
     return None
 
 
-def answer(held: Any, job: str) -> tuple[Any] | None:
-    """Return the answer of a job in a tuple, or None while it runs; raise what it raised."""
+def answer(held: Any, client: str, job: str) -> tuple[Any] | None:
+    """Return the answer of a client's job in a tuple, or None while it runs; raise what it raised.
+
+    Raises:
+        NotConnectedError: the client was closed before it asked.
+    """
     del held
-    if not _jobs[job].done():
+    jobs = _jobs.get(client, {})
+    if job not in jobs:
+        raise NotConnectedError("this client left the engine before it asked for an answer", hint="connect again")
+    if not jobs[job].done():
         return None
-    return (_jobs.pop(job).result(),)
+    found = jobs.pop(job)
+    if not jobs:
+        del _jobs[client]
+    return (found.result(),)

@@ -182,8 +182,9 @@ class RayEngine(EngineClient):
             return ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
         until, job = time.monotonic() + timeout_s, uuid.uuid4().hex
         begun = actor.__ray_call__.remote(begin, self._pick, self._name, job, method, *args)
+        told = answer, self._name, job
         found = ray.get(begun, timeout=timeout_s) or wait_until(
-            lambda: ray.get(actor.__ray_call__.remote(answer, job), timeout=max(_POLL_S, until - time.monotonic())),
+            lambda: ray.get(actor.__ray_call__.remote(*told), timeout=max(_POLL_S, until - time.monotonic())),
             until - time.monotonic(),
             _Late,
             longest_s=_POLL_S,
