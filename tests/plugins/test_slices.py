@@ -1,6 +1,7 @@
 """A worker of a sharded model needs some blocks of each tensor, and lands them as it would land whole tensors."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torchrl_ext.landing.placement import record
 from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.plugins.loader import PluginLoader
-from torchrl_ext.plugins.slices import merged
+from torchrl_ext.plugins.slices import apart, merged
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
@@ -392,8 +393,8 @@ def test_neighbours_become_one_block_and_so_does_what_overlaps():
     assert merged([box((2, 4), (0, 4)), box((0, 2), (0, 4))]) == (box((0, 4), (0, 4)),)
     assert merged([box((0, 2), (0, 4)), box((1, 2), (1, 3))]) == (box((0, 2), (0, 4)),)
     assert merged([box((0, 2), (0, 2)), box((1, 3), (1, 3))]) == (box((0, 3), (0, 3)),)
-    apart = (box((0, 2), (0, 4)), box((4, 6), (0, 4)))
-    assert merged(reversed(apart)) == apart
+    far = (box((0, 2), (0, 4)), box((4, 6), (0, 4)))
+    assert merged(reversed(far)) == far
     grid = [box((x, x + 1), (y, y + 2)) for x in range(3) for y in (0, 2, 4)]
     assert merged(grid) == (box((0, 3), (0, 6)),)
     corner = (box((0, 1), (0, 2)), box((1, 2), (0, 1)))
@@ -447,6 +448,49 @@ def test_a_part_without_what_its_layers_are_rebuilt_from_is_refused_by_name(load
     assert {key: tensor.tolist() for key, tensor in state(loader._model).items()} == {
         key: tensor.tolist() for key, tensor in before.items()
     }
+
+
+class Anew(Loader):
+    """Builds layers anew from what is loaded for them: whatever else they had is lost."""
+
+    def _layers(self, names):
+        return {landing.param.rpartition(".")[0] for name in names for landing in self.landings(name)}
+
+    def _stays(self, param):
+        return False
+
+    def _loaded_with(self, touched):
+        return [name for name in SHAPES if not self.patchable(name) and self._layers([name]) & self._layers(touched)]
+
+    def _open(self, names):
+        opened = super()._open(names)
+        for layer in self._layers(SHAPES if names is None else names):
+            for own in getattr(self._model, layer).parameters():
+                own.data.fill_(torch.nan)
+        return opened
+
+
+def test_what_shares_a_layer_that_is_built_anew_has_to_come_with_it(rank, tmp_path):
+    save_file(weights(0), tmp_path / "model.safetensors")
+    loader = Anew(cold(rank, 0), tmp_path)
+    loader.check(as_source(weights(0)).params())
+    assert loader.rehearse()["changes"] == "in place"  # the changed layers are loaded, and no others
+    with pytest.raises(ManifestError, match="lacks 'corner' for them"):
+        loader.part(frozenset({"decay", "q"}))
+    names = {"decay", "corner", "q"}
+    loader.part(frozenset(names))
+    loader.start()
+    loader.load(of(loader, 1, names))
+    loader.finish()
+    assert_is(loader._model, mixed(rank, 1, names))
+
+
+def test_what_stays_as_it_is_while_its_layer_is_built_anew_needs_not_come_and_opens_it_all_the_same():
+    at = {"weight": "layer.weight", "bias": "layer.bias", "other": "norm.weight"}
+    landings = {name: [SimpleNamespace(param=param)] for name, param in at.items()}
+    assert apart({"bias", "other"}, landings) == {"other"}
+    assert apart({"bias", "other"}, landings, lambda param: param == "layer.bias") == {"bias", "other"}
+    assert apart({"weight", "other"}, landings, lambda param: param == "layer.bias") == {"other"}
 
 
 def test_what_did_not_come_of_a_part_is_named(loader):

@@ -119,6 +119,10 @@ class PluginLoader(EngineLoader):
         """Return whether a runtime tensor can have the form in which it was loaded, as far as the engine tells."""
         return True
 
+    def _stays(self, param: str) -> bool:
+        """Return whether a runtime tensor keeps its memory and its bytes while `_open` brings its layer into form."""
+        return True
+
     # what can land, and where
 
     def check(self, params: Iterable[ParamMeta]) -> None:
@@ -179,7 +183,8 @@ class PluginLoader(EngineLoader):
         """Return the copies of each tensor whose bytes show that the live model holds it as it was loaded.
 
         A parameter of the same shape may be shuffled, so shapes prove nothing. The bytes are compared with those of the
-        start checkpoint, while the model still holds it; what was found then holds for later lists of parameters.
+        start checkpoint, while the model still holds it; what was found then holds for later lists of parameters. What
+        shares a layer with a tensor that is kept in another form is loaded with that, as the layer is built anew.
         """
         live, found = self._live(), {}
         for meta in placement.params:
@@ -193,7 +198,9 @@ class PluginLoader(EngineLoader):
         for name, tensor in () if self.touched else self.start_weights() or ():
             if name in found and holds(found[name], tensor):
                 self._agreed[name] = placement.landings[name]
-        kept = {name: pieces for name, pieces in found.items() if self._agreed.get(name) == placement.landings[name]}
+        plain = {name for name in found if self._agreed.get(name) == placement.landings[name]}
+        plain &= apart(plain, placement.landings, self._stays)
+        kept = {name: pieces for name, pieces in found.items() if name in plain}
         embedding = next((pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")), [])
         return kept | {name: embedding if self._is_tied_head(name) else [] for name in placement.nowhere()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -80,20 +80,28 @@ class Slices:
         return found
 
 
-def apart(plain: set[str], landings: Mapping[str, Iterable[Landing]]) -> frozenset[str]:
+def apart(
+    plain: set[str], landings: Mapping[str, Iterable[Landing]], stays: Callable[[str], bool] = lambda param: False
+) -> frozenset[str]:
     """Return those of ``plain`` that share no layer with other tensors.
 
     Args:
         plain: names of tensors that could be written into live parameters.
         landings: all tensors that come -> where they land.
+        stays: whether a live parameter of some name is left alone when the rest of its layer is built anew.
     """
-    layers = {name: {one.param.rpartition(".")[0] for one in own} for name, own in landings.items()}
+    layers = {name: set(map(_layer, own)) for name, own in landings.items()}
+    built = {name: {_layer(one) for one in landings[name] if not stays(one.param)} for name in plain}
     while True:
         opened = set().union(*(own for name, own in layers.items() if name not in plain))
-        kept = {name for name in plain if not layers[name] & opened}
+        kept = {name for name in plain if not built[name] & opened}
         if kept == plain:
             return frozenset(plain)
         plain = kept
+
+
+def _layer(landing: Landing) -> str:
+    return landing.param.rpartition(".")[0]
 
 
 @torch.no_grad()

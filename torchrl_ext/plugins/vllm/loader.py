@@ -144,6 +144,9 @@ class VLLMLoader(PluginLoader):
                 begun.append(layer)
         return begun
 
+    def _stays(self, param: str) -> bool:
+        return param.rpartition(".")[2] in SKIP_TENSORS
+
     def _close(self, layers: Collection[nn.Module]) -> None:
         finalize_layerwise_reload(self._model, self._config.model_config)
         self._repair(layers)
