@@ -79,7 +79,12 @@ class EngineControl(ABC):
         return paused
 
     async def resume(self) -> dict[str, Info]:
-        """Let every engine generate again."""
+        """Let every engine generate again.
+
+        Raises:
+            ConfigError: the address of an engine is a router's, as for every control call.
+            EngineError: some engine did not resume; it is asleep, or holds half an update. Has a row per engine.
+        """
         return await self._state_after("resume", lambda fleet: fleet.resume())
 
     async def pause_generation(self, clear_cache: bool = False) -> dict[str, Info]:
@@ -96,6 +101,10 @@ class EngineControl(ABC):
         Args:
             level: 1 keeps weights on the host, 2 drops them. Where updates bring adapters alone it is never above 1.
             tags: None, or ``["kv_cache"]``.
+
+        Raises:
+            ConfigError: engines of this kind cannot sleep, or not so.
+            EngineError: some engine does not sleep; has a row per engine.
         """
         found = min(level, 1) if self._keeps_base else level
         return await self._state_after("sleep", lambda fleet: fleet.sleep(found, tags))
@@ -105,6 +114,10 @@ class EngineControl(ABC):
 
         Args:
             tags: ``["weights"]`` or ``["kv_cache"]``; None stands for everything.
+
+        Raises:
+            ConfigError: engines of this kind cannot sleep, or have no such tag.
+            EngineError: some engine did not wake, or would serve without weights; has a row per engine.
         """
         return await self._state_after("wake up", lambda fleet: fleet.wake_up(tags))
 
@@ -114,6 +127,10 @@ class EngineControl(ABC):
         Args:
             offload_kv: keep keys and values on the host. Only SkyRL's own servers do; others compute those of frozen
                 requests anew after the wake.
+
+        Raises:
+            ConfigError: engines of this kind cannot sleep.
+            EngineError: some engine does not sleep; has a row per engine.
         """
         if _SKYRL in (await self._taught()).values():
             return await self._worker_method("sleep", "skyrl_sleep_for_weight_sync", {"offload_kv": offload_kv})
@@ -125,6 +142,10 @@ class EngineControl(ABC):
 
         Args:
             tags: ``["weights"]`` before an update, ``["kv_cache"]`` after it.
+
+        Raises:
+            ConfigError: engines of this kind cannot sleep, or have no such tag.
+            EngineError: some engine did not wake, or not paused; has a row per engine.
         """
         if _SKYRL in (await self._taught()).values():
             return await self._worker_method("wake up", "skyrl_wake_for_weight_sync", {"tags": list(tags)})
@@ -137,12 +158,20 @@ class EngineControl(ABC):
         return await self._state_after("wake up", wake, pause_mode="keep")
 
     async def weight_versions(self) -> dict[str, str]:
-        """Ask every engine for the label of the weights that it serves; return the labels by address."""
+        """Ask every engine for the label of the weights that it serves; return the labels by address.
+
+        Raises:
+            EngineError: some engine does not say; has a row per engine.
+        """
         infos = await self._driven("tell its version", lambda fleet: fleet.infos())
         return {info.url: info.weight_version for info in infos}
 
     async def world_sizes(self) -> dict[str, int]:
-        """Ask every engine how many of its workers receive weights; return the numbers by address."""
+        """Ask every engine how many of its workers receive weights; return the numbers by address.
+
+        Raises:
+            EngineError: some engine does not say; has a row per engine.
+        """
         what = "tell its world size"
         told = await self._driven(what, lambda fleet: fleet.everywhere(what, lambda engine: engine.world_size))
         return dict(zip(self._engines[1], told, strict=True))
@@ -163,7 +192,15 @@ class EngineControl(ABC):
         return self._sizes
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> dict[str, Info]:
-        """Make every engine drop its cached keys and values."""
+        """Make every engine drop its cached keys and values.
+
+        Args:
+            reset_running_requests: also of requests that run, which then compute them anew. SGLang's engines are not
+                told: they refuse while any runs.
+
+        Raises:
+            EngineError: some engine did not; has a row per engine.
+        """
         if self._engines[0] == "sglang":
             return await self._posted("drop its cache", "/flush_cache")
         query = {"reset_running_requests": str(reset_running_requests).lower()}  # vLLM's route reads this

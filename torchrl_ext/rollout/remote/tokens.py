@@ -189,7 +189,11 @@ class TokenRequests(ABC):
     render_chat_completion = render
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each text."""
+        """Return the token ids of each text, from `tokenizer` or else from an engine.
+
+        Raises:
+            EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time, or no usable one.
+        """
         if self.tokenizer is not None:
             return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
         more = {"add_special_tokens": add_special_tokens, **self._model()}
@@ -197,7 +201,11 @@ class TokenRequests(ABC):
         return [told["tokens"] for told in found]
 
     async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each list of token ids."""
+        """Return the text of each list of token ids, from `tokenizer` or else from an engine.
+
+        Raises:
+            EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time, or no usable one.
+        """
         if self.tokenizer is not None:
             return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
         more = self._model()
@@ -223,7 +231,11 @@ class TokenRequests(ABC):
             log.warning("session %s is not forgotten: %s answered %d", session_id, url, answer.status)
 
     async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
-        """Call any other route for requests, through the router, and return the JSON answer."""
+        """Call any other route for requests, through the router, and return the JSON answer.
+
+        Raises:
+            EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time, or no usable one.
+        """
         return await self._requests.here().post(route, body, session_id, self._until())
 
     def _until(self) -> float:

@@ -87,7 +87,15 @@ class EngineUpdates(EngineControl, ABC):
         return await self._posted("start the update", "/start_weight_update")
 
     async def update_named_weights(self, update_info: Any) -> dict[str, Info]:
-        """Call vLLM's ``/update_weights`` on every engine, for one piece of an update, while the trainer broadcasts."""
+        """Call vLLM's ``/update_weights`` on every engine, for one piece of an update, while the trainer broadcasts.
+
+        Args:
+            update_info: JSON-safe mapping, a dataclass, or an object of SkyRL's with ``to_api_payload``.
+
+        Raises:
+            ConfigError: the engines are SGLang's.
+            EngineError: some engine did not load it; has a row per engine.
+        """
         self._refuse_sglang()
         info, taught = _plain(update_info), await self._taught()
         fewer = {name: value for name, value in info.items() if name != "packed"}  # vLLM 0.32 has it in init_info alone
@@ -119,6 +127,10 @@ class EngineUpdates(EngineControl, ABC):
 
         Args:
             weight_version: None stands for the next number: `weight_version` plus 1.
+
+        Raises:
+            ConfigError: the engines are SGLang's.
+            EngineError: some engine did not finish, and stays paused; has a row per engine.
         """
         self._refuse_sglang()
         if await self._skyrls():
