@@ -115,6 +115,15 @@ def test_what_is_no_part_of_a_model_is_refused(part):
 
 
 @pytest.mark.parametrize(
+    "told", [{"files": []}, {"files": [7]}, {"files": "x"}, {"files": ["x"], "part": {"base": 6, "names": ["w"]}}]
+)
+def test_files_that_are_no_part_of_a_version_are_refused(told):
+    with pytest.raises(ConfigError, match="files of a 'prefetch' message"):
+        read({**Prefetch(version=7).to_json(), **told})
+    assert read({**Prefetch(version=7, files=["x"]).to_json()}).files == ["x"]
+
+
+@pytest.mark.parametrize(
     ("told", "words"),
     [
         ({"prefetch": 3}, "earlier releases of torchrl_ext and programs of others send them, came to release"),

@@ -128,8 +128,12 @@ class Prefetch(Message):
     label: TextOrNone = None
 
     def check(self) -> None:
-        if not all(isinstance(name, str) for name in self.files or ()):
-            raise refused("a 'prefetch' message", "files", self.files, "names of files")
+        if self.files is None:
+            return
+        if not self.files or not all(isinstance(name, str) for name in self.files):
+            raise refused("a 'prefetch' message", "files", self.files, "names of files, at least one, or null")
+        if self.part is not None:
+            raise refused("a 'prefetch' message", "files", self.files, "null beside a part: each says what comes")
 
 
 @dataclass(frozen=True, kw_only=True)
