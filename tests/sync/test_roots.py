@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 
-from tests.transports.chains import checkpoint, folder, published
+from tests.transports.chains import checkpoint, folder, published, same
 from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
-from torchrl_ext.messages import CheckAdapter
-from torchrl_ext.sync.roots import check_adapter, locate, parameters, part
+from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.messages import CheckAdapter, Finish, Load, Prefetch, Reset, Start
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.sync.roots import check_adapter, invited, locate, parameters, part
 
 
 @pytest.fixture
@@ -65,6 +67,43 @@ def test_a_version_that_is_announced_in_several_calls_lands_when_the_last_one_ca
     for files in ("rank", [], [1], {"a": 1}):
         with pytest.raises(ConfigError, match="a list of names"):
             part(str(root), 2, files)
+
+
+class Packed(TensorsLoader):
+    """Nothing of the model can be written in place, so that host copies of all of it follow the versions."""
+
+    def patchable(self, name):
+        return False
+
+
+@pytest.mark.parametrize("loaded_past_us", [False, True])
+def test_a_label_stands_for_versions_without_changes_unless_the_engine_loaded_by_itself(tmp_path, loaded_past_us):
+    made, root = tmp_path / "made", tmp_path / "root"
+    _, _, history = published(made, 3, encoding="deltas", keyframe_every=0)
+    base = str(checkpoint(tmp_path / "base", history[1]))
+    renumber(folder(made, 2), folder(root, 1), 1)
+    held = {name: tensor.clone() for name, tensor in history[1].items()}
+    receiver = WeightReceiver(Packed(held))
+
+    def lands(version, label):
+        files = sorted(path.name for path in folder(root, version).iterdir())
+        receiver.handle(Prefetch(version=version, files=files, label=label))
+        for message in (Start(), Load(version=version, handoff={}), Finish(version=version)):
+            receiver.handle(message)
+
+    with invited(str(root), "reader", base, parameters(str(root), 1, base)) as message:
+        receiver.connect(message)
+    lands(1, "0")
+    assert same(held, history[2])
+    shutil.rmtree(folder(root, 1))
+    renumber(folder(made, 3), folder(root, 3), 3)  # version 2 left no folder
+    if not loaded_past_us:
+        lands(3, "2")
+        assert same(held, history[3])
+        return
+    receiver.handle(Reset(weights="reloaded"))  # version 2, as a checkpoint that we did not see
+    with pytest.raises((WeightSyncError, FileNotFoundError), match="weight_v000002"):
+        lands(3, "2")
 
 
 def test_an_adapters_root_is_opened_where_roots_may_be_and_nowhere_else(tmp_path, monkeypatch):

@@ -205,6 +205,7 @@ class WeightReceiver:
             self._require_base(part.base)
         if part is not None or self._part is not None:
             self._expect(part)
+        label = label if self._intact else None  # weights that the engine loaded by itself have labels too
         if files is not None or label is not None or self._announced:
             self._announced = files is not None or label is not None
             transport.incremental.expect(version, files, label)
