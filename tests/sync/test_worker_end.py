@@ -10,7 +10,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.processes import WAIT_S
 from tests.transports.sharded_engine import Together as Agreeing
-from torchrl_ext.errors import EngineError
+from torchrl_ext.errors import EngineError, NotConnectedError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import (
     Finish,
@@ -18,6 +18,7 @@ from torchrl_ext.messages import (
     Join,
     Poll,
     Prefetch,
+    Pull,
     Rehearse,
     Reset,
     Seal,
@@ -64,9 +65,9 @@ def engine():
         end.close()
 
 
-def idle(handle):
+def idle(handle, **of):
     def ask():
-        answers = handle(Poll())
+        answers = handle(Poll(**of))
         return None if {"working": True} in answers else answers
 
     return wait_until(ask, WAIT_S, lambda: AssertionError("it never ends"))
@@ -146,6 +147,65 @@ def test_a_prefetch_that_is_begun_anew_ends_the_one_before(engine):
     assert handle(Prefetch(version=1)) == [{}, {}]
     assert handle(Prefetch(version=2)) == [{}, {}]
     assert aborted.is_set() and idle(handle) == [{}, {}] and sorted(begun) == [1, 1, 2, 2]
+
+
+@pytest.fixture
+def pulls(monkeypatch):
+    """Pulls that go on until they are let go on; returns their versions, and what lets them."""
+    begun, going = [], threading.Event()
+
+    def pull(message, base):
+        begun.append(message.version)
+        assert going.wait(WAIT_S)
+        assert message.version < 9
+
+    monkeypatch.setattr("torchrl_ext.sync.worker_end.pull", pull)
+    yield begun, going
+    going.set()
+
+
+def test_a_pull_goes_on_beside_staging_and_loading_and_each_is_asked_after_by_itself(engine, pulls):
+    ends, _, handle = engine
+    (begun, going), staged = pulls, []
+    for end in ends:
+        end.receiver.prefetch = lambda version, *_, **__: staged.append(version)
+    message = Pull(source="/root", directory="/local", version=1)
+    assert handle(message) == [{}, {}]
+    assert handle(Prefetch(version=7)) == [{}, {}] and idle(handle) == [{}, {}] and staged == [7, 7]
+    assert handle(Reset(weights="reloaded")) == [{}, {}]
+    assert handle(Poll(pull=True)) == [{"working": True}] * 2
+    for end in ends:
+        end.receiver.prefetch = lambda version, *_, **__: 1 / 0
+    assert handle(Prefetch(version=8)) == [{}, {}]
+    assert all("ZeroDivision" in str(error) for error in idle(handle))
+    going.set()
+    assert idle(handle, pull=True) == [{}, {}] and begun == [1, 1]
+
+
+def test_who_asks_again_for_a_pull_that_goes_on_hears_of_that_one_and_another_one_is_refused(engine, pulls):
+    _, _, handle = engine
+    begun, going = pulls
+    message = Pull(source="/root", directory="/local", version=1)
+    assert handle(message) == handle(message) == [{}, {}]
+    other = Pull(source="/root", directory="/local", version=9)
+    assert all("another pull goes on" in str(error) for error in handle(other))
+    going.set()
+    assert idle(handle, pull=True) == [{}, {}] == handle(Poll(pull=True)) and begun == [1, 1]
+    assert handle(other) == [{}, {}]
+    assert all("AssertionError" in str(error) for error in [*idle(handle, pull=True), *handle(Poll(pull=True))])
+    assert handle(message) == [{}, {}] and idle(handle, pull=True) == [{}, {}]
+
+
+def test_a_worker_that_closes_waits_for_no_pull(engine, pulls):
+    ends, _, handle = engine
+    transport = tx.MemoryTransport()
+    assert handle(invitation(transport, nn.Linear(3, 2))) == [{}, {}] and idle(handle) == [{}, {}]
+    assert handle(Pull(source="/root", directory="/local", version=1)) == [{}, {}]
+    for end in ends:
+        end.close()
+        with pytest.raises(NotConnectedError):
+            end.receiver.prefetch(1)
+    transport.shutdown()
 
 
 def test_weights_that_were_given_up_are_missed_until_an_update_fills_them(engine):

@@ -167,9 +167,14 @@ class Pull(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Poll(Message):
-    """Asks whether what `Join`, `Prefetch` or `Pull` began is over; ``working: true`` while a worker works."""
+    """Asks whether what `Join` or `Prefetch` began is over; ``working: true`` while a worker works.
+
+    Attributes:
+        pull: it is asked of what `Pull` began, which goes on beside those.
+    """
 
     kind: ClassVar[str] = "poll"
+    pull: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 What waits for others (joining a transport, staging a version) runs in a thread of its own, so that the engine goes on
 generating, and a trainer that never comes blocks nobody; `Poll` says whether it is over. Workers agree after each step:
-where any of them failed, all raise, in the words of all.
+where any of them failed, all raise, in the words of all. A pull changes files alone, and goes on beside all of that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,15 @@ __all__ = ["WorkerEnd", "joined", "pull", "words_of"]
 log = logging.getLogger("torchrl_ext")
 
 _SETTLE_TIMEOUT_S = 120.0
+
+
+@dataclass(kw_only=True)
+class _Begun:
+    """What goes on beside the engine's work, and what follows it on all workers together."""
+
+    job: Future[None] | None = None
+    after: Callable[[], None] = lambda: None
+    settled: bool = False  # what was begun last came to a good end
 
 
 class WorkerEnd:
@@ -58,9 +68,8 @@ class WorkerEnd:
     ) -> None:
         self._base, self._rank, self._workers, self._agree, self._mode = base, rank, workers, agree, mode
         self.receiver = WeightReceiver(loader, rank=rank)
-        self._job: Future[None] | None = None
-        self._after: Callable[[], None] = lambda: None
-        self._settled = False  # what was begun last came to a good end
+        self._staging, self._pulling = _Begun(), _Begun()
+        self._pulled: Pull | None = None
 
     def handle(self, message: Message) -> Info:
         """Do what a message says, or begin it.
@@ -78,18 +87,20 @@ class WorkerEnd:
                 return self.receiver.handle(message)
             case Join():
                 self.together(lambda: self._check(message))
-                self._begin(lambda: self.receiver.connect(message))
+                self.settle()
+                self._staging = self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
-                self._begin(
+                self.settle()
+                self._staging = self._begin(
                     lambda: self.receiver.prefetch(
                         message.version, message.part, files=message.files, label=message.label
                     ),
                     after=self.receiver.confirm,
                 )
             case Pull():
-                self._begin(lambda: pull(message, self._base))
+                self._pull(message)
             case Poll():
-                return {"working": True} if self._is_working() else {}
+                return {"working": True} if self._is_working(self._pulling if message.pull else self._staging) else {}
             case Rehearse():
                 return self._rehearse(message)
             case Reset():
@@ -122,14 +133,16 @@ class WorkerEnd:
         self.receiver.invalidate()
 
     def settle(self) -> None:
-        """End what was begun, on every worker: once this returns, no thread of ours is at work."""
+        """End what was begun, but for a pull, on every worker: no thread of ours touches the model any more."""
         self.together(self._stop)
 
     def close(self) -> None:
         """Leave the transport; a wait in it ends."""
         self.receiver.abort()
-        self._stop()
-        self.receiver.close()
+        try:
+            self._stop()
+        finally:
+            self.receiver.close()
 
     def _settled_first(self, message: Message) -> None:
         self._stop()
@@ -160,9 +173,29 @@ class WorkerEnd:
             "proof": least(row[1] for row in told),
         }
 
-    def _begin(self, work: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+    def _pull(self, message: Pull) -> None:
+        """Begin a pull; whoever asks for the same one while it goes on hears of that one.
+
+        Raises:
+            EngineError: another one goes on, here or on another worker.
+        """
+        job = self._pulling.job
+        done = job is None or job.done()
+        failed = job is not None and done and job.exception() is not None
+        told = self._agree("failed" if failed else "" if done else _WORKING)
+        if _WORKING not in told:
+            self._pulling = self._begin(lambda: pull(message, self._base))
+            self._pulled = message
+        elif self._pulled != message or "failed" in told:
+            raise EngineError(
+                f"another pull goes on: {self._pulled}",
+                expected="one at a time, or the same one once more",
+                state="that one goes on",
+                hint="ask again when it is over",
+            )
+
+    def _begin(self, work: Callable[[], None], after: Callable[[], None] = lambda: None) -> _Begun:
         """Start ``work`` in a thread of its own; ``after`` follows in this one, on all workers together."""
-        self.settle()
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def aside() -> None:
@@ -171,16 +204,16 @@ class WorkerEnd:
             with self._mode():
                 work()
 
-        self._job, self._after, self._settled = in_thread(aside, "torchrl_ext"), after, False
+        return _Begun(job=in_thread(aside, "torchrl_ext"), after=after)
 
-    def _is_working(self) -> bool:
+    def _is_working(self, begun: _Begun) -> bool:
         """Return whether any worker is still at what was begun.
 
         Raises:
             EngineError: it failed on a worker.
         """
-        job = self._job
-        if job is None and self._settled:
+        job = begun.job
+        if job is None and begun.settled:
             return False  # another replica of a data-parallel server is still at it, and all are asked
         words, error = _WORKING, None
         if job is None:
@@ -191,19 +224,20 @@ class WorkerEnd:
         told = self._agree(words)
         failures = ["" if said == _WORKING else said for said in told]
         if any(failures):
-            self.receiver.abort()  # others may wait for those that failed
+            if begun is self._staging:
+                self.receiver.abort()  # others may wait for those that failed
             if error is not None:
-                log.error("weight update failed on worker %d", self._rank, exc_info=error)
+                log.error("what was begun failed on worker %d", self._rank, exc_info=error)
             raise EngineError(joined(failures))
         if any(told):
             return True
-        self._job = None
-        self.together(self._after)
-        self._settled = True
+        begun.job = None
+        self.together(begun.after)
+        begun.settled = True
         return False
 
     def _stop(self) -> None:
-        job, self._job = self._job, None
+        job, self._staging.job = self._staging.job, None
         if job is not None and not job.done():
             self.receiver.abort()
             if not wait([job], _SETTLE_TIMEOUT_S).done:

@@ -95,7 +95,7 @@ async def _told(manager: Any, message: Message) -> None:
     await _ask(manager, message)
     loop = asyncio.get_running_loop()
     until, pause_s = loop.time() + _PULL_S, 0.02
-    while (await _ask(manager, Poll())).get("working"):
+    while (await _ask(manager, Poll(pull=True))).get("working"):
         if loop.time() > until:
             raise DeadlineError(f"the workers are still pulling after {_PULL_S:g} s")
         await asyncio.sleep(pause_s)

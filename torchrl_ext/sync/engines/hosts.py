@@ -211,7 +211,7 @@ class VLLMHost(Host):
             case Join() | Prefetch() | Pull():
                 self._ask(message)
                 wait_until(
-                    lambda: not self._ask(Poll()).get("working"),
+                    lambda: not self._ask(Poll(pull=isinstance(message, Pull))).get("working"),
                     self._timeout_s,
                     lambda: DeadlineError(f"to {message.kind} takes vLLM longer than {self._timeout_s:g} s"),
                 )
