@@ -149,6 +149,48 @@ def test_a_prefetch_that_is_begun_anew_ends_the_one_before(engine):
     assert aborted.is_set() and idle(handle) == [{}, {}] and sorted(begun) == [1, 1, 2, 2]
 
 
+def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(engine, tmp_path):
+    ends, held, handle = engine
+    policy, transport = nn.Linear(3, 2), tx.DeltaTransport(tmp_path)
+
+    def send(version):
+        with torch.no_grad():
+            policy.weight[0, 0] += 1
+        handoff = transport.prepare(as_source(policy), version)
+        assert handle(Prefetch(version=version)) == [{}, {}]
+        answers = idle(handle)
+        if answers == [{}, {}]:
+            for message in (Start(), loading(handoff.info), Finish(version=version)):
+                assert handle(message) == [{}, {}]
+        return answers
+
+    assert handle(invitation(transport, policy)) == [{}, {}] and idle(handle) == [{}, {}]
+    assert send(1) == send(2) == [{}, {}]
+    began, going = threading.Barrier(3), threading.Event()
+    for end in ends:
+        loader = end.receiver._loader
+
+        def stage(changes, stage=loader.stage):
+            began.wait(WAIT_S)
+            assert going.wait(WAIT_S)
+            stage(changes)
+
+        loader.stage = stage
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(send, 3)
+        began.wait(WAIT_S)
+        for end in ends:
+            end.invalidate()  # as vLLM's and SGLang's own loads do
+        going.set()
+        assert all("loaded other weights while version 3" in str(error) for error in answers.result(WAIT_S))
+    with torch.no_grad():
+        held[0].weight.zero_()
+        held[1].weight.zero_()
+    assert send(4) == [{}, {}]
+    assert all(torch.equal(module.weight, policy.weight) for module in held)
+    transport.shutdown()
+
+
 @pytest.fixture
 def pulls(monkeypatch):
     """Pulls that go on until they are let go on; returns their versions, and what lets them."""

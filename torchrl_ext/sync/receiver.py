@@ -67,6 +67,7 @@ class WeightReceiver:
         self._part: Part | None = None  # what the version that comes brings, where that is not everything
         self._followed = False  # a version landed since the trainer joined
         self._landed = 0  # the version of the last load; engines need not say which one they put in service
+        self._origins = 0  # how often the model came to hold what landed elsewhere
         self.empty = False  # the weights were given up, and no update has filled them since
         self.version = 0
 
@@ -201,6 +202,7 @@ class WeightReceiver:
             WeightSyncError: the version cannot be had. In all cases the engine goes on with what it serves.
         """
         transport, loader, self._staged = self._require_transport(), self._require_loader(), None
+        origins = self._origins
         if part is not None:
             self._require_base(part.base)
         if part is not None or self._part is not None:
@@ -217,6 +219,15 @@ class WeightReceiver:
                 self._intact = False  # whatever the model holds, the next version does not build on it
                 raise
             self._staged = changes
+        if self._origins != origins:  # in another thread: the engine serves while this goes on
+            self._staged = None
+            self._expect(None)
+            raise IntegrityError(
+                f"the engine loaded other weights while version {version} was staged",
+                expected="the weights that its changes begin with",
+                state=f"version {version} did not land, and the engine goes on with what it loaded",
+                hint="send again: the next update is sent whole",
+            )
 
     def _require_base(self, base: int) -> None:
         """Refuse a part whose other tensors are not those that the model holds."""
@@ -325,6 +336,7 @@ class WeightReceiver:
         Args:
             empty: it holds nothing, until an update fills it.
         """
+        self._origins += 1  # before the rest, as a version may be staged in another thread
         self._staged, self._intact, self.empty = None, False, empty
         self._expect(None)
         self._require_loader().invalidate()
