@@ -8,11 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model
 from tests.transports.chains import folder
 from tests.versions.test_slime_chains import write_slime
 from torchrl_ext.codecs.patch import diff
 from torchrl_ext.codecs.slime.first import build_flush, flush_name
+from torchrl_ext.embedded.dialects import Dialects
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 
@@ -125,6 +129,31 @@ def test_a_version_that_lands_without_a_local_checkpoint_leaves_the_callers_paus
     assert http.get("/is_paused").json() == {"is_paused": True}
     asked(http, "/continue_generation")
     assert says(http) == greedy(history[1], count=16)
+
+
+def test_an_engine_that_a_failed_load_left_paused_serves_again_with_the_next_good_one(checkpoint, tmp_path):
+    held, new = load_file(f"{checkpoint}/model.safetensors"), tensors(tiny_model(11))
+    trainer = tx.make_transport("delta", root=tmp_path / "root")
+    trainer.send_weights({name: new[name] for name in held})
+    trainer.shutdown()
+    engine = Engine(str(checkpoint), dtype="float32")
+    calls, scheduler, receiver = Dialects(engine), engine.scheduler, engine._receiver
+    body = {"load_format": "delta", "model_path": str(folder(tmp_path / "root", 1)), "weight_version": "1"}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(receiver, "load", lambda message: 1 / 0)
+            with pytest.raises(WeightSyncError, match="is paused"):
+                calls.update(body)
+            assert scheduler.paused
+        calls.update(body)
+        assert not scheduler.paused and scheduler.version == "1"
+        found = engine.digests()
+        assert {name: found[name] for name in held} == {name: tensor_digest(new[name]) for name in held}
+        scheduler.pause("keep")  # a caller's own
+        calls.update({"model_path": str(checkpoint)})
+        assert scheduler.paused
+    finally:
+        engine.close()
 
 
 class TestVersionsInParts:

@@ -7,22 +7,17 @@ Bodies and answers are those of slime's SGLang (``/pull_weights``, ``/update_wei
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from typing import Any, final
 
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import Load, Prefetch, Pull, Start
-from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.roots import invited, locate, parameters, part
+from torchrl_ext.messages import Message, Pull
+from torchrl_ext.sync.roots import DiskLoads
 from torchrl_ext.sync.worker_end import pull
 from torchrl_ext.types import Info
 
 __all__ = ["Dialects"]
-
-_FORMATS = (None, "auto", "safetensors", "delta")
 
 
 @final
@@ -35,8 +30,7 @@ class Dialects:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._one_at_a_time = threading.Lock()
-        self._joined: tuple[str, Any] | None = None
+        self._loads = DiskLoads(_Driven(engine), f"reader-{os.getpid()}")
 
     def pull(self, body: Info) -> None:
         """Bring a checkpoint on this host to a version (`torchrl_ext.versions.local_checkpoint`).
@@ -47,25 +41,16 @@ class Dialects:
         pull(Pull.asked(body), self._engine.model_dir)
 
     def update(self, body: Info) -> None:
-        """Load a checkpoint directory, or with load format ``"delta"`` land a version, or the part that ``files`` name.
-
-        An engine that the caller paused stays paused.
+        """Load a checkpoint directory or a version; see `DiskLoads.load`.
 
         Raises:
             ConfigError: a field that cannot be.
             WeightSyncError: it was not loaded.
         """
-        path, kind, label = body.get("model_path"), body.get("load_format"), body.get("weight_version")
-        if not isinstance(path, str) or kind not in _FORMATS or not isinstance(label, str | None):
-            raise ConfigError(
-                f"the body is {body!r:.200}",
-                expected='{"model_path": "...", "load_format": "delta", "auto" or null, "weight_version": "..."}',
-            )
-        with self._one_at_a_time:
-            if kind == "delta":
-                self._land(path, label, body.get("files"))
-            else:
-                self._reload(path, label)
+        label = body.get("weight_version")
+        if not isinstance(label, str | None):
+            raise ConfigError(f"weight_version is {label!r:.80}", expected="text")
+        self._loads.load(body.get("model_path"), body.get("load_format"), label, body.get("files"))
 
     def rename(self, body: Info) -> Info:
         """Label the weights in service.
@@ -92,47 +77,41 @@ class Dialects:
             self.pull({**told})
             return {"results": [{"success": True, "weight_version": str(told["target_version"])}]}
         if method == "reload_weights":
-            with self._one_at_a_time:
-                self._reload(str(told.get("weights_path")), None)
+            self._loads.load(told.get("weights_path"), None, None, None)
             return {"results": [None]}
         raise ConfigError(f"there is no method {method!r:.80} here", expected="pull_weights or reload_weights")
 
-    def _land(self, path: str, label: str | None, files: Any) -> None:
-        engine = self._engine
-        root, version = locate(path)
-        params = parameters(root, version, engine.model_dir, files, parts=engine.scheduler.paused)
-        if self._joined != (root, params):
-            self._joined = None
-            with invited(root, f"reader-{os.getpid()}", engine.model_dir, params) as message:
-                engine.handle(message)
-        self._joined, joined = None, (root, params)
-        engine.handle(Prefetch(version=version, files=part(root, version, files), label=engine.scheduler.version))
-        with self._paused():
-            engine.handle(Start())
-            engine.handle(Load(version=version, handoff={"params": params}))
-            engine.finish(label)
-        self._joined = joined
 
-    def _reload(self, path: str, label: str | None) -> None:
-        admit(path)
-        self._joined = None
-        with self._paused():
-            self._engine.reload(path, label)
+class _Driven:
+    """The engine as `DiskLoads` drives it, which refuses to serve weights that are not whole."""
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Freeze what runs; an engine that served serves again, unless its weights are not whole."""
-        engine = self._engine
-        serves = not engine.scheduler.paused
-        if serves:
-            engine.pause("keep", 0.0)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.model, self.resume, self.undo = engine.model_dir, engine.resume, lambda: None
+
+    def paused(self) -> bool:
+        return self._engine.scheduler.paused
+
+    def pause(self) -> None:
+        self._engine.pause("keep", 0.0)
+
+    def label(self) -> str:
+        return self._engine.scheduler.version
+
+    def handle(self, message: Message) -> Any:
+        return self._engine.handle(message)
+
+    def finish(self, version: int, label: str | None) -> None:
+        self._engine.finish(label)
+        self._engine.scheduler.forget()  # old weights made those keys and values
+
+    def reload(self, path: str, label: str | None) -> None:
+        self._engine.reload(path, label)
+        self._engine.scheduler.forget()
+
+    def recover(self) -> bool:
         try:
-            yield
-        except BaseException:
-            if serves:
-                with suppress(EngineRefusedError):
-                    engine.resume()
-            raise
-        engine.scheduler.forget()  # old weights made those keys and values
-        if serves:
-            engine.resume()
+            self._engine.resume()
+        except EngineRefusedError:
+            return False
+        return True
