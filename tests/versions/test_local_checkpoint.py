@@ -82,6 +82,30 @@ def test_versions_of_this_library_are_pulled_whatever_their_encoding(root, local
     assert not (local / "manifest.json").exists()
 
 
+def test_of_a_published_version_only_files_of_a_checkpoint_are_taken(root, local, tmp_path):
+    own = weights()
+    checkpoint(folder(root, 1), own)
+    for name in (".bashrc", "authorized_keys", "run.sh", "vocab.json", ".hidden.json"):
+        (folder(root, 1) / name).write_text("{}")
+    LocalCheckpoint(local).pull(str(root), 1)
+    assert sorted(path.name for path in local.iterdir()) == [".weight_sync", "model.safetensors", "vocab.json"]
+    (tmp_path / "secret").write_text("content")
+    step(own, 1)
+    checkpoint(folder(root, 2), own)
+    (folder(root, 2) / "config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(IntegrityError, match="is a link to"):
+        LocalCheckpoint(local).pull(str(root), 2)
+    assert not (local / "config.json").exists()
+
+
+def test_a_local_checkpoint_is_a_directory_of_this_host(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("s3://bucket/local", "file:///tmp/local"):
+        with pytest.raises(ConfigError, match="the local checkpoint is"):
+            LocalCheckpoint(place).pull(str(root), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_changes_is_written_in_place_and_nothing_else(chain, root, local):
     base, history = chain
     kept = LocalCheckpoint(local, base)

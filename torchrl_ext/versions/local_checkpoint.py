@@ -33,6 +33,7 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.slime.current import INDEX_NAME, parse_index
 from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError, ManifestError, StoreError
+from torchrl_ext.files import open_regular
 from torchrl_ext.stores import Chain, Manifest, Store, open_store, version_name
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
@@ -51,6 +52,8 @@ log = logging.getLogger("torchrl_ext")
 _SYNC: Final = ".weight_sync"
 _STATE: Final = "state.json"
 _LONE: Final = "model.safetensors"
+_TAKEN: Final = (".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm")
+"""Endings of files that are taken over from a published version, and none that a shell, say, would look for."""
 _LOCK_S: Final = 3600.0  # other workers of the host may copy a large model meanwhile
 
 
@@ -160,9 +163,9 @@ class LocalCheckpoint:
                 None,
             )
             if keyframe is not None:
-                names = [name for name in store.sizes(version_name(keyframe.version)) if name != MANIFEST]
+                names = [name for name in store.sizes(version_name(keyframe.version)) if _is_taken(name)]
                 with store.local(version_name(keyframe.version), names) as path:
-                    self._seed(str(path), names, keyframe)
+                    self._seed(str(path), names, keyframe, within=path)
             elif not kept:
                 base = self._known_base()
                 self._seed(base, _plain(base), None)
@@ -174,15 +177,18 @@ class LocalCheckpoint:
         end = chain.version(version)
         self._settle(end.run_id, version, None if end.full is None else _stamp(store, version))
 
-    def _seed(self, source: str, names: Iterable[str], manifest: Manifest | None) -> None:
-        """Copy files, verify them by the manifest where there is one, and remove all others."""
+    def _seed(self, source: str, names: Iterable[str], manifest: Manifest | None, within: Path | None = None) -> None:
+        """Copy files, verify them by the manifest where there is one, and remove all others.
+
+        Links may not lead out of ``within``; those of the engine's own checkpoint may lead anywhere.
+        """
         self._unsettle()
         names = sorted(names)
         for name in names:
             target = self.directory / name
             with suppress(FileNotFoundError):  # whoever has the old file mapped keeps it
                 target.unlink()
-            _copy(f"{source}/{name}", target)
+            _copy(f"{source}/{name}", target, within)
         for path in self.directory.iterdir():
             if path.is_file() and path.name not in names:
                 path.unlink()
@@ -284,6 +290,12 @@ class LocalCheckpoint:
     def _refuse(self, source: str) -> None:
         admit(source)
         admit(self._named)
+        if "://" in self._named:
+            raise ConfigError(
+                f"the local checkpoint is {self._named!r:.200}",
+                expected="an absolute path of a directory on this host",
+                state="nothing was changed",
+            )
         own = os.path.realpath(self.directory)
         others = [] if "://" in source.removeprefix("file://") else [os.path.realpath(source.removeprefix("file://"))]
         for other in (*others, *([] if self._base is None else [self._base])):
@@ -344,10 +356,14 @@ def _plain(directory: str) -> list[str]:
     return [entry.name for entry in os.scandir(directory) if entry.is_file() and entry.name != MANIFEST]
 
 
-def _copy(source: str, target: Path) -> None:
+def _is_taken(name: str) -> bool:
+    return name.endswith(_TAKEN) and not name.startswith(".") and name != MANIFEST
+
+
+def _copy(source: str, target: Path, within: Path | None) -> None:
     """Copy a file's bytes durably, sharing blocks where the filesystem can."""
-    with open(source, "rb") as old, open(target, "xb") as new:
-        size = os.fstat(old.fileno()).st_size
+    descriptor, size = open_regular(source, within=within)
+    with open(descriptor, "rb") as old, open(target, "xb") as new:
         left = size
         with suppress(OSError):  # no such call between these two filesystems
             while left and (count := os.copy_file_range(old.fileno(), new.fileno(), left)):
