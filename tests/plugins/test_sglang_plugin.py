@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.engines.sglang import SGLangServer
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.server import make_overlay
+from torchrl_ext.plugins.sglang import register
 
 LOOK = """
 import sys
@@ -39,6 +41,52 @@ def test_the_overlay_brings_the_plugin_and_nothing_of_the_trainers(tmp_path):
 def test_a_model_that_does_not_exist_is_refused_before_anything_is_installed(tmp_path):
     with pytest.raises(ConfigError, match="no directory"):
         SGLangServer(tmp_path / "nothing", python="/no/python")
+
+
+class Model:
+    """Of SGLang, a runner, its model and what loads it; our worker for it is known by what it is told."""
+
+    def __init__(self, path, revision=None):
+        self.model, self.is_draft_worker, self.eplb_manager = self, False, None
+        self.model_config = SimpleNamespace(model_path=path, revision=revision)
+        self.server_args = SimpleNamespace(load_format="auto")
+
+    def get_model_runner(self):
+        return self
+
+    def get_model(self):
+        return self
+
+    def load(self, updater, path, *_, **__):
+        self.model_config.model_path = path
+        return True, "loaded"
+
+
+class Worker:
+    def __init__(self, model, checkpoint, group, **settings):
+        self.checkpoint, self.loaded_past_us = checkpoint, 0
+
+    def invalidate(self):
+        self.loaded_past_us += 1
+
+
+@pytest.mark.parametrize("by", ["update_weights_from_disk", "load_past_us"])
+def test_a_model_that_was_loaded_before_our_first_message_is_not_taken_for_its_start(monkeypatch, by):
+    group = SimpleNamespace(cpu_group=None, world_size=1)
+    parallel = SimpleNamespace(get_pp_group=lambda: group, get_tp_group=lambda: group)
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", parallel)
+    monkeypatch.setitem(sys.modules, "torchrl_ext.plugins.sglang.worker", SimpleNamespace(SGLangWorker=Worker))
+    monkeypatch.setattr("torchrl_ext.plugins.workers.agree", lambda words, *_: [words])
+    loaded, fresh = Model("org/start", revision="main"), Model("org/start", revision="main")
+    arguments = ("/another", "auto") if by == "update_weights_from_disk" else ("/another",)
+    assert getattr(register, by)(loaded.load, loaded, *arguments) == (True, "loaded")
+    ours = register._worker(loaded)
+    assert ours.loaded_past_us == 1 and register._worker(loaded) is ours
+    if by == "update_weights_from_disk":  # before, SGLang's own record was of the start
+        assert ours.checkpoint == "org/start@main"
+    assert register._worker(fresh).loaded_past_us == 0 and register._worker(fresh).checkpoint == "org/start@main"
+    register.load_past_us(fresh.load, fresh, "/another")
+    assert register._worker(fresh).loaded_past_us == 1
 
 
 TOGETHER = """

@@ -44,6 +44,8 @@ _TESTED = "0.5.23"
 _workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _started_with: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """The checkpoint that each model was loaded from first: SGLang's own record is of the last one."""
+_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models that SGLang loaded past us before they had a worker of ours."""
 _unseen: list[str] = []
 """Why calls of SGLang's own load methods go unnoticed, if they do: what a worker knows of its weights may be wrong."""
 
@@ -140,7 +142,7 @@ def update_weights_from_disk(
     """Wrap one worker's part of ``/update_weights_from_disk``: land deltas, and let SGLang load anything else."""
     try:
         runner = updater.get_model_runner()
-        _started_with.setdefault(runner.model, runner.model_config.model_path)
+        _start_of(runner)
         if load_format == "delta":
             if runner.is_draft_worker:
                 return True, "a draft model follows no delta: it stays as it is"
@@ -171,9 +173,11 @@ def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
     try:
         return original(updater, *args, **kwargs)
     finally:
-        worker = _workers.get(updater.get_model())
-        if worker is not None:
-            worker.invalidate()
+        model = updater.get_model()
+        if model in _workers:
+            _workers[model].invalidate()
+        else:
+            _loaded.add(model)
 
 
 def _united(step: Callable[[], None]) -> str:
@@ -198,7 +202,6 @@ def _worker(runner: Any) -> Any:
 
     from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
     from torchrl_ext.plugins.sglang.worker import SGLangWorker
-    from torchrl_ext.weights.checkpoint import revised
 
     model = runner.model
     if model not in _workers:
@@ -207,16 +210,25 @@ def _worker(runner: Any) -> Any:
             unfit = ConfigError(
                 "the plugin does not know engines with pipeline stages", expected="--pp-size 1", state=UNCHANGED
             )
-        _workers[model] = SGLangWorker(
+        worker = SGLangWorker(
             model,
-            _started_with.setdefault(
-                model, revised(runner.model_config.model_path, getattr(runner.model_config, "revision", None))
-            ),
+            _start_of(runner),
             get_tp_group().cpu_group,
             dummy=str(runner.server_args.load_format) == "dummy",
             unfit=unfit,
         )
+        if model in _loaded:
+            worker.invalidate()
+        _workers[model] = worker
     return _workers[model]
+
+
+def _start_of(runner: Any) -> str:
+    """Return the checkpoint that a runner's model was loaded from first; called before any other is."""
+    from torchrl_ext.weights.checkpoint import revised
+
+    config = runner.model_config
+    return _started_with.setdefault(runner.model, revised(config.model_path, getattr(config, "revision", None)))
 
 
 def _exists(target: str) -> bool:
