@@ -107,6 +107,21 @@ def greedy(model, prompt=None, count=32):
 
 
 @torch.no_grad()
+def greedy_over_kept_keys(models, switches, prompt=None, count=32):
+    """The ``count`` tokens that `transformers` picks greedily where weights change in between and no key is dropped.
+
+    Token ``switches[i]`` is the first one of ``models[i + 1]``.
+    """
+    fed, cache, tokens = list(PROMPT if prompt is None else prompt), None, []
+    while len(tokens) < count:
+        model = models[sum(len(tokens) >= switch for switch in switches)]
+        out = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+        cache, fed = out.past_key_values, [int(out.logits[0, -1].argmax())]
+        tokens += fed
+    return tokens
+
+
+@torch.no_grad()
 def doubtful(model, tokens, prompt=None):
     """Those of an engine's greedy ``tokens`` that `transformers` would not pick in their place, as (index, shortfall).
 

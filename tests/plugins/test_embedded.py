@@ -11,10 +11,10 @@ import torch
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
-from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint, tiny_model
 from torchrl_ext.codecs.patch import diff
 from torchrl_ext.codecs.slime.first import build_flush, flush_name
-from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError, WeightSyncError
+from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
 from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.messages import Join, Seal
 from torchrl_ext.rollout.client import InferenceClient
@@ -408,8 +408,22 @@ def test_a_tied_head_follows_its_embedding(tmp_path):
     assert list(found.token_ids) == greedy(own, PROMPT, 16)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=(TypeError, ConfigError), reason="keys and values are dropped with every version"
-)
-def test_keys_and_values_can_outlive_an_update_that_is_told_to_keep_them(server):
-    tx.make_engine("embedded", url=server.url, keep_cache=True).close()
+@pytest.mark.parametrize("kept", [False, True])
+def test_keys_and_values_outlive_an_update_that_is_told_to_keep_them_and_no_other(
+    server, http, client, in_service, tmp_path, kept
+):
+    (report, old), new, count = in_service(0), model(1), 600
+    with (
+        sender_to(server, "disk", tmp_path, keep_cache=kept) as sender,
+        generating(client, http, max_tokens=count, temperature=0.0) as result,
+    ):
+        http.post("/pause", params={"mode": "keep"})
+        later = sender.update_weights(new)
+        found = result()
+    switch = found.weight_versions[0].end
+    assert 0 < switch < count  # else it was over before the pause
+    begun = list(found.token_ids[:switch])
+    over_old_keys = greedy_over_kept_keys([old, new], [switch], count=count)
+    anew = begun + greedy(new, PROMPT + begun, count - switch)
+    assert over_old_keys != anew and list(found.token_ids) == (over_old_keys if kept else anew)
+    assert [span.version for span in found.weight_versions] == [str(report.version), str(later.version)]

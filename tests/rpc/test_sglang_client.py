@@ -185,8 +185,35 @@ def test_requests_that_are_paused_in_place_are_not_waited_for():
         with pytest.raises(EngineRefusedError, match=r"(?s)paused in place.*2 running.*keep_cache=True"):
             update(SGLangEngine(server.url, pause_mode="in_place"))
         assert said(server).count({"kind": "flush"}) == 1
-        update(SGLangEngine(server.url, pause_mode="in_place", keep_cache=True))
-        assert server.routes()[-1] == "POST /continue_generation"
+
+
+@pytest.mark.parametrize("setting", [{}, {"pause_mode": "keep"}, {"pause_mode": "in_place"}])
+def test_a_cache_that_is_to_be_kept_is_frozen_in_place_and_never_flushed(setting):
+    with running(NEW) as server:
+        engine = SGLangEngine(server.url, keep_cache=True, **setting)
+        update(engine)
+        bodies = {call: body for call, _, body in server.calls}
+        assert bodies["POST /pause_generation"] == {"mode": "in_place"}
+        assert bodies["POST /update_weight_version"]["new_version"] == "8"
+        assert server.routes()[-1] == "POST /continue_generation" and {"kind": "flush"} not in said(server)
+
+
+def test_a_server_that_puts_its_keys_into_a_store_must_not_keep_them():
+    told = (200, {**STARTED_WITH, "hicache_storage_backend": "file"})
+    with running({**NEW, "GET /server_info": told}) as server:
+        with pytest.raises(ConfigError, match=r"in a store.*old weights"):
+            update(SGLangEngine(server.url, keep_cache=True))
+        assert not [call for call in server.routes() if "pause" in call]
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_a_cache_that_sleeps_is_dropped_whether_it_is_to_be_kept_or_not(keep_cache):
+    answers = [plugin(), plugin(flushed=False), plugin(flushed=False), plugin(flushed=True)]
+    with running(NEW, post_weights_checker=answers, post_release_memory_occupation=DONE) as server:
+        SGLangEngine(server.url, pause_mode="in_place", keep_cache=keep_cache).sleep(tags=["kv_cache"])
+        modes = [body["mode"] for call, _, body in server.calls if call == "POST /pause_generation"]
+        assert modes == ["in_place", "retract"]
+        assert server.routes()[-1] == "POST /release_memory_occupation"
 
 
 @pytest.mark.parametrize(
@@ -266,4 +293,4 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="abort, retract, in_place"):
         SGLangEngine("host:1", pause_mode="wait")
     with pytest.raises(ConfigError, match="in_place"):
-        SGLangEngine("host:1", keep_cache=True)
+        SGLangEngine("host:1", pause_mode="retract", keep_cache=True)

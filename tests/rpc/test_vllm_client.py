@@ -169,6 +169,45 @@ def test_embeddings_of_images_are_dropped_where_the_model_takes_images(seeing):
         assert server.routes()[-1] == "POST /resume"
 
 
+ALONE = {name: value for name, value in CONFIG.items() if name != "kv_transfer_config"}
+CONNECTED = {**CONFIG, "kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}
+
+
+def test_caches_that_are_to_be_kept_are_not_dropped():
+    seeing = {**ALONE, "model_config": {**CONFIG["model_config"], "multimodal_config": {"mm_processor_cache_gb": 4}}}
+    with running(get_server_info=(200, {"vllm_config": seeing})) as server:
+        engine = VLLMEngine(server.url, keep_cache=True)
+        engine.connect(JOIN)
+        with engine.updating(8):
+            pass
+        assert not [call for call in server.routes() if "reset" in call]
+        assert ("POST /pause", {"mode": "keep", "clear_cache": "false"}, None) in server.calls
+        assert ("POST /finish_weight_update", {}, {"weight_version": "8"}) in server.calls
+        assert server.routes()[-1] == "POST /resume"
+
+
+def test_a_fleet_hands_the_wish_to_keep_caches_to_engines_of_each_kind():
+    with running(get_server_info=(200, {"vllm_config": ALONE})) as server:
+        (engine,) = tx.connect(server.url, keep_cache=True).engines
+        with engine.updating(8):
+            pass
+        assert not [call for call in server.routes() if "reset" in call]
+
+
+def test_a_server_that_hands_its_keys_on_must_not_keep_them():
+    with running(get_server_info=(200, {"vllm_config": CONNECTED})) as server:
+        with pytest.raises(ConfigError, match=r"KV connector LMCacheConnectorV1.*old weights"):
+            VLLMEngine(server.url, keep_cache=True).connect(JOIN)
+        assert server.routes() == ["GET /server_info"]
+        VLLMEngine(server.url).connect(JOIN)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_cache_is_kept_with_the_requests_that_are_frozen_alone(mode):
+    with pytest.raises(ConfigError, match=f"keep_cache means nothing with pause mode '{mode}'"):
+        VLLMEngine("host:1", pause_mode=mode, keep_cache=True)
+
+
 def test_an_abandoned_update_is_ended_before_joining():
     refusals = [failed(f"worker 0, 1: EngineError: {OPEN_UPDATE}."), (200, {})]
     with running(post_init_weight_transfer_engine=refusals) as server:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint, tiny_model
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
-from torchrl_ext.errors import EngineError, ManifestError, UpdateError
+from torchrl_ext.errors import ConfigError, EngineError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +39,24 @@ def same(module, tensors):
     return all(torch.equal(tensor, tensors[name]) for name, tensor in module.state_dict().items())
 
 
-def submitted(engine, count, **sampling):
+def submitted(engine, count, prompt=PROMPT, **sampling):
     asked = {"temperature": 0, "max_tokens": count, "ignore_eos": True, **sampling}
-    body = {"token_ids": PROMPT, "sampling_params": asked}
+    body = {"token_ids": prompt, "sampling_params": asked}
     return engine.scheduler.submit(GenerateRequest.from_json(body, "request")).future
+
+
+def pausing_after(engine, counts):
+    """Events that are set in the passes with these numbers; each such pass then waits for a pause."""
+    begun, events = [], {count: threading.Event() for count in counts}
+
+    def note(*_):
+        begun.append(None)
+        if len(begun) in events:
+            events[len(begun)].set()
+            wait_until(lambda: engine.scheduler.paused, 60, lambda: AssertionError("nobody paused"))
+
+    engine._model.register_forward_pre_hook(note)
+    return list(events.values())
 
 
 class TestModule:
@@ -238,3 +254,62 @@ class TestEmbedded:
             assert mode == "keep" or len(labels) == 1
         (output,) = later.result(60)
         assert list(output.token_ids) == greedy(tiny_model(1), PROMPT, 8)
+
+    @pytest.mark.parametrize("kept", [False, True])
+    def test_a_frozen_request_goes_on_with_its_keys_where_they_are_to_be_kept_and_else_without(
+        self, engine, place, kept
+    ):
+        online, (frozen,) = tx.make_engine("inprocess", engine=engine, keep_cache=kept), pausing_after(engine, [5])
+        old, new = tiny_model(0), tiny_model(1)
+        running = submitted(engine, 24)
+        assert frozen.wait(60)
+        report = run(online.update_model_weights(place / "seed1"))
+        (output,) = running.result(60)
+        begun = greedy(old, PROMPT, 5)
+        over_old_keys = greedy_over_kept_keys([old, new], [5], count=24)
+        anew = begun + greedy(new, PROMPT + begun, 19)
+        assert over_old_keys != anew  # else this test could not tell
+        assert output.token_ids == (over_old_keys if kept else anew)
+        assert [(span["version"], span["end"]) for span in output.spans()] == [
+            ("default", 5),
+            (str(report.version), 24),
+        ]
+        assert self.says(engine) == greedy(new, PROMPT, 8)
+
+    def test_newcomers_do_not_cost_frozen_requests_their_keys(self, engine, place):
+        online, events = tx.make_engine("inprocess", engine=engine, keep_cache=True), pausing_after(engine, [5, 9, 16])
+        models, running, other = [tiny_model(seed) for seed in (0, 1, 0, 1)], [submitted(engine, 24)], PROMPT[::-1]
+        for seed, frozen in zip((1, 0, 1), events, strict=True):
+            assert frozen.wait(60)
+            running.append(submitted(engine, 24, prompt=other))
+            run(online.update_model_weights(place / f"seed{seed}"))
+        outputs = [future.result(60)[0] for future in running]
+        for output, begun in zip(outputs, range(4), strict=True):
+            spans = output.spans()
+            ends = [span["end"] for span in spans[:-1]]
+            prompt = PROMPT if begun == 0 else other
+            assert len(spans) == 4 - begun
+            assert output.token_ids == greedy_over_kept_keys(models[begun:], ends, prompt, 24)
+        assert engine.scheduler.running == 0 and self.says(engine) == greedy(models[-1], PROMPT, 8)
+
+    def test_a_cache_that_is_dropped_after_the_update_makes_one_batch_of_all(self, engine, place):
+        (frozen,) = pausing_after(engine, [5])
+        running = submitted(engine, 24)
+        assert frozen.wait(60)
+        engine.pause("keep", 10)
+        later = submitted(engine, 8)
+        engine.reload(str(place / "seed1"), "1")
+        engine.scheduler.forget()
+        begun, passes = greedy(tiny_model(0), PROMPT, 5), []
+        engine._model.register_forward_pre_hook(lambda *_: passes.append(None))
+        engine.resume()
+        assert running.result(60)[0].token_ids == begun + greedy(tiny_model(1), PROMPT + begun, 19)
+        assert later.result(60)[0].token_ids == greedy(tiny_model(1), PROMPT, 8) and len(passes) == 19
+
+    @pytest.mark.parametrize(
+        ("settings", "why"),
+        [({"free_cache": True}, "gives up what keep_cache keeps"), ({"pause_mode": "abort"}, "pause mode 'abort'")],
+    )
+    def test_a_cache_that_is_kept_goes_with_nothing_that_drops_it(self, engine, settings, why):
+        with pytest.raises(ConfigError, match=why):
+            tx.make_engine("inprocess", engine=engine, keep_cache=True, **settings)

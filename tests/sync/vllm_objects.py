@@ -78,6 +78,7 @@ class Base:
             parallel_config=parallel,
             model_config=SimpleNamespace(model="net", multimodal_config=None),
             weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
+            kv_transfer_config=None,
         )
         self.version, self.dropped = "0", 0
 

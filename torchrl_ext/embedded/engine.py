@@ -211,6 +211,7 @@ class Engine:
                 self._torn, self._updating = True, False
                 self._receiver.apply_weights(source)
                 self._receiver.handle(Reset(weights="reloaded"))
+                self.scheduler.changed()
                 self._torn = False
                 self.scheduler.version = self.scheduler.version if label is None else label
 
@@ -233,12 +234,16 @@ class Engine:
             self._updating = True
 
     def finish(self, label: str | None) -> None:
-        """End an update of which every parameter arrived; ``label`` becomes the weight version."""
+        """End an update of which every parameter arrived; ``label`` becomes the weight version.
+
+        Requests that are frozen keep their keys and values of the old weights, until `Scheduler.forget`.
+        """
         with self._in_update():
             if self._receiver.empty:
                 self._loader.check(self._arrived)  # what did not come has no older value to fall back on
             version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
             self._receiver.finish(version)
+            self.scheduler.changed()
             self.scheduler.version = self.scheduler.version if label is None else label
             self._torn = self._updating = False
 

@@ -38,7 +38,7 @@ class Scheduler:
         self.weights = threading.Lock()
         self._arrived: list[Sequence] = []
         self._waiting: list[Sequence] = []
-        self._batch = Batch(model)
+        self._batches = [Batch(model)]  # requests begin in the last one; those before it have keys of older weights
         self._state: Literal["serving", "draining", "paused", "stopped"] = "serving"
         self.version = "default"  # vLLM's label for the weights that it was started with
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
@@ -57,7 +57,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """The number of sequences that have begun and not ended."""
-        return len(self._batch.sequences)
+        return len(self._sequences())
 
     def submit(self, request: GenerateRequest) -> Job:
         """Queue a request; while paused it waits for the resume.
@@ -134,10 +134,24 @@ class Scheduler:
     def forget(self) -> None:
         """Drop the keys and values of what runs: old weights made them. The next step computes them anew."""
         with self.weights:
-            self._batch.forget()
+            batch = Batch(self._llm)
+            batch.add(self._sequences())
+            self._batches = [batch]
+
+    def changed(self) -> None:
+        """Take note that the weights are others now; the caller holds `weights`.
+
+        Keys and values stay, until `forget`: requests that begin from now on get a batch of their own, since rows that
+        join a batch have those of all its rows computed anew.
+        """
+        if self._batches[-1].holds_keys:
+            self._batches.append(Batch(self._llm))
+
+    def _sequences(self) -> list[Sequence]:
+        return [sequence for batch in self._batches for sequence in batch.sequences]
 
     def _has_work(self) -> bool:
-        return bool(self._batch.sequences or self._waiting or (self._arrived and self._state == "serving"))
+        return bool(self._sequences() or self._waiting or (self._arrived and self._state == "serving"))
 
     def _run(self) -> None:
         while True:
@@ -154,25 +168,27 @@ class Scheduler:
                     if self._state == "serving":
                         self._waiting += self._arrived
                         self._arrived = []
-                    room = self._max_rows - len(self._batch.sequences)
-                    self._batch.add(self._waiting[:room])
+                    room = self._max_rows - len(self._sequences())
+                    self._batches[-1].add(self._waiting[:room])
                     self._waiting = self._waiting[room:]
                 self._step()
             with self._changed:
                 self._changed.notify_all()
 
     def _step(self) -> None:
-        try:
-            self._batch.step(self.version)
-        except Exception as error:
-            log.exception("generation failed")
-            for sequence in self._batch.sequences:
-                sequence.job.fail(error)
-            self._batch = Batch(self._llm)
+        for batch in self._batches:
+            try:
+                batch.step(self.version)
+            except Exception as error:
+                log.exception("generation failed")
+                for sequence in batch.sequences:
+                    sequence.job.fail(error)
+                batch.clear()
+        self._batches[:-1] = [batch for batch in self._batches[:-1] if batch.sequences]
 
     def _abort(self) -> None:
         with self.weights, self._changed:
-            running = self._batch.sequences + self._waiting + self._arrived
-            self._batch, self._waiting, self._arrived = Batch(self._llm), [], []
+            running = self._sequences() + self._waiting + self._arrived
+            self._batches, self._waiting, self._arrived = [Batch(self._llm)], [], []
         for sequence in running:
             sequence.finish("abort")

@@ -167,6 +167,11 @@ class Batch:
         self._widest = 0  # positions that the cache has, padding included
         self.sequences: list[Sequence] = []
 
+    @property
+    def holds_keys(self) -> bool:
+        """Whether there are keys and values, for the next step to build upon."""
+        return self._cache is not None
+
     def add(self, sequences: ListLike[Sequence]) -> None:
         """Add sequences; the next step computes keys and values of all of them."""
         if sequences:
@@ -199,6 +204,11 @@ class Batch:
     def forget(self) -> None:
         """Drop the cache: the next step computes it anew, with the weights that it finds."""
         self._cache = None
+
+    def clear(self) -> None:
+        """Drop the sequences and the cache."""
+        self.sequences = []
+        self.forget()
 
     def _padding(self, rows: ListLike[tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:
         """Return what tells the model of padding; nothing without any, so that a row computes as it would alone."""

@@ -65,11 +65,14 @@ class SGLangEngine(HTTPEngine):
 
     Args:
         url: base address of the server itself, never of a router.
-        pause_mode: what happens to running requests: ``"retract"`` (also ``"keep"``, vLLM's word for it) puts them back
-            into the queue, and they go on with the new weights, their keys and values computed anew; ``"abort"`` ends
-            them; ``"in_place"`` freezes them together with their keys and values of the old weights.
-        keep_cache: with ``"in_place"``: accept that frozen requests, and later ones with the same prefix, go on with
-            keys and values of the old weights. Without, an update is refused while requests run.
+        pause_mode: what happens to running requests: ``"retract"`` puts them back into the queue, and they go on with
+            the new weights, their keys and values computed anew; ``"abort"`` ends them; ``"in_place"`` freezes them
+            together with their keys and values of the old weights. ``"keep"``, vLLM's word, is ``"retract"``, and with
+            ``keep_cache`` ``"in_place"``.
+        keep_cache: leave keys and values of the old weights where they are: frozen requests, and later ones with the
+            same prefix, go on with them. Each token still has the version of the weights that sampled it. Not for a
+            server that keeps keys and values in a store. Without, an update of a server whose requests are frozen in
+            place is refused.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         flush_timeout_s: deadline of dropping the cache, in seconds; SGLang refuses as long as a request uses it.
@@ -85,18 +88,20 @@ class SGLangEngine(HTTPEngine):
         self,
         url: str,
         *,
-        pause_mode: str = "retract",
+        pause_mode: str = "keep",
         keep_cache: bool = False,
         timeout_s: float = 60.0,
         load_timeout_s: float = 600.0,
         flush_timeout_s: float = 60.0,
         api_key: str | tuple[str, ...] | None = None,
     ) -> None:
-        mode = {"keep": "retract"}.get(pause_mode, pause_mode)
+        mode = ("in_place" if keep_cache else "retract") if pause_mode == "keep" else pause_mode
         if mode not in PAUSE_MODES:
             raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
         if keep_cache and mode != "in_place":
-            raise ConfigError(f"keep_cache means nothing with pause mode {mode!r}", expected="pause_mode='in_place'")
+            raise ConfigError(
+                f"keep_cache means nothing with pause mode {mode!r}", expected="pause_mode='keep', or 'in_place'"
+            )
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
         self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
@@ -158,16 +163,24 @@ class SGLangEngine(HTTPEngine):
         """See `EngineClient.connect`. The server generates meanwhile.
 
         Raises:
+            ConfigError: ``keep_cache``, and the server keeps keys and values in a store.
             EngineRefusedError: the server lacks our plugin, and the transport needs it; or the parameters cannot land
                 in its model, or the world size is not the transport's. It keeps serving what it served.
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
-            self._workers.leave()  # of another transport, or from before a failure
             plugged, told = self._has_plugin(), self._told()
+            stores = stores_keys(told)
+            if stores and self._keep_cache:
+                raise ConfigError(
+                    f"{self.url} keeps keys and values in a store, which would hand those of old weights on for ever",
+                    expected="keep_cache=False, or a server without a store",
+                    state="the engine's weights and its pause are what they were",
+                )
+            self._workers.leave()  # of another transport, or from before a failure
             self._workers = self._plugged if plugged else StockSGLang(self._http, told, self._load_timeout_s)
             self._workers.join(info)
-            self._stores = stores_keys(told)
+            self._stores = stores
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. A server without our plugin proves nothing."""
@@ -201,7 +214,8 @@ class SGLangEngine(HTTPEngine):
         before serves again."""
         before = self._before = self._halt(f"pause for version {version}")
         with self._step(f"drop what it cached for version {version}", undo=self._undo_of(before)):
-            self._flush()
+            if not self._keep_cache:
+                self._flush(frozen=self._pause_mode == "in_place")
         with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
             self._wake(frozenset({"weights"}), before)
             if self._workers.sessions:
@@ -249,7 +263,7 @@ class SGLangEngine(HTTPEngine):
             with self._step(f"sleep at level {level}", undo=self._undo_of(before)):
                 if self._pause_mode == "in_place":
                     self._http.post("/pause_generation", {"mode": "retract"}, timeout_s=self._load_timeout_s)
-                self._flush()
+                self._flush()  # what is frozen, too: the cache gives its memory up
             with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
                 if level == 2 and "weights" in wanted:
                     self._plugged.emptied()
@@ -315,9 +329,14 @@ class SGLangEngine(HTTPEngine):
     def _release(self) -> None:
         self._http.post("/continue_generation", {})
 
-    def _flush(self) -> None:
-        """Drop keys and values: those in the server, then those that it, or an earlier one, put into a store."""
-        if self._flush_own() and self._stores:
+    def _flush(self, *, frozen: bool = False) -> None:
+        """Drop keys and values: those in the server, then those that it, or an earlier one, put into a store.
+
+        Args:
+            frozen: requests that run hold on to the cache until they are resumed, so that waiting is in vain.
+        """
+        self._flush_own(frozen)
+        if self._stores:
             newer, older = _CLEAR
             answer = self._http.call("POST", newer, timeout_s=self._load_timeout_s)
             if answer.status in _ABSENT:
@@ -329,16 +348,13 @@ class SGLangEngine(HTTPEngine):
                     status=answer.status,
                 )
 
-    def _flush_own(self) -> bool:
-        """Drop the server's own cache; return False where it is kept, since ``keep_cache`` accepts old keys."""
+    def _flush_own(self, frozen: bool) -> None:
         status, why = 0, ""
         for _ in pauses(self._flush_timeout_s):
             status, why = self._try_flush()
             if status == 200:
-                return True
-            if self._pause_mode == "in_place":  # frozen requests use the cache until they are resumed
-                if self._keep_cache:
-                    return False
+                return
+            if frozen:
                 raise EngineRefusedError(
                     f"requests that are paused in place keep the cache of the old weights ({self._busy()}): {why}",
                     expected="no running request, or a pause mode that frees what they hold",

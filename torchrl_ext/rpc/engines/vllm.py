@@ -37,7 +37,7 @@ from torchrl_ext.rpc.engines.base import HTTPEngine, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, check_wake, sleep_state_of_vllm
 from torchrl_ext.rpc.engines.stock import FLAGS, StockVLLM
 from torchrl_ext.rpc.engines.workers import PluggedVLLM, Workers, abandon
-from torchrl_ext.rpc.server_info import parse_server_info, sees, transfer_backend
+from torchrl_ext.rpc.server_info import kv_connectors, parse_server_info, sees, transfer_backend
 from torchrl_ext.types import EngineInfo, Info, Part
 from torchrl_ext.waiting import wait_until
 
@@ -76,6 +76,9 @@ class VLLMRoutes(HTTPEngine):
         url: base address of the server itself, never of a router.
         pause_mode: what happens to running requests: ``"keep"`` freezes them and lets them go on with the new weights
             (their keys and values are computed anew), ``"wait"`` lets them end first, ``"abort"`` ends them.
+        keep_cache: with ``"keep"``: leave keys and values of the old weights where they are: frozen requests go on with
+            them, and later requests to vLLM with the same prefix and no ``cache_salt`` of their own begin with them.
+            Each token still has the version of the weights that sampled it. Not for a server with a KV connector.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
@@ -89,14 +92,17 @@ class VLLMRoutes(HTTPEngine):
         url: str,
         *,
         pause_mode: str = "keep",
+        keep_cache: bool = False,
         timeout_s: float = 60.0,
         load_timeout_s: float = 600.0,
         api_key: str | tuple[str, ...] | None = None,
     ) -> None:
         if pause_mode not in PAUSE_MODES:
             raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
+        if keep_cache and pause_mode != "keep":
+            raise ConfigError(f"keep_cache means nothing with pause mode {pause_mode!r}", expected="pause_mode='keep'")
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
-        self._pause_mode, self._sees = pause_mode, False
+        self._pause_mode, self._keep_cache, self._sees = pause_mode, keep_cache, False
         how = self._post, self._load_timeout_s, self._explained
         self._plugged = PluggedVLLM(self.tell, self._await_idle, *how)
         self._workers: Workers = self._plugged
@@ -130,16 +136,27 @@ class VLLMRoutes(HTTPEngine):
         """See `EngineClient.connect`. An update that an earlier trainer left open is ended first.
 
         Raises:
+            ConfigError: ``keep_cache``, and the server has a KV connector.
             EngineRefusedError: the engine lacks our backend, the parameters cannot land in its model, or the world
                 size is not the transport's. It keeps serving what it served.
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         with self._step("join the transport", state="the engine's weights and its pause are what they were"):
             told = self._told()
+            if self._keep_cache:
+                self._refuse_connector(kv_connectors(told))
             self._sees = sees(told)
             self._workers.leave()  # of another transport, or from before a failure
             self._workers = self._found(told)
             self._workers.join(info)
+
+    def _refuse_connector(self, names: list[str]) -> None:
+        if names:
+            raise ConfigError(
+                f"{self.url} has KV connector {', '.join(names)}, which would hand on keys and values of old weights",
+                expected="keep_cache=False, or a server without a connector",
+                state="the engine's weights and its pause are what they were",
+            )
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. Weights that sleep are woken for it; a server without our backend proves
@@ -183,6 +200,8 @@ class VLLMRoutes(HTTPEngine):
 
     def _label(self, version: int) -> None:
         """Drop what was computed with the old weights; wait for a connector that still copies keys and values."""
+        if self._keep_cache:
+            return
         wait_until(
             lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
             min(self._http.timeout_s, _COPYING_S),

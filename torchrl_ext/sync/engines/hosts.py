@@ -90,15 +90,17 @@ class Host(ABC):
         """Return, per prompt, the log-probability of each token after the first; see `EngineClient.logprobs`."""
 
 
-def host_of(engine: Any, *, pause_mode: str, loop: asyncio.AbstractEventLoop | None, timeout_s: float) -> Host:
+def host_of(
+    engine: Any, *, pause_mode: str, keep_cache: bool, loop: asyncio.AbstractEventLoop | None, timeout_s: float
+) -> Host:
     """Return the host for an object; vLLM's classes are recognised by name, since this process may not have vLLM."""
     if is_torchrl(engine, "LocalLLMWrapper"):  # its own `update_weights` does nothing
         engine = engine.llm_instance
     bases = {(base.__module__, base.__name__) for base in type(engine).__mro__}
     if bases & _VLLM:
-        return VLLMHost(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
+        return VLLMHost(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop, timeout_s=timeout_s)
     if bases & _EMBEDDED:
-        return EmbeddedHost(engine, pause_mode=pause_mode, timeout_s=timeout_s)
+        return EmbeddedHost(engine, pause_mode=pause_mode, keep_cache=keep_cache, timeout_s=timeout_s)
     return ModuleHost(engine)
 
 
@@ -141,9 +143,15 @@ class EmbeddedHost(Host):
 
     transport = "ipc"
 
-    def __init__(self, engine: Any, *, pause_mode: str, timeout_s: float) -> None:
+    def __init__(self, engine: Any, *, pause_mode: str, keep_cache: bool, timeout_s: float) -> None:
         self._engine, self._mode, self._timeout_s = engine, pause_mode, timeout_s
-        self.handle = engine.handle
+        self._keep_cache = keep_cache
+
+    def handle(self, message: Message) -> Info:
+        found: Info = self._engine.handle(message)
+        if isinstance(message, Finish) and not self._keep_cache:
+            self._engine.scheduler.forget()
+        return found
 
     def info(self, url: str) -> EngineInfo:
         return EngineInfo(url=url, kind="embedded", model=self._engine.model_dir)
@@ -181,16 +189,34 @@ class VLLMHost(Host):
     Args:
         llm: made in an environment that has this package, whose plugin vLLM loads.
         pause_mode: ``"keep"`` freezes running requests, ``"wait"`` lets them end, ``"abort"`` ends them.
+        keep_cache: leave cached keys and values of older weights, and embeddings of images, where they are.
         loop: the event loop that `AsyncLLM` runs on; None finds it.
         timeout_s: deadline of each call, and of staging a version, in seconds.
+
+    Raises:
+        ConfigError: ``keep_cache``, and the engine has a KV connector.
     """
 
     transport = "ipc"
 
-    def __init__(self, llm: Any, *, pause_mode: str, loop: asyncio.AbstractEventLoop | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        pause_mode: str,
+        keep_cache: bool = False,
+        loop: asyncio.AbstractEventLoop | None,
+        timeout_s: float,
+    ) -> None:
         self._llm, self._mode, self._loop, self._timeout_s = llm, pause_mode, loop, timeout_s
+        self._keep_cache = keep_cache
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
         self._config = llm.vllm_config if self._asynchronous else llm.llm_engine.vllm_config
+        if keep_cache and self._config.kv_transfer_config is not None:
+            raise ConfigError(
+                "this vLLM has a KV connector, which would hand keys and values of old weights on for ever",
+                expected="keep_cache=False, or an engine without a connector",
+            )
         self._ours = False  # whether the workers are known to have our backend
 
     def handle(self, message: Message) -> Info:
@@ -303,7 +329,8 @@ class VLLMHost(Host):
             self._done(self._llm.update_weight_version(version))
         else:
             self._llm.llm_engine.set_weight_version(version)
-        self.drop_cached()
+        if not self._keep_cache:
+            self.drop_cached()
 
     def drop_cached(self) -> None:
         """Drop cached keys and values, a connector's and running requests' too, and cached embeddings of images.

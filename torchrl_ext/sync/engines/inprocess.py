@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.messages import Finish, Join, Prefetch, Rehearse, Start, loading
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
@@ -37,9 +37,14 @@ class InProcessEngine(EngineClient):
         free_cache: give up the memory of keys and values for the time of a load, where the engine can; frozen requests
             are then computed again from their tokens. vLLM gives the memory back in sleep mode alone, and else only
             forgets what it cached.
+        keep_cache: leave keys and values of the old weights where they are: frozen requests go on with them, and later
+            requests to vLLM with the same prefix begin with them. Each token still has the version that sampled it.
         loop: event loop of an `AsyncLLM`; None finds it.
         transport: name of the transport of `update_model_weights`; None picks by the kind of ``engine``.
         timeout_s: deadline of every wait, in seconds.
+
+    Raises:
+        ConfigError: settings that cannot work.
 
     `serving` is cleared while a module is paused: a loop that generates with it waits on it between tokens.
     """
@@ -54,11 +59,19 @@ class InProcessEngine(EngineClient):
         url: str = "inprocess",
         pause_mode: str = "keep",
         free_cache: bool = False,
+        keep_cache: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
         transport: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self._host: Host = host_of(engine, pause_mode=pause_mode, loop=loop, timeout_s=timeout_s)
+        if keep_cache and (free_cache or pause_mode != "keep"):
+            raise ConfigError(
+                "free_cache gives up what keep_cache keeps"
+                if free_cache
+                else f"keep_cache means nothing with pause mode {pause_mode!r}",
+                expected="pause_mode='keep', and no free_cache",
+            )
+        self._host: Host = host_of(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop, timeout_s=timeout_s)
         self.url, self._transport = url, transport or self._host.transport
         self._free_cache, self._freed = free_cache, False
         self._paused_at: float | None = None  # seconds of `time.perf_counter`; None while it serves

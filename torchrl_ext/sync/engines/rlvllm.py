@@ -31,12 +31,15 @@ _TIMEOUT_S = 600.0
 _LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
 
 
-def connect_torchrls(engine: Any, *, pause_mode: str | None = None, **limits: float) -> EngineClient:
+def connect_torchrls(
+    engine: Any, *, pause_mode: str | None = None, keep_cache: bool = False, **limits: float
+) -> EngineClient:
     """Return the client for an `RLvLLMEngine` of TorchRL's.
 
     Args:
         engine: a launched `AsyncVLLM`, a `RayLLMWorker`, a `LocalLLMWrapper`, or another implementation.
         pause_mode: as for `InProcessEngine`, None for ``"keep"``; of vLLM's engines only.
+        keep_cache: as for `InProcessEngine`; of vLLM's engines only.
         limits: deadlines as for `RayEngine`. Where Ray is not between, ``load_timeout_s``, else ``timeout_s``, is that
             of each call.
 
@@ -47,10 +50,10 @@ def connect_torchrls(engine: Any, *, pause_mode: str | None = None, **limits: fl
     if unknown:
         raise ConfigError(
             f"TorchRL's engines take no {', '.join(unknown)}",
-            expected=f"of {', '.join(sorted(_LIMITS | {'pause_mode'}))}",
+            expected=f"of {', '.join(sorted(_LIMITS | {'keep_cache', 'pause_mode'}))}",
         )
     timeout_s = limits.get("load_timeout_s", limits.get("timeout_s", _TIMEOUT_S))
-    vllms: dict[str, Any] = {"pause_mode": pause_mode or "keep", "timeout_s": timeout_s}
+    vllms: dict[str, Any] = {"pause_mode": pause_mode or "keep", "keep_cache": keep_cache, "timeout_s": timeout_s}
     if is_torchrl(engine, "LocalLLMWrapper"):
         return InProcessEngine(engine, url=_name(engine), **vllms)
     if is_torchrl(engine, "RayLLMWorker"):
@@ -60,8 +63,8 @@ def connect_torchrls(engine: Any, *, pause_mode: str | None = None, **limits: fl
             raise ConfigError("this AsyncVLLM has no replicas", hint="make it by AsyncVLLM.launch or from_pretrained")
         pick = partial(_async_llm, **vllms)
         return Fleet([RayEngine(actor, pick=pick, **limits) for actor in engine.actors])
-    if pause_mode is not None:
-        raise ConfigError(f"{type(engine).__name__} takes no pause_mode: it pauses by itself")
+    if pause_mode is not None or keep_cache:
+        raise ConfigError(f"{type(engine).__name__} takes no pause_mode and no keep_cache: it pauses by itself")
     return RLvLLMClient(engine, timeout_s=timeout_s)
 
 
