@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from tests.rpc.servers import running
@@ -145,6 +146,34 @@ def test_engines_elsewhere_need_a_root(start, capsys):
         assert "/m" in told["error"] and "--base" in told["error"]
 
 
+@pytest.mark.parametrize("transport", ["disk", "delta"])
+def test_engines_load_the_newest_version_that_another_process_published(transport, engines, start, tmp_path, capsys):
+    assert pushed(capsys, start, engines)["pushed"]
+    trainer = tx.make_transport(transport, root=tmp_path, **({"encoding": "xor"} if transport == "delta" else {}))
+    for seed in (5, 6):
+        trainer.send_weights("policy", tiny_model(seed))
+    trainer.shutdown()
+    urls = [engine.url for engine in engines]
+    assert main(["push", "--published", str(tmp_path), "--engines", *urls, "--base", str(start), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["pushed"] and told["report"]["version"] == 2 and told["report"]["verified"] == (transport == "disk")
+    assert [(row["state"], row["version"]) for row in told["report"]["engines"]] == [("serving", 2)] * 2
+    for engine in engines:
+        assert HTTPSession(engine.url).get("/weight_info")["weight_version"] == "2"
+        assert says(engine, 8) == greedy(tiny_model(6), PROMPT, 8)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".probe")]
+
+
+def test_what_is_published_of_another_model_is_refused_before_the_pause(fresh, start, tmp_path, capsys):
+    trainer = tx.make_transport("disk", root=tmp_path)
+    trainer.send_weights("policy", tiny_model(0, hidden_size=64))
+    trainer.shutdown()
+    assert main(["push", "--published", str(tmp_path), "--engines", fresh.url, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["type"] == "UpdateError" and "model.embed_tokens.weight" in told["error"]
+    assert told["report"]["engines"][0]["state"] == "serving" and holds(fresh, start)
+
+
 def _failed(capsys, directory, *argv):
     assert main(["push", str(directory), "--engines", *map(str, argv), "--json"]) == 1
     return json.loads(capsys.readouterr().out)
@@ -160,6 +189,21 @@ def _failed(capsys, directory, *argv):
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_is_opened(argv, words, start, capsys):
     told = _failed(capsys, start, *argv)
+    assert told["type"] == "ConfigError" and words in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--engines", "127.0.0.1:9"], "or --published"),
+        (["dir", "--published", "root", "--engines", "127.0.0.1:9"], "or --published"),
+        (["--published", "root", "--transport", "disk", "--engines", "127.0.0.1:9"], "--base alone"),
+        (["--published", "root", "--dtype", "bfloat16", "--engines", "127.0.0.1:9"], "--base alone"),
+    ],
+)
+def test_what_is_published_is_taken_as_it_is(argv, words, capsys):
+    assert main(["push", *argv, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
     assert told["type"] == "ConfigError" and words in told["error"]
 
 

@@ -12,7 +12,8 @@ from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import CheckAdapter, Finish, Load, Prefetch, Reset, Start
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.sync.roots import check_adapter, invited, locate, parameters, part
+from torchrl_ext.sync.roots import check_adapter, invited
+from torchrl_ext.transports.roots import locate, parameters, part
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""``torchrl-ext push DIR --engines URL...``: put a checkpoint into running engines from the shell."""
+"""``torchrl-ext push DIR --engines URL...``: put a checkpoint into running engines from the shell.
+
+``torchrl-ext push --published ROOT --engines URL...`` has them load the newest version that another process published.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -35,14 +39,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "push",
         help="put a checkpoint into running engines",
-        description="Put the weights of a checkpoint directory into running engines, as one update of all of them. A "
-        "checkpoint of another model is refused while they serve.",
+        description="Put the weights of a checkpoint directory into running engines, as one update of all of them, or "
+        "the newest version of a root that a trainer publishes into. Those of another model are refused while they "
+        "serve.",
     )
-    parser.add_argument("directory", metavar="DIR", help="Hugging Face checkpoint directory")
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="Hugging Face checkpoint directory")
+    parser.add_argument("--published", metavar="ROOT", help="in its place: a root with versions, which engines see too")
     parser.add_argument("--engines", nargs="+", required=True, metavar="URL", help="engines, not routers")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="disk", help="default: %(default)s")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="default: disk")
     parser.add_argument("--root", help="directory (delta: or bucket) that the engines see under the same path")
-    parser.add_argument("--base", metavar="DIR", help="delta: the checkpoint that the engines run now")
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        help="delta: the checkpoint that the engines run now; published: the one that they were started with",
+    )
     parser.add_argument("--encoding", default="auto", help="delta: how changes are coded (default: %(default)s)")
     parser.add_argument("--keep-files", action="store_true", help="leave what was published under the root")
     parser.add_argument("--dtype", help="cast floating-point tensors on the way, for example bfloat16")
@@ -65,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     from torchrl_ext.weights.checkpoint import CheckpointSource
 
     _check(args)
+    if args.published is not None:
+        return _hand_on(args)
     source = CheckpointSource(args.directory)
     total = sum(meta.nbytes for meta in source.params())
     found = tx.discover(*args.engines, api_key=args.api_key)
@@ -85,7 +97,62 @@ def run(args: argparse.Namespace) -> int:
     return 0 if error is None else 1
 
 
+def _hand_on(args: argparse.Namespace) -> int:
+    """Have the engines load the newest published version; see `run`."""
+    import torchrl_ext as tx
+    from torchrl_ext.sync.connection import HandedOn
+    from torchrl_ext.transports.roots import PublishedRoot
+
+    found = tx.discover(*args.engines, api_key=args.api_key)
+    with contextlib.ExitStack() as stack:
+        args.transport = "delta" if all("delta" in info.transports for info in found) else "disk"
+        _check_engines(args, found)
+        transport: Any
+        if args.transport == "delta":
+            served = sorted({info.model for info in found})
+            transport = PublishedRoot(args.published, args.base or (served[0] if len(served) == 1 else None))
+            stack.callback(transport.close)
+            info = transport.newest()
+        else:  # full versions of ours, as any engine can load them
+            transport = tx.make_transport("disk", root=args.published, timeout_s=args.timeout_s)
+            stack.callback(transport.shutdown)
+            info = transport.poll(0.0)
+            if info is None:
+                raise ConfigError(
+                    f"{args.published} holds no full version", expected="one, as some engines lack our plugin"
+                )
+        fleet = tx.connect(*args.engines, api_key=args.api_key, load_timeout_s=args.timeout_s)
+        stack.callback(fleet.close)
+        params = [ParamMeta.from_json(row) for row in info["params"]]
+        size, began, error = sum(meta.nbytes for meta in params), time.perf_counter(), None
+        try:
+            HandedOn(transport, fleet).take(info)
+        except UpdateError as failure:
+            error = failure
+        report = SyncReport(
+            version=info["version"],
+            transport=args.transport,
+            tensors=len(params),
+            model_bytes=size,
+            spans={"total": time.perf_counter() - began},
+            engines=fleet.rows(),
+            verified=error is None and "path" in info and fleet.verifies and fleet.proof != "sent",
+            proof=fleet.proof,
+        )
+    _tell(args, report, error)
+    return 0 if error is None else 1
+
+
 def _check(args: argparse.Namespace) -> None:
+    if (args.directory is None) == (args.published is None):
+        raise ConfigError("there is nothing to push, or too much", expected="a checkpoint directory, or --published")
+    if args.published is not None and (
+        args.transport or args.root or args.keep_files or args.dtype or args.master_address or args.encoding != "auto"
+    ):
+        raise ConfigError("what is published is loaded as it is", expected="--published with --base alone")
+    if args.published is not None:
+        return
+    args.transport = args.transport or "disk"
     if args.transport != "delta" and (args.base or args.encoding != "auto"):
         given = "--base" if args.base else "--encoding"
         raise ConfigError(f"{given} means nothing with transport {args.transport!r}", expected="--transport delta")
@@ -207,7 +274,11 @@ class _Bar:
 
 def _tell(args: argparse.Namespace, report: SyncReport, error: UpdateError | None) -> None:
     if args.json:
-        told: dict[str, Any] = {"pushed": error is None, "directory": args.directory, "report": report.to_json()}
+        told: dict[str, Any] = {
+            "pushed": error is None,
+            "directory": args.directory or args.published,
+            "report": report.to_json(),
+        }
         print(json.dumps(told if error is None else told | {"error": str(error), "type": type(error).__name__}))
     else:
         console = Console()
@@ -223,4 +294,5 @@ def _tell(args: argparse.Namespace, report: SyncReport, error: UpdateError | Non
     elif not args.json:
         share = f" of {report.model_bytes:,}" if report.bytes != report.model_bytes else ""
         proof = f", proved: {report.proof}" if report.verified else ""
-        print(f"version {report.version}: {report.bytes:,}{share} bytes in {report.spans['total']:.2f} s{proof}")
+        moved = f": {report.bytes:,}{share} bytes" if report.bytes else ""  # 0: another process has published it
+        print(f"version {report.version}{moved} in {report.spans['total']:.2f} s{proof}")

@@ -25,7 +25,7 @@ from torchrl_ext.kernels.host import Part
 from torchrl_ext.registry import Registry
 from torchrl_ext.types import Info, ParamMeta
 
-__all__ = ["Block", "Codec", "Encoded", "Needs", "Reads", "codec_from_json", "encodings", "make_codec"]
+__all__ = ["Block", "Codec", "Encoded", "Needs", "Reads", "codec_from_json", "encodings", "make_codec", "needs_base"]
 
 Buffer = bytes | bytearray | memoryview
 Needs = Literal["nothing", "changed", "all"]
@@ -180,3 +180,8 @@ def codec_from_json(info: Info) -> Codec:
         return encodings.make(**info)
     except ConfigError as error:
         raise ManifestError(f"a delta is coded in a way unknown here: {error.what}", hint=error.hint) from error
+
+
+def needs_base(codec: Codec) -> bool:
+    """Return whether what a codec writes is read with all bytes of the old tensor, which a reader has to hold then."""
+    return codec.needs == "all" and bool(codec.to_json().get("whole_base", True))

@@ -11,6 +11,7 @@ from typing import final
 from torchrl_ext.errors import UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.roots import PublishedRoot
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -125,16 +126,16 @@ class Connection:
 
 @final
 class HandedOn:
-    """Drives an engine through versions that another process publishes in a directory.
+    """Drives an engine through versions that another process publishes under a root.
 
     A `WeightSender` would write them a second time, under version numbers of its own.
 
     Args:
-        transport: reader of the directory, which the engine reaches under the same path.
+        transport: reader of the root, which the engine reaches under the same path.
         engine: a client, or a fleet.
     """
 
-    def __init__(self, transport: DiskTransport, engine: EngineClient) -> None:
+    def __init__(self, transport: DiskTransport | PublishedRoot, engine: EngineClient) -> None:
         self._transport, self._engine = transport, engine
         self._connection = Connection(engine, self._invite, transport.abort)
 
@@ -142,7 +143,8 @@ class HandedOn:
         """Put one published version in service.
 
         Args:
-            info: what `DiskTransport.poll` gave.
+            info: what `DiskTransport.poll` or `PublishedRoot.newest` gave. With a ``path``, engines compare digests of
+                every tensor there with what they hold.
 
         Raises:
             UpdateError: an engine does not serve it; the same version can be taken again.
@@ -152,8 +154,8 @@ class HandedOn:
             params = tuple(ParamMeta.from_json(row) for row in info["params"])
             self._connection.ensure(params, Spans())
             self._engine.prefetch(version)
-            source = CheckpointSource(Path(info["path"]))
-            digests = {name: tensor_digest(tensor) for name, tensor in source} if self._engine.verifies else {}
+            source = CheckpointSource(Path(info["path"])) if "path" in info and self._engine.verifies else ()
+            digests = {name: tensor_digest(tensor) for name, tensor in source}
             with self._engine.updating(version):
                 self._engine.load(info)
                 self._engine.verify(digests)

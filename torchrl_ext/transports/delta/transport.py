@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
+from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec, needs_base
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError, TransportError
@@ -207,14 +207,14 @@ class DeltaTransport(StandaloneTransport, Incremental):
         self._connected = True
         warming = self._begin(params)
         opening = self._carrier.open(workers)
-        whole = self._codec.needs == "all" and self._codec.to_json().get("whole_base", True)
-        info = {"transport": self.name, "base": self._base, "needs_base": whole, "local_dir": self._local_dir}
+        info = {"transport": self.name, "base": self._base, "local_dir": self._local_dir}
 
         def transfer() -> None:
             opening.transfer()
             warming.wait(self.timeout_s)
 
-        return Handoff(info={**opening.info, **info, "codec": self._codec.to_json()}, transfer=transfer)
+        told = {"needs_base": needs_base(self._codec), "codec": self._codec.to_json()}
+        return Handoff(info={**opening.info, **info, **told}, transfer=transfer)
 
     def _begin(self, params: tuple[ParamMeta, ...]) -> Warming:
         if self._broadcast is not None:

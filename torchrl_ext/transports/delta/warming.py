@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.auto import AutoCodec
-from torchrl_ext.codecs.base import Codec, codec_from_json
+from torchrl_ext.codecs.base import Codec, codec_from_json, needs_base
 from torchrl_ext.codecs.dense import DenseCodec
 from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
 from torchrl_ext.codecs.units import unit_of
@@ -145,9 +145,8 @@ def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
     writer = ChainWriter(
         store, chain, "rehearsal", codec=codec, full=full, keyframe_every=0, base=None, keep_files=True
     )
-    whole = codec.needs == "all" and codec.to_json().get("whole_base", True)
     reader = ChainReader(chain, full.open)
-    reader.retain(lambda name: bool(whole))
+    reader.retain(lambda name: needs_base(codec))
     writer.publish(MappingSource(tensors), 1)
     served = dict(reader.tensors(reader.open(1), {}))
     loader = TensorsLoader(served)

@@ -1,0 +1,139 @@
+"""Engines that load what another process has published, and what of it they are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.transports.chains import folder
+from tests.versions.layouts import write_skyrl
+from tests.versions.test_slime_chains import write_slime
+from torchrl_ext.embedded.dialects import Dialects
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.embedded.protocol import GenerateRequest
+from torchrl_ext.errors import ConfigError, StoreError, UpdateError
+from torchrl_ext.sync.connection import HandedOn
+from torchrl_ext.transports.roots import PublishedRoot
+
+
+def tensors(seed, **changes):
+    return {name: tensor.detach().clone() for name, tensor in tiny_model(seed, **changes).state_dict().items()}
+
+
+def by_disk(root, seeds, base):
+    transport = tx.make_transport("disk", root=root)
+    for seed in seeds:
+        transport.send_weights("policy", tiny_model(seed))
+
+
+def by_deltas(root, seeds, base):
+    transport = tx.make_transport("delta", root=root, encoding="xor")
+    for seed in seeds:
+        transport.send_weights("policy", tiny_model(seed))
+
+
+def by_slime(root, seeds, base):
+    held = tensors(0)
+    for version, seed in enumerate(seeds, start=1):
+        write_slime(folder(root, version), version, held, tensors(seed), "xor", "xxh3-128")
+        held = tensors(seed)
+
+
+def by_skyrl(root, seeds, base):
+    held = tensors(0)
+    for version, seed in enumerate(seeds, start=1):
+        write_skyrl(root, version, held, tensors(seed))
+        held = tensors(seed)
+
+
+def by_slime_in_full(root, seeds, base):
+    for version, seed in enumerate(seeds, start=1):
+        tiny_model(seed).save_pretrained(folder(root, version))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("base") / "model", seed=0))
+
+
+@pytest.fixture
+def engine(base):
+    made = Engine(base, dtype="float32")
+    yield made
+    made.close()
+
+
+def says(engine, count=8):
+    body = {"token_ids": PROMPT, "sampling_params": {"temperature": 0, "max_tokens": count, "ignore_eos": True}}
+    (output,) = engine.scheduler.submit(GenerateRequest.from_json(body, "request")).future.result(60)
+    return output.token_ids
+
+
+@pytest.mark.parametrize("publish", [by_disk, by_deltas, by_slime, by_skyrl, by_slime_in_full])
+def test_the_newest_version_of_a_root_is_put_in_service_whoever_published_it(engine, base, tmp_path, publish):
+    publish(tmp_path / "root", [5, 6], base)
+    root, client = PublishedRoot(tmp_path / "root", base), tx.make_engine("inprocess", engine=engine)
+    told = root.newest()
+    assert told["version"] == 2 and ("path" in told) == (publish is by_disk)
+    HandedOn(root, client).take(told)
+    root.close()
+    assert says(engine) == greedy(tiny_model(6), PROMPT, 8)
+    (row,) = client.rows()
+    assert (row.state, row.version) == ("serving", 2)
+    assert not [path for path in (tmp_path / "root").iterdir() if path.name.startswith(".probe")]
+
+
+def test_a_version_that_is_named_and_the_ones_after_it_follow_one_another(engine, base, tmp_path):
+    by_skyrl(tmp_path / "root", [5, 6, 7], base)
+    root, client = PublishedRoot(tmp_path / "root", base), tx.make_engine("inprocess", engine=engine)
+    handed = HandedOn(root, client)
+    for version, seed in ((1, 5), (3, 7)):
+        handed.take(root.at(version))
+        assert says(engine) == greedy(tiny_model(seed), PROMPT, 8)
+    root.close()
+
+
+def test_damaged_files_are_not_served_and_the_next_good_version_is(engine, base, tmp_path):
+    by_disk(tmp_path, [5], base)
+    file = next(folder(tmp_path, 1).glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    root, client = PublishedRoot(tmp_path, base), tx.make_engine("inprocess", engine=engine)
+    handed = HandedOn(root, client)
+    with pytest.raises(UpdateError, match="is damaged"):
+        handed.take(root.newest())
+    assert client.rows()[0].state == "paused"
+    tx.make_transport("disk", root=tmp_path).send_weights("policy", tiny_model(6))
+    handed.take(root.newest())
+    root.close()
+    assert client.rows()[0].state == "serving" and says(engine) == greedy(tiny_model(6), PROMPT, 8)
+
+
+@pytest.mark.parametrize("publish", [by_deltas, by_slime, by_skyrl])
+def test_a_call_of_another_trainer_lands_versions_that_are_decoded_with_all_old_bytes(engine, base, tmp_path, publish):
+    publish(tmp_path / "root", [5, 6], base)
+    told = {"model_path": str(tmp_path / "root"), "load_format": "delta", "weight_version": "two"}
+    Dialects(engine).update(told)
+    assert engine.scheduler.version == "two" and says(engine) == greedy(tiny_model(6), PROMPT, 8)
+
+
+def test_a_root_of_another_model_is_refused_before_the_pause(engine, base, tmp_path):
+    tx.make_transport("disk", root=tmp_path).send_weights("policy", {"other.weight": torch.ones(3)})
+    root, client = PublishedRoot(tmp_path, base), tx.make_engine("inprocess", engine=engine)
+    with pytest.raises(UpdateError, match=r"other\.weight"):
+        HandedOn(root, client).take(root.newest())
+    root.close()
+    assert client.rows()[0].pause_s == 0 and says(engine) == greedy(tiny_model(0), PROMPT, 8)
+
+
+def test_what_is_not_there_or_leads_back_to_nothing_known_is_named(base, tmp_path):
+    with pytest.raises(StoreError, match="holds no version"):
+        PublishedRoot(tmp_path, base).newest()
+    by_skyrl(tmp_path, [5], base)
+    with pytest.raises(StoreError, match="holds no version 9"):
+        PublishedRoot(tmp_path, base).at(9)
+    with pytest.raises(ConfigError, match="--base"):
+        PublishedRoot(tmp_path).newest()
