@@ -15,6 +15,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
+from tests.versions.layouts import write_skyrl
 from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
 from torchrl_ext.launch.engines.sglang import SGLangServer
@@ -217,6 +218,37 @@ def test_the_sleep_around_an_update_frees_the_weights_and_the_frozen_requests_go
     asking.join(60)
     assert len(found) == 400 and tokens(server) == greedy(model)
     client.close()
+
+
+def test_versions_of_skyrls_folder_are_served_by_its_trainers_own_order_of_calls(server, engine, checkpoint, tmp_path):
+    def begin_anew():
+        other = tx.WeightSender(tx.make_transport("disk", root=tmp_path / "other"), engine)
+        other.update_weights(tiny_model(0))
+        other.shutdown()
+
+    begin_anew()  # the folder's versions begin with what the engine was started with
+    root = tmp_path / "sync"
+    client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
+    client.run(
+        client.init_weight_update_communicator({"base_model_path": str(checkpoint), "local_checkpoint_dir": "x"})
+    )
+    held = dict(tiny_model(0).state_dict())
+    for version, seed in ((1, 4), (2, 5)):
+        model = tiny_model(seed)
+        write_skyrl(root, version, held, model.state_dict())
+        held = dict(model.state_dict())
+        told = {"target_version": version, "version": version, "sync_dir": str(root)}
+        client.run(client.fetch_weights(version, sync_dir=str(root)))
+        assert not ask(server, "/is_paused")["is_paused"]
+        client.run(client.pause_generation())
+        client.run(client.start_weight_update())
+        client.run(client.update_named_weights(told))
+        client.run(client.finish_weight_update())
+        client.run(client.resume_generation())
+        client.increment_weight_version()
+        assert tokens(server) == greedy(model) and ask(server, "/weight_info")["weight_version"] == str(version)
+    client.close()
+    begin_anew()
 
 
 def test_control_calls_that_fail_say_how_each_engine_is(server, engine):

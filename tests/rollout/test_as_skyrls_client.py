@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import torchrl_ext as tx
 from tests.rollout.skyrl_client import made, sent
 from tests.rpc.adapter_servers import serving_adapters
-from tests.rpc.servers import CONFIG, GOOD, Resting, failed, running
-from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.rollout.remote import PauseMode
+from tests.rpc.servers import CONFIG, GOOD, Resting, failed, initialised, running
+from tests.transports.chains import checkpoint, step, weights
+from tests.versions.layouts import write_skyrl
+from torchrl_ext.errors import ConfigError, EngineError, StoreError
+from torchrl_ext.rollout.remote import PauseMode, transport_for
 
 CHECKOUT = os.environ.get("TORCHRL_EXT_SKYRL")
 THEIRS = "tests/backends/skyrl_train/inference_servers/test_remote_inference_client.py"
@@ -225,6 +228,69 @@ def test_fetches_go_to_the_route_of_skyrls_servers_or_are_staged_by_our_plugin(s
     server.answers["POST /fetch_weights"] = echo
     (told,) = client.run(client.fetch_weights(3, sync_dir="s3://a", uri="s3://a/3")).values()
     assert told["body"]["asked"] == {"target_version": 3, "sync_dir": "s3://a", "uri": "s3://a/3"}
+
+
+def test_a_folder_that_is_named_is_joined_once_and_its_versions_are_staged(server, client, tmp_path):
+    base, own = checkpoint(tmp_path / "base", weights()), weights()
+    for version in (1, 2):
+        old = {name: tensor.clone() for name, tensor in own.items()}
+        step(own, version)
+        write_skyrl(tmp_path / "sync", version, old, own)
+    init = {"base_model_path": str(base), "local_checkpoint_dir": "/nvme/x", "cloud_download_workers": 4}
+    client.run(client.init_weight_update_communicator(init))
+    assert not sent(server, "init_weight_transfer_engine")
+    client.run(client.fetch_weights(1, sync_dir=str(tmp_path / "sync")))
+    there = pickle.loads(pickle.dumps(client))
+    there.run(there.fetch_weights(2, uri=f"{tmp_path}/sync/delta-00000002"))
+    told = [body["init_info"] for _, body in sent(server, "init_weight_transfer_engine")]
+    steps = [(one["kind"], one.get("version")) for one in told if one["kind"] in ("join", "prefetch")]
+    assert steps == [("join", None), ("prefetch", 1), ("prefetch", 2)]
+    (join,) = (one for one in told if one["kind"] == "join")
+    assert join["transport"] == "delta" and join["offer"]["base"] == str(base) and join["offer"]["needs_base"]
+    assert {row[0] for row in join["params"]} == set(own)
+    there.run(there.start_weight_update())
+    with pytest.raises(ConfigError, match="version 1 was not fetched"):
+        there.run(there.update_named_weights({"target_version": 1}))
+    there.run(there.update_named_weights({"target_version": 2, "version": 2, "sync_dir": str(tmp_path / "sync")}))
+    there.run(there.finish_weight_update())
+    pieces = [body["update_info"]["kind"] for _, body in sent(server, "update_weights")]
+    assert pieces == ["load", "seal"]
+    assert sent(server, "finish_weight_update") == [({}, {"weight_version": "2"})]
+    there.close()
+
+
+def test_a_version_that_was_not_fetched_is_not_loaded(server, client, tmp_path):
+    with pytest.raises(ConfigError, match="call fetch_weights first"):
+        client.run(client.update_named_weights({"target_version": 1, "sync_dir": str(tmp_path)}))
+    with pytest.raises(StoreError, match="holds no version 1"):
+        client.run(client.fetch_weights(1, sync_dir=str(tmp_path)))
+    assert not [call for call in server.routes() if call == "POST /update_weights"]
+
+
+def test_a_folder_that_engines_left_for_another_trainer_is_joined_again(server, client, tmp_path):
+    base = checkpoint(tmp_path / "base", weights())
+    own = weights()
+    step(own, 1)
+    write_skyrl(tmp_path / "sync", 1, weights(), own)
+    client.run(client.init_weight_update_communicator({"base_model_path": str(base)}))
+    client.run(client.fetch_weights(1, sync_dir=str(tmp_path / "sync")))
+    answers = [initialised, failed("worker 0: EngineError: no transport was joined.")]
+
+    def refusing(asked):
+        return answers.pop() if asked["init_info"]["kind"] == "prefetch" and len(answers) > 1 else initialised(asked)
+
+    server.answers["POST /init_weight_transfer_engine"] = refusing
+    client.run(client.fetch_weights(1, sync_dir=str(tmp_path / "sync")))
+    told = [body["init_info"]["kind"] for _, body in sent(server, "init_weight_transfer_engine")]
+    assert [kind for kind in told if kind != "poll"] == ["join", "prefetch", "prefetch", "join", "prefetch"]
+
+
+@pytest.mark.parametrize("backend", ["delta", "nccl", "gloo"])
+@pytest.mark.parametrize("colocated", [False, True])
+def test_the_transport_for_skyrls_settings_is_the_one_that_its_trainer_would_take(backend, colocated):
+    name = transport_for(backend, colocated)
+    theirs = {"delta": "delta", "nccl": "ipc" if colocated else "collective", "gloo": "collective"}
+    assert name == theirs[backend] and name in tx.transports()
 
 
 def test_adapters_are_served_under_their_name_by_our_plugin_once_every_engine_has_them(tmp_path):

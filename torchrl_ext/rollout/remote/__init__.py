@@ -2,5 +2,6 @@
 
 from torchrl_ext.rollout.remote.client import RemoteInferenceClient
 from torchrl_ext.rollout.remote.control import PauseMode
+from torchrl_ext.rollout.remote.updates import transport_for
 
-__all__ = ["PauseMode", "RemoteInferenceClient"]
+__all__ = ["PauseMode", "RemoteInferenceClient", "transport_for"]

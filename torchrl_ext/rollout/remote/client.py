@@ -136,7 +136,7 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
-        kept = {"_updates": self._updates, "_sizes": self._sizes}
+        kept = {name: getattr(self, name) for name in ("_updates", "_sizes", "_base", "_fetched", "_loading")}
         return functools.partial(type(self), **given), (), kept
 
     # helpers

@@ -9,14 +9,22 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.rollout.remote.control import _SKYRL, EngineControl, _alike
+from torchrl_ext.rollout.remote.published import Fetched, asked, staged
 from torchrl_ext.rpc.engines.base import is_absent
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import Info, adapter_label
 
-__all__ = ["EngineUpdates"]
+__all__ = ["EngineUpdates", "transport_for"]
 
 _NCCL = "nccl"  # vLLM's own backend
 _ABSENT = (404, 405)
+
+
+def transport_for(weight_sync_backend: str, colocate_all: bool) -> str:
+    """Return the name of the transport that does what SkyRL's trainer does with these two of its settings."""
+    if weight_sync_backend == "delta":
+        return "delta"
+    return "ipc" if weight_sync_backend == "nccl" and colocate_all else "collective"
 
 
 class EngineUpdates(EngineControl, ABC):
@@ -27,6 +35,9 @@ class EngineUpdates(EngineControl, ABC):
     """
 
     _updates: ClassVar[int] = 0  # of an object: see `weight_version`
+    _base: ClassVar[str | None] = None  # of an object: the checkpoint that a trainer takes deltas against
+    _fetched: ClassVar[Fetched | None] = None  # of an object: what `fetch_weights` had engines stage
+    _loading: ClassVar[int | None] = None  # of an object: the version that the open update loaded from there
 
     @property
     def weight_version(self) -> int:
@@ -43,7 +54,8 @@ class EngineUpdates(EngineControl, ABC):
         Args:
             init_info: JSON-safe mapping, or a dataclass; its ``rank_offset`` (1) is the first engine's, and servers of
                 one deployment (``data_parallel_size``) share one. Or an object of SkyRL's, which has ``for_servers``
-                and ``to_api_payload`` and knows the offsets itself.
+                and ``to_api_payload`` and knows the offsets itself. That of SkyRL's delta strategy
+                (``base_model_path``) is for SkyRL's own servers; other engines join when they fetch.
 
         Raises:
             ConfigError: the engines are SGLang's; or they differ in size, and the object is SkyRL's.
@@ -60,6 +72,9 @@ class EngineUpdates(EngineControl, ABC):
             for place, workers in enumerate(sizes.values(), start=1):
                 infos.append({**info, "rank_offset": offset})
                 offset += workers if place % self.data_parallel_size == 0 else 0
+        if "base_model_path" in infos[0] and not await self._skyrls():
+            self._keep(_base=str(infos[0]["base_model_path"]))
+            return dict.fromkeys(sizes, _done("the folder is joined by fetch_weights"))
         taught = await self._taught()
         bodies = {
             url: {"init_info": {"packed": True, **info} if _is_broadcast(info) and taught[url] == _NCCL else info}
@@ -90,14 +105,18 @@ class EngineUpdates(EngineControl, ABC):
         """Call vLLM's ``/update_weights`` on every engine, for one piece of an update, while the trainer broadcasts.
 
         Args:
-            update_info: JSON-safe mapping, a dataclass, or an object of SkyRL's with ``to_api_payload``.
+            update_info: JSON-safe mapping, a dataclass, or an object of SkyRL's with ``to_api_payload``. Where the
+                servers are not SkyRL's own, that of SkyRL's delta strategy (``target_version``) loads what
+                `fetch_weights` staged.
 
         Raises:
-            ConfigError: the engines are SGLang's.
+            ConfigError: `fetch_weights` staged no such version; or the engines are SGLang's.
             EngineError: some engine did not load it; has a row per engine.
         """
         self._refuse_sglang()
         info, taught = _plain(update_info), await self._taught()
+        if "target_version" in info and not await self._skyrls():
+            return await self._load_fetched(int(info["target_version"]))
         fewer = {name: value for name, value in info.items() if name != "packed"}  # vLLM 0.32 has it in init_info alone
         bodies = {url: {"update_info": fewer if taught[url] == _NCCL else info} for url in self._engines[1]}
         return await self._posted("load", "/update_weights", bodies)
@@ -126,7 +145,8 @@ class EngineUpdates(EngineControl, ABC):
         """Call vLLM's ``/finish_weight_update`` on every engine; the version becomes the label of what it serves.
 
         Args:
-            weight_version: None stands for the next number: `weight_version` plus 1.
+            weight_version: None stands for the version that was loaded from a folder, or else for the next number:
+                `weight_version` plus 1.
 
         Raises:
             ConfigError: the engines are SGLang's.
@@ -135,39 +155,55 @@ class EngineUpdates(EngineControl, ABC):
         self._refuse_sglang()
         if await self._skyrls():
             return await self._worker_method("finish the update", "skyrl_finish_weight_update")
-        label = str(self.weight_version + 1 if weight_version is None else weight_version)
-        body = {"weight_version": label}
+        following = self.weight_version + 1 if self._loading is None else self._loading
+        body = {"weight_version": str(following if weight_version is None else weight_version)}
         bodies = dict.fromkeys(self._engines[1], body)
-        return await self._posted("finish the update", "/finish_weight_update", bodies)
+        told = await self._posted("finish the update", "/finish_weight_update", bodies)
+        self._keep(_loading=None)
+        return told
 
     async def fetch_weights(self, target_version: int, sync_dir: str | None = None, uri: str | None = None) -> Any:
         """Make every engine fetch a version from shared storage while it serves.
 
-        SkyRL's own servers have ``/fetch_weights``. An engine that runs our plugin stages the version from the folder
-        that it follows already (a `WeightSender` with a `DeltaTransport` connected it).
+        SkyRL's own servers have ``/fetch_weights``. Engines that run our plugin join the folder, and stage the version;
+        `update_named_weights` then loads it.
 
         Args:
             target_version: number of the version.
-            sync_dir: address of the folder that holds all versions, for SkyRL's servers.
-            uri: address of this version, for SkyRL's servers.
+            sync_dir: address of the folder that holds all versions.
+            uri: address of this version. Without both, our plugin stages the version from the folder that a
+                `WeightSender` with a `DeltaTransport` had it join.
 
         Raises:
+            StoreError: there is no such version.
+            ConfigError: versions lead back to a checkpoint that is not known here.
             EngineError: some engine did not fetch it, or follows no folder; has a row per engine.
         """
         more = {"sync_dir": sync_dir, "uri": uri}
         body = {"target_version": target_version, **{name: one for name, one in more.items() if one is not None}}
-        staged = {"status": 200, "body": {"status": "ok", "result": [{"status": "ok", **body}]}}
+        root = uri.rstrip("/").rpartition("/")[0] if sync_dir is None and uri is not None else sync_dir
+        what = f"fetch version {target_version}"
 
-        def fetch(engine: Any) -> Info:
-            try:
-                return engine.post("/fetch_weights", body)
-            except EngineRefusedError as error:
-                if error.status not in _ABSENT:
-                    raise
-            engine.prefetch(target_version)
-            return staged
+        def fetch(fleet: Fleet) -> tuple[list[Info | None], Fetched | None]:
+            told = fleet.everywhere(what, lambda engine: asked(engine, body))
+            ours = [engine.url for engine, one in zip(fleet.engines, told, strict=True) if one is None]
+            if not ours:
+                return told, None
+            return told, staged(fleet, ours, target_version, root, self._base, self._fetched)
 
-        return await self._each_engine(f"fetch version {target_version}", fetch)
+        told, found = await self._driven(what, fetch)
+        self._keep(_fetched=found)
+        done = {"status": 200, "body": {"status": "ok", "result": [{"status": "ok", **body}]}}
+        return self._by_url([done if one is None else one for one in told])
+
+    async def _load_fetched(self, version: int) -> dict[str, Info]:
+        """Load what `fetch_weights` staged, whole."""
+        if self._fetched is None:
+            raise ConfigError(f"version {version} was not fetched", hint="call fetch_weights first, with its sync_dir")
+        load, seal = ({"update_info": piece} for piece in self._fetched.pieces(version))
+        await self._posted("load", "/update_weights", dict.fromkeys(self._engines[1], load))
+        self._keep(_loading=version)
+        return await self._posted("load", "/update_weights", dict.fromkeys(self._engines[1], seal))
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, Info]:
         """Serve an adapter under a name, in place of one that had it, while engines serve.

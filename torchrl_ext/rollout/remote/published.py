@@ -1,0 +1,105 @@
+"""Versions that a trainer of SkyRL's publishes in a folder, for engines with our plugin, which lack ``/fetch_weights``.
+
+SkyRL's order is: fetch while engines serve, pause, start, `update_named_weights`, finish, resume. What its servers do
+in the first of these steps, our workers do when they are told to join the folder and to stage the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
+from torchrl_ext.messages import Load, Seal
+from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.transports.roots import PublishedRoot
+from torchrl_ext.types import Info
+
+__all__ = ["Fetched", "asked", "staged"]
+
+_ABSENT = (404, 405)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """What engines have staged.
+
+    Attributes:
+        version: its number.
+        root: the folder that they joined; None where somebody else had them join one.
+        params: what the version holds, as JSON.
+    """
+
+    version: int
+    root: str | None
+    params: list[Any]
+
+    def pieces(self, version: int) -> tuple[Info, Info]:
+        """Return the infos by which a started update loads the version, and ends the load.
+
+        Raises:
+            ConfigError: it is another version.
+        """
+        if version != self.version:
+            raise ConfigError(
+                f"version {version} was not fetched: engines have staged version {self.version}",
+                hint="call fetch_weights first, before start_weight_update",
+            )
+        return Load(version=version, handoff={"params": self.params}).to_json(), Seal().to_json()
+
+
+def asked(engine: Any, body: Info) -> Info | None:
+    """Have one of SkyRL's own servers fetch a version; return its answer, or None of another server."""
+    try:
+        told: Info = engine.post("/fetch_weights", body)
+    except EngineRefusedError as error:
+        if error.status not in _ABSENT:
+            raise
+        return None
+    return told
+
+
+def staged(
+    fleet: Fleet, urls: Collection[str], version: int, root: str | None, base: str | None, before: Fetched | None
+) -> Fetched | None:
+    """Have engines stage a version while they serve.
+
+    Args:
+        fleet: all engines.
+        urls: addresses of those that are meant.
+        version: its number.
+        root: the folder of all versions; None for the one that a trainer had the engines join.
+        base: the checkpoint that everything began with; None for the one with which the first engine was started.
+        before: what they staged last.
+
+    Returns:
+        What they have staged now; None where ``root`` is.
+
+    Raises:
+        StoreError: there is no such version.
+        ConfigError: the folder's versions lead back to a checkpoint that is not known here.
+        EngineError: some engine did not join or stage it.
+    """
+
+    def stage() -> None:
+        fleet.everywhere(f"stage version {version}", lambda one: one.prefetch(version) if one.url in urls else None)
+
+    if root is None:
+        stage()
+        return None
+    published = PublishedRoot(root, fleet.infos()[0].model if base is None else base)
+    params = published.at(version)["params"]
+    if before is not None and (before.root, before.params) == (root, params):
+        try:
+            stage()
+            return Fetched(version=version, root=root, params=params)
+        except EngineError:  # another trainer had them join something else, or one was started again
+            pass
+    try:
+        info = {**published.invite(), "params": params}
+        fleet.everywhere("join the folder", lambda one: one.connect(info) if one.url in urls else None)
+    finally:
+        published.close()
+    stage()
+    return Fetched(version=version, root=root, params=params)
