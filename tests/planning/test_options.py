@@ -87,7 +87,7 @@ def test_delta_over_a_group_broadcasts():
         ({"rollout_external_engine_addrs": ("h:1",), "vllm_config": "e.yaml"}, "exclude each other"),
         ({"rollout_external_engine_addrs": ("h:1",), "sglang_config": "e.yaml"}, "exclude each other"),
         ({"vllm_router_ip": "10.0.0.1"}, "vllm_router_port"),
-        ({"update_weight_local_checkpoint_dir": "/local"}, "no use in full mode"),
+        ({"update_weight_local_checkpoint_dir": "/local"}, "full mode: transport 'nccl' writes no files"),
         ({"update_weight_disk_keep_files": True}, "writes no files"),
         ({"update_weight_encoding": "morse"}, "deltas_zstd"),
         ({"update_weight_mode": "delta", "update_weight_transport": "disk"}, "no directory"),
@@ -116,6 +116,15 @@ FILES = {"root": "/s", "keep_files": False}
             {"update_weight_transport": "disk", "update_weight_disk_dir": "/s", "update_weight_disk_keep_files": True},
             "disk",
             {"root": "/s", "keep_files": True},
+        ),
+        (
+            {
+                "update_weight_transport": "disk",
+                "update_weight_disk_dir": "/s",
+                "update_weight_local_checkpoint_dir": "/nvme",
+            },
+            "disk",
+            FILES | {"local_dir": "/nvme"},
         ),
         (
             {"update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_disk_dir": "/s"},

@@ -16,7 +16,7 @@ from tests.models import tiny_checkpoint, tiny_config, tiny_model
 from tests.processes import python, running_python
 from tests.transports import disk_ends
 from tests.transports.disk_ends import everything, versions, weights
-from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 from torchrl_ext.weights.derived import CastSource
@@ -322,3 +322,65 @@ else:
 assert sorted(os.listdir(sys.argv[1])) == ["latest", "weight_v000001"]
 assert tx.DiskTransport(sys.argv[1]).receive_weights(60)["x"].sum() == 1000
 """
+
+
+class TestCopiesOnTheHost:
+    """``local_dir``: a version is copied to the engine's host while it serves, and loaded from there."""
+
+    def ends(self, root, local, count=1):
+        trainer = tx.DiskTransport(root, local_dir=local)
+        info = trainer.open(count, ()).info
+        workers = [tx.DiskTransport.from_info(info) for _ in range(count)]
+        for worker in workers:
+            worker.join(info)
+        return trainer, workers
+
+    def test_what_is_loaded_comes_from_the_copy_also_when_the_root_is_gone(self, tmp_path, root):
+        trainer, (worker,) = self.ends(root, tmp_path / "nvme" / "copy")
+        (tmp_path / "nvme").mkdir()
+        for seed in (1, 2):
+            sent = weights(seed)
+            handoff = trainer.prepare(as_source(sent), seed)
+            worker.prefetch(seed)
+            shutil.rmtree(root / f"weight_v{seed:06d}")
+            found = dict(worker.receive(handoff.info, {}))
+            assert found.keys() == sent.keys() and all(same_bits(found[name], sent[name]) for name in sent)
+            state = json.loads((tmp_path / "nvme/copy/.weight_sync/state.json").read_bytes())
+            assert state["version"] == f"{seed:06d}"
+
+    def test_engines_of_a_host_share_one_copy(self, tmp_path, root):
+        trainer, workers = self.ends(root, tmp_path / "copy", 2)
+        handoff = trainer.prepare(as_source(weights(1)), 1)
+        files = []
+        for worker in workers:
+            worker.prefetch(1)
+            files.append({path.name: path.stat().st_ino for path in (tmp_path / "copy").glob("*.safetensors")})
+        assert files[0] and files[0] == files[1]
+        for worker in workers:
+            assert dict(worker.receive(handoff.info, {})).keys() == weights(1).keys()
+
+    def test_a_version_that_came_without_a_prefetch_is_copied_when_it_is_loaded(self, tmp_path, root):
+        trainer, worker = tx.DiskTransport(root), tx.DiskTransport(root, local_dir=tmp_path / "copy")
+        trainer.send_weights("policy", weights(1))
+        found = worker.receive_weights(WAIT_S)
+        assert all(same_bits(found[name], tensor) for name, tensor in weights(1).items())
+        assert list((tmp_path / "copy").glob("*.safetensors"))
+
+    def test_a_damaged_file_is_found_before_the_pause(self, tmp_path, root):
+        trainer, (worker,) = self.ends(root, tmp_path / "copy")
+        trainer.prepare(as_source(weights(1)), 1)
+        file = next((root / "weight_v000001").glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(IntegrityError, match="is damaged"):
+            worker.prefetch(1)
+        assert not (tmp_path / "copy/.weight_sync/state.json").exists()
+
+    def test_a_directory_with_files_of_others_is_left_alone(self, tmp_path, root):
+        (tmp_path / "notes.txt").write_text("mine")
+        trainer, (worker,) = self.ends(root, tmp_path)
+        trainer.prepare(as_source(weights(1)), 1)
+        with pytest.raises(ConfigError, match=r"holds files|lies in"):
+            worker.prefetch(1)
+        assert (tmp_path / "notes.txt").read_text() == "mine"

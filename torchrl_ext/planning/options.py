@@ -92,7 +92,9 @@ class WeightUpdateConfig:
     update_weights_interval: int = _option(1, "rollouts from one update to the next, which `due` counts", type=int)
     release_train: bool = _option(False, "the trainer gives its devices back after each update, so that each is due")
     update_weight_local_checkpoint_dir: str | None = _option(
-        None, "directory on each engine's host for copies of what a delta cannot patch in place; else in memory"
+        None,
+        "directory on each engine's host: over disk full versions are copied there first; of deltas what cannot be "
+        "patched in place, which is in memory else",
     )
     rollout_external_engine_addrs: tuple[str, ...] = _option(
         (), "host:port of engines that somebody else started", nargs="+"
@@ -153,9 +155,9 @@ class WeightUpdateConfig:
                 "use update_weight_mode='delta' (its first version is a full one), or a directory",
             ),
             (
-                self.update_weight_local_checkpoint_dir is not None and not delta,
-                "update_weight_local_checkpoint_dir has no use in full mode: engines keep no copies then",
-                "set update_weight_mode='delta', or leave the option out",
+                self.update_weight_local_checkpoint_dir is not None and not delta and not disk,
+                f"update_weight_local_checkpoint_dir has no use in full mode: transport {route!r} writes no files",
+                "set update_weight_transport='disk' or update_weight_mode='delta', or leave the option out",
             ),
             (
                 self.rollout_external_engine_addrs and owned,
@@ -245,7 +247,8 @@ class WeightUpdateConfig:
                 settings["checksum"] = self.update_weight_delta_checksum
             return TransportConfig(name="delta", settings=settings)
         if disk:
-            return TransportConfig(name="disk", settings=files)
+            local = self.update_weight_local_checkpoint_dir
+            return TransportConfig(name="disk", settings=files if local is None else {**files, "local_dir": local})
         if self.update_weight_transport == "sharded":
             return TransportConfig(name="sharded", settings={})
         name = "ipc" if self.colocate else "collective"

@@ -23,6 +23,7 @@ from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta, Part
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DiskTransport"]
@@ -47,6 +48,9 @@ class DiskTransport(StandaloneTransport, Incremental):
         adapter: versions are PEFT adapters (``adapter_model.safetensors`` beside ``adapter_config.json``) in place of
             whole checkpoints.
         post_write_hook: as in `DeltaTransport`.
+        local_dir: directory on each engine's host, into which a version is copied while the engine serves, to be loaded
+            from there (`torchrl_ext.versions.local_checkpoint`); one for all engines of a host. None loads from
+            ``root``, as engines without our plugin always do.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -71,6 +75,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         adapter: bool = False,
         seen_at: str | os.PathLike[str] | None = None,
         post_write_hook: str | Callable[[str, str], Any] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -78,6 +83,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         self._versions = Chain(self._store)
         self._keep_files, self._wrote = keep_files, hook_at(post_write_hook)
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
+        self._local = None if local_dir is None else LocalCheckpoint(local_dir)
         self._full, self._adapter = FullWriter(shard_bytes, files, adapter=adapter), adapter
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
@@ -88,7 +94,7 @@ class DiskTransport(StandaloneTransport, Incremental):
 
     @classmethod
     def from_info(cls, info: Info) -> DiskTransport:
-        return cls(info["root"])
+        return cls(info["root"], local_dir=info.get("local_dir"))
 
     @property
     def root(self) -> str:
@@ -104,7 +110,8 @@ class DiskTransport(StandaloneTransport, Incremental):
 
     def invite(self) -> Info:
         """Write a probe, and return the info by which workers join; a process that only reads may call this too."""
-        return {"transport": self.name, **self._shared.invite(), "root": str(self._seen_at)}
+        local = None if self._local is None else str(self._local.directory)
+        return {"transport": self.name, **self._shared.invite(), "root": str(self._seen_at), "local_dir": local}
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
         began = time.perf_counter()
@@ -164,7 +171,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         return self
 
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> None:
-        opened = self._open_version(version)
+        opened = self._copied(self._open_version(version))
         self._pin(opened)
         part = opened.manifest.part  # what else it holds was verified with the version before
         known = part is not None and (part[0], part[1].base) == self._received
@@ -174,7 +181,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         version = info["version"]
         opened = self._opened
         if opened is None or opened.number != version:
-            opened = self._open_version(version)
+            opened = self._copied(self._open_version(version))
             self._pin(opened)
         self._opened = None
         try:
@@ -211,7 +218,7 @@ class DiskTransport(StandaloneTransport, Incremental):
             with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
                 if newest and self._other(newest):
                     self._versions.offered(newest)
-                    opened = PublishedVersion(self._store, newest)
+                    opened = self._copied(PublishedVersion(self._store, newest))
                     self._pin(opened)
                     self._connected = True
                     return self._info(opened.manifest)
@@ -268,6 +275,16 @@ class DiskTransport(StandaloneTransport, Incremental):
                         state="nothing was read",
                         hint="send the weights again",
                     ) from error
+
+    def _copied(self, opened: PublishedVersion) -> PublishedVersion:
+        """Return the version as it is on this host, copied there first; as it is where nothing is to be copied."""
+        if self._local is None:
+            return opened
+        try:
+            self._local.pull(self.root, opened.number)
+            return PublishedVersion(self._store, opened.number, opened.manifest, at=self._local.directory)
+        finally:
+            opened.close()
 
     def _pin(self, opened: PublishedVersion | None) -> None:
         """Hold one version open, so that pruning cannot remove it before it is read."""

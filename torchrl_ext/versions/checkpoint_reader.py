@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from operator import attrgetter
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class PublishedVersion:
         store: where the version is.
         number: the version.
         manifest: what it holds, where that is known; a ``checksum`` of "" is not compared.
+        at: a directory that has its files, to read them there.
 
     Raises:
         FileNotFoundError: the version is not there (any more).
@@ -39,7 +41,7 @@ class PublishedVersion:
         path: the directory of its files.
     """
 
-    def __init__(self, store: Store, number: int, manifest: Manifest | None = None) -> None:
+    def __init__(self, store: Store, number: int, manifest: Manifest | None = None, *, at: Path | None = None) -> None:
         if manifest is None:
             found = read_version(store, number)
             if found.full is None:
@@ -55,7 +57,7 @@ class PublishedVersion:
         self._staged = ExitStack()
         try:
             needed = sorted(set(map(attrgetter("file"), manifest.params)))
-            self.path = self._staged.enter_context(store.local(version_name(number), needed))
+            self.path = self._staged.enter_context(store.local(version_name(number), needed)) if at is None else at
             for name in needed:
                 try:
                     file = self._files[name] = TensorFile(self.path / name, within=self.path.parent)
