@@ -3,13 +3,17 @@
 A subclass names its ``kind``, by which `conftest` has a server with one worker, with two, and one in bfloat16.
 """
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.models import tiny_model
+from tests.engine.served import until_met
+from tests.models import PROMPT, VOCAB, greedy, greedy_over_kept_keys, tiny_model
 from tests.processes import finished
 
 TRANSPORTS = ["disk", "collective", "ipc"]
@@ -95,6 +99,51 @@ class Follows(OfOneKind):
                 assert not report.part, "after a failure everything is sent"
             model.load_state_dict(changed)
             served.assert_serves(model, report)
+
+    def test_a_frozen_request_goes_on_with_its_keys_where_they_are_to_be_kept(self, served, tmp_path):
+        old, new, attempts = tiny_model(71), tiny_model(72), count()
+        with sending("disk", tmp_path, served, keep_cache=True) as sender, ThreadPoolExecutor(1) as pool:
+
+            def frozen():
+                sender.update_weights(old)
+                prompt = [20 + next(attempts), *PROMPT]  # of which nothing is cached yet
+                running = pool.submit(served.generate, 200, prompt)
+                report = sender.update_weights(new)
+                choice = running.result()
+                spans, tokens = choice["weight_versions"], choice["token_ids"]
+                if len(spans) == 1:  # it had not begun, or was over
+                    return False
+                assert [span["version"] for span in spans] == [str(report.version - 1), str(report.version)]
+                cut = spans[0]["end"]
+                end = min(cut + 16, 200)
+                over_old_keys = greedy_over_kept_keys([old, new], [cut], prompt, end)
+                assert tokens[:end] == over_old_keys
+                return over_old_keys[cut:] != greedy(new, prompt + tokens[:cut], end - cut)  # else nothing was shown
+
+            until_met(frozen)
+
+    def test_a_cached_prefix_is_used_again_where_it_is_to_be_kept_and_else_never(self, served, tmp_path):
+        old, new = tiny_model(73), tiny_model(74)
+        prompt = [50, *((7 * i + 3) % (VOCAB - 3) + 3 for i in range(180))]  # longer than a block of the cache
+        with sending("disk", tmp_path / "kept", served, keep_cache=True) as sender:
+            sender.update_weights(old)
+            assert served.generate(8, prompt)["token_ids"] == greedy(old, prompt, 8)
+            sender.update_weights(new)
+            assert served.generate(24, prompt)["token_ids"] != greedy(new, prompt, 24)
+        with sending("disk", tmp_path / "dropped", served) as sender:
+            sender.update_weights(new)
+            assert served.generate(24, prompt)["token_ids"] == greedy(new, prompt, 24)
+
+    def test_full_versions_are_copied_to_the_host_and_loaded_from_there(self, served, tmp_path):
+        transport = tx.make_transport("disk", root=tmp_path / "updates", local_dir=tmp_path / "copy")
+        sender = tx.WeightSender(transport, tx.make_engine(self.kind, url=served.url))
+        for seed in (75, 76):
+            model = tiny_model(seed)
+            report = sender.update_weights(model)
+            served.assert_serves(model, report)
+            state = json.loads((tmp_path / "copy" / ".weight_sync" / "state.json").read_bytes())
+            assert int(state["version"]) == report.version
+        sender.shutdown()
 
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_two_workers_follow(self, tensor_parallel, tmp_path, transport):

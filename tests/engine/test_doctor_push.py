@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import torchrl_ext as tx
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.cli.main import main
 from torchrl_ext.launch.router import RouterProcess
@@ -84,3 +85,26 @@ def test_sglang_with_the_plugin_is_examined_and_pushed_to(sglang, checkpoint, tm
     asked(capsys, "push", checkpoint, "--engines", sglang.url)
     assert asked(capsys, "push", other, "--engines", sglang.url, *extra)["pushed"]
     assert sglang.tokens() == greedy(tiny_model(3))
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta"])
+def test_engines_of_both_makes_load_the_newest_version_that_another_process_published(
+    transport, vllm, sglang, checkpoint, tmp_path, capsys
+):
+    trainer = tx.make_transport(transport, root=tmp_path, **({"encoding": "xor"} if transport == "delta" else {}))
+    for seed in (5, 6):
+        trainer.send_weights("policy", tiny_model(seed))
+    trainer.shutdown()
+    urls = [vllm.url, sglang.url]
+    told = asked(capsys, "push", "--published", tmp_path, "--engines", *urls, "--base", checkpoint)
+    assert told["pushed"] and told["report"]["version"] == 2
+    for engine in (vllm, sglang):
+        assert engine.tokens() == greedy(tiny_model(6)) and engine.version() == "2" and not engine.paused()
+
+
+def test_a_stock_server_loads_full_versions_that_another_process_published(stock_sglang, tmp_path, capsys):
+    trainer = tx.make_transport("disk", root=tmp_path)
+    trainer.send_weights("policy", tiny_model(7))
+    trainer.shutdown()
+    told = asked(capsys, "push", "--published", tmp_path, "--engines", stock_sglang.url)
+    assert told["pushed"] and not told["report"]["verified"] and stock_sglang.tokens() == greedy(tiny_model(7))

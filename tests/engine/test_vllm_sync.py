@@ -8,6 +8,8 @@ import torchrl_ext as tx
 from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
 from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
+from tests.versions.layouts import write_skyrl
+from torchrl_ext.rollout.remote import RemoteInferenceClient
 
 pytestmark = pytest.mark.engine
 
@@ -81,6 +83,29 @@ def test_a_request_that_was_frozen_goes_on_as_the_new_weights_would(vllm, tmp_pa
             return True
 
         until_met(frozen)
+
+
+def test_versions_of_skyrls_folder_are_served_by_its_trainers_own_order_of_calls(vllm, checkpoint, tmp_path):
+    held, root = dict(tiny_model(0).state_dict()), tmp_path / "sync"
+    with sending("disk", tmp_path / "other", vllm) as sender:
+        sender.update_weights(held)  # the folder's versions begin with what the server was started with
+    client = RemoteInferenceClient(proxy_url=vllm.url, server_urls=[vllm.url], kind="vllm")
+    client.run(client.init_weight_update_communicator({"base_model_path": str(checkpoint)}))
+    for version, seed in ((1, 36), (2, 37)):
+        model = tiny_model(seed)
+        write_skyrl(root, version, held, model.state_dict())
+        held = dict(model.state_dict())
+        client.run(client.fetch_weights(version, sync_dir=str(root)))
+        assert not vllm.paused()
+        client.run(client.pause_generation())
+        client.run(client.reset_prefix_cache(True))
+        client.run(client.start_weight_update())
+        client.run(client.update_named_weights({"target_version": version, "sync_dir": str(root)}))
+        client.run(client.finish_weight_update())
+        client.run(client.resume_generation())
+        client.increment_weight_version()
+        assert vllm.says(model) and vllm.version() == str(version)
+    client.close()
 
 
 def test_a_world_without_room_for_the_engine_is_refused(vllm):
