@@ -171,7 +171,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         return self
 
     def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> None:
-        opened = self._copied(self._open_version(version))
+        opened = self._open_version(version)
         self._pin(opened)
         part = opened.manifest.part  # what else it holds was verified with the version before
         known = part is not None and (part[0], part[1].base) == self._received
@@ -181,7 +181,7 @@ class DiskTransport(StandaloneTransport, Incremental):
         version = info["version"]
         opened = self._opened
         if opened is None or opened.number != version:
-            opened = self._copied(self._open_version(version))
+            opened = self._open_version(version)
             self._pin(opened)
         self._opened = None
         try:
@@ -218,8 +218,8 @@ class DiskTransport(StandaloneTransport, Incremental):
             with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
                 if newest and self._other(newest):
                     self._versions.offered(newest)
-                    opened = self._copied(PublishedVersion(self._store, newest))
-                    self._pin(opened)
+                    opened = PublishedVersion(self._store, newest)
+                    self._pin(opened if self._local is None else self._copied(opened, self._local))
                     self._connected = True
                     return self._info(opened.manifest)
             if self._aborted.wait(min(pause, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
@@ -265,7 +265,8 @@ class DiskTransport(StandaloneTransport, Incremental):
         self._aborted.clear()  # an earlier abort ended the waits of its time, and not this one
         while True:
             try:
-                return PublishedVersion(self._store, version)
+                opened = PublishedVersion(self._store, version)
+                return opened if self._local is None else self._copied(opened, self._local)
             except FileNotFoundError as error:
                 newest = self._versions.latest()
                 if newest > version or self._aborted.wait(_SHORTEST_S) or time.monotonic() > until:
@@ -276,13 +277,11 @@ class DiskTransport(StandaloneTransport, Incremental):
                         hint="send the weights again",
                     ) from error
 
-    def _copied(self, opened: PublishedVersion) -> PublishedVersion:
-        """Return the version as it is on this host, copied there first; as it is where nothing is to be copied."""
-        if self._local is None:
-            return opened
+    def _copied(self, opened: PublishedVersion, local: LocalCheckpoint) -> PublishedVersion:
+        """Return the version as it is on this host, where it is copied first."""
         try:
-            self._local.pull(self.root, opened.number)
-            return PublishedVersion(self._store, opened.number, opened.manifest, at=self._local.directory)
+            local.pull(self.root, opened.number)
+            return PublishedVersion(self._store, opened.number, opened.manifest, at=local.directory)
         finally:
             opened.close()
 
