@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.rpc.test_router import Earlier, Engine, Gateway, serving
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.routing import Routing
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
@@ -217,6 +218,29 @@ def test_pools_get_the_router_of_their_make_and_the_port_where_they_meet(urls, p
         (started,) = (program.parent / "starts").read_text().splitlines()
     assert started.startswith(f"-m {module} ") and flag in started.split()
     assert f"--prefill {prefill.format(urls[0])} --decode {urls[1]}" in started
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "module", "own"),
+    [
+        ("vllm", None, "vllm_router.launch_router", "--policy=consistent_hash"),
+        ("embedded", None, "vllm_router.launch_router", "--policy=consistent_hash"),
+        ("sglang", None, "sglang_router.launch_router", "--policy=manual --disable-retries"),
+        ("sglang", "vllm", "vllm_router.launch_router", "--policy=consistent_hash"),
+        ("vllm", "sglang", "sglang_router.launch_router", "--policy=manual --disable-retries"),
+    ],
+)
+def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, program, kind, make, module, own):
+    with Routing([EngineInfo(url=urls[0], kind=kind)], python=program, make=make):
+        (started,) = (program.parent / "starts").read_text().splitlines()
+    assert started.startswith(f"-m {module} ") and set(own.split()) <= set(started.split())
+    assert ("--disable-retries" in started.split()) is ("sglang" in module)
+
+
+def test_a_router_of_no_known_make_is_refused_before_it_is_made(urls, program):
+    with pytest.raises(ConfigError, match="no router of make 'nginx'"):
+        Routing([EngineInfo(url=urls[0], kind="sglang")], python=program, make="nginx")
+    assert not (program.parent / "starts").exists()
 
 
 @pytest.mark.parametrize(("key", "given"), [(None, True), ("secret", False)])

@@ -170,6 +170,7 @@ class Handler(BaseHTTPRequestHandler):
         query = {name: one if len(one) > 1 else one[0] for name, one in parse_qs(parts.query).items()}
         if parts.path not in ("/workers", "/list_workers"):  # how clients see that this is no router
             self.server.calls.append((call, query, sent))
+            self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
         answers = self.server.answers.get(call, (404, {"detail": "Not Found"}))
         if isinstance(answers, list):  # one after the other, the last one for ever
             answers = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -190,11 +191,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Running:
-    """The server's address, its answers by "METHOD /route", and the calls that it got."""
+    """The server's address, its answers by "METHOD /route", the calls that it got, and the headers of each."""
 
     def __init__(self, server):
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
-        self.answers, self.calls = server.answers, server.calls
+        self.answers, self.calls, self.headers = server.answers, server.calls, server.headers
 
     def routes(self):
         return [call for call, _, _ in self.calls]
@@ -208,7 +209,7 @@ def running(good=None, /, **changes):
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    server.answers, server.calls = dict(GOOD if good is None else good), []
+    server.answers, server.calls, server.headers = dict(GOOD if good is None else good), [], []
     for name, answer in changes.items():
         method, _, route = name.partition("_")
         server.answers[f"{method.upper()} /{route}"] = answer

@@ -1,4 +1,4 @@
-"""Run a router as a child process: vLLM's, or SGLang's for pools of SGLang engines, which vLLM's cannot serve."""
+"""Run a router as a child process: vLLM's, or SGLang's for SGLang engines, whose requests it knows in full."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.environments import SGLANG_ROUTER, VLLM_ROUTER, Recipe, to_stderr
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.server import Server, ServerSpec, as_flags
@@ -24,25 +25,28 @@ class _Make:
     policy: str
     pools: str
     warnings: str
+    more: tuple[str, ...] = ()
 
 
-_VLLM = _Make(
-    module="vllm_router.launch_router",
-    recipe=VLLM_ROUTER,
-    policy="consistent_hash",
-    pools="--vllm-pd-disaggregation",  # prefill first, then decode with what vLLM's connector handed on
-    warnings="warning",
-)
-_POOLS = {
+_MAKES = {
+    "vllm": _Make(
+        module="vllm_router.launch_router",
+        recipe=VLLM_ROUTER,
+        policy="consistent_hash",
+        pools="--vllm-pd-disaggregation",  # prefill first, then decode with what vLLM's connector handed on
+        warnings="warning",
+    ),
+    # vLLM's asks pools one after the other, and drops fields of `/generate`: sampling_seed, min_new_tokens
     "sglang": _Make(
         module="sglang_router.launch_router",
         recipe=SGLANG_ROUTER,
-        policy="cache_aware",
+        policy="manual",  # by routing key; a request without one goes anywhere
         pools="--pd-disaggregation",  # both at once, with the host, the port and the room where they meet
         warnings="warn",
-    )
+        more=("--disable-retries",),  # it would ask five times by itself; our client has its own rules
+    ),
 }
-"""The router of pools of a kind of engine, where that is not `_VLLM`."""
+"""Routers by the kind of engine that they are made for; other kinds get vLLM's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +58,11 @@ class RouterSpec(ServerSpec):
         prefill: base addresses of prefill engines, or pairs of address and bootstrap port. Static.
         decode: base addresses of decode engines. Static.
         kind: of the engines, as in `EngineInfo`.
+        make: ``"vllm"`` or ``"sglang"``: whose router it is; None takes the one for ``kind``.
         health_route: where it asks engines for their health; None for ``/health``.
         host: address to listen on.
         policy: ``consistent_hash``, ``sticky_least_loaded``, ``cache_aware``, ``round_robin``, ...; None takes the
-            first, or the third for SGLang's router.
+            first, or ``manual`` for SGLang's router: with either, a session stays on one engine.
         request_timeout_s: deadline of a request through the router, pauses of its engine included, in seconds.
         extra_args: more arguments for the router.
         report: takes a line of progress at a time while an environment is made.
@@ -70,6 +75,7 @@ class RouterSpec(ServerSpec):
     prefill: Sequence[str | tuple[str, int]] = ()
     decode: Sequence[str] = ()
     kind: str = "vllm"
+    make: str | None = None
     health_route: str | None = None
     host: str = "127.0.0.1"
     policy: str | None = None
@@ -79,6 +85,8 @@ class RouterSpec(ServerSpec):
     start_timeout_s: float = 60.0
 
     def check(self) -> None:
+        if self.make not in (None, *_MAKES):
+            raise ConfigError(f"there is no router of make {self.make!r}", expected=f"one of {', '.join(_MAKES)}")
         given = {"regular": self.workers, "prefill": self.prefill, "decode": self.decode}
         check_pools("a router", [worker_type for worker_type, urls in given.items() if urls])
 
@@ -99,7 +107,7 @@ class RouterSpec(ServerSpec):
             "log-level": self._make.warnings,
         }
         command = [str(python), "-m", self._make.module, *as_flags(arguments)]
-        command += ["--disable-circuit-breaker", *self.extra_args]
+        command += ["--disable-circuit-breaker", *self._make.more, *self.extra_args]
         command += [self._make.pools] if self.prefill else []
         for worker in self.prefill:
             command += ["--prefill", *([worker] if isinstance(worker, str) else map(str, worker))]
@@ -112,15 +120,18 @@ class RouterSpec(ServerSpec):
 
     @property
     def _make(self) -> _Make:
-        return _POOLS.get(self.kind, _VLLM) if self.prefill else _VLLM
+        return _MAKES[self.make or (self.kind if self.kind in _MAKES else "vllm")]
 
 
 class RouterProcess(Server):
     """Starts a router and waits until it is healthy; takes the fields of `RouterSpec` as arguments.
 
-    Requests of one ``X-Session-ID`` stay on one engine. The router is vLLM's for regular workers of any kind and for
-    pools of vLLM engines; pools of SGLang engines get SGLang's, which calls prefill and decode at once, where vLLM's
-    calls one after the other. It comes from this environment where it is installed, else from one made on first use.
+    Requests of one session stay on one engine: vLLM's router knows them by ``X-Session-ID``, SGLang's by
+    ``X-SMG-Routing-Key``, and our clients send both. SGLang engines get SGLang's router, all others vLLM's. Either comes
+    from this environment where it is installed, else from one made on first use.
+
+    With ``make="vllm"`` SGLang engines lose the seeds and least lengths of requests, since vLLM's router drops these
+    fields, and their pools do not work.
 
     Its circuit breaker is off: an engine that is paused for new weights is slow, not broken. It leaves out an engine
     whose health route failed three times, ten seconds apart; which others are in service is decided where the engines'

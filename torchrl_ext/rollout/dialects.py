@@ -84,8 +84,8 @@ class SGLangDialect(Dialect):
     """Speaks to SGLang's native route (`sglang.srt.managers.io_struct.GenerateReqInput`).
 
     A request is one prompt with one map of sampling settings, which is what routers let through (they answer lists of
-    either with 422). Seeds have effect where the server runs with ``--enable-deterministic-inference``; vLLM's router
-    (0.1) passes neither ``sampling_seed`` nor ``min_new_tokens`` on.
+    either with 422). Seeds have effect where the server runs with ``--enable-deterministic-inference``. SGLang's router
+    (0.3.2) passes all of these fields on, vLLM's (0.1.17) neither ``sampling_seed`` nor ``min_new_tokens``.
     """
 
     route: ClassVar[str] = "/generate"

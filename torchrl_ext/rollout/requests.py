@@ -23,6 +23,7 @@ __all__ = ["Asked", "Requests", "Target", "targets"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _PASSING = (429, 500, 502, 503, 504)  # too many requests, or something is broken; 501 and 505 are final (RFC 9110)
+_SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # by which vLLM's router knows a session, and SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
 _T = TypeVar("_T")
@@ -219,7 +220,7 @@ class Requests:
         return await self._of_any(ask, until)
 
     async def _post(self, target: Target, route: str, body: Any, session_id: Any, until: float) -> Any:
-        headers = None if session_id is None else {"x-session-id": str(session_id)}
+        headers = None if session_id is None else dict.fromkeys(_SESSION_HEADERS, str(session_id))
         return await self.session.json("POST", target.url + route, body, headers=headers, until=until)
 
     async def _of_any(self, call: Callable[[Target], Awaitable[_T]], until: float) -> _T:

@@ -115,7 +115,7 @@ class OwnedEngines(Serving):
         topology: what to start, or the path of its YAML (then with ``hf_checkpoint``).
         hf_checkpoint: see `Topology.parse`.
         launcher: how engines are started; None for processes on this machine.
-        router: settings of each `RouterProcess`, and ``api_key`` where engines ask for another than the launcher's.
+        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` where engines ask for another than the launcher's.
         keeper: settings of the `Keeper`, such as ``interval_s``.
 
     Raises:
@@ -138,9 +138,10 @@ class OwnedEngines(Serving):
         plans = [plan for model in topology.models for plan in model.engines]
         launcher = launcher or LocalLauncher()
         self._keeper = Keeper(plans, launcher, on_lost=self._lost, on_restarted=self._restarted, **(keeper or {}))
+        settings = {"api_key": launcher.api_key, "kind": topology.kind, **(router or {})}
         try:
             for model in topology.models:
-                self._models[model.name] = self._routed(model, {"api_key": launcher.api_key, **(router or {})})
+                self._models[model.name] = self._routed(model, settings)
         except BaseException:
             self.shutdown()
             raise

@@ -38,6 +38,7 @@ class TokenRequests(ABC):
     tokenizer: Any
     timeout_s: float
     _requests: PerLoop[Requests]
+    _servers: PerLoop[Requests]
 
     async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> Info:
         """Continue prompts, each with a request of its own.
@@ -197,7 +198,7 @@ class TokenRequests(ABC):
         if self.tokenizer is not None:
             return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
         more = {"add_special_tokens": add_special_tokens, **self._model()}
-        found = await each([self.post("/tokenize", {"prompt": one, **more}) for one in texts])
+        found = await each([self._of_text("/tokenize", {"prompt": one, **more}) for one in texts])
         return [told["tokens"] for told in found]
 
     async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
@@ -209,7 +210,7 @@ class TokenRequests(ABC):
         if self.tokenizer is not None:
             return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
         more = self._model()
-        found = await each([self.post("/detokenize", {"tokens": list(ids), **more}) for ids in token_ids])
+        found = await each([self._of_text("/detokenize", {"tokens": list(ids), **more}) for ids in token_ids])
         return [told.get("prompt", told.get("text")) for told in found]
 
     async def finish_session(self, session_id: Any) -> None:
@@ -237,6 +238,18 @@ class TokenRequests(ABC):
             EngineUnreachableError, EngineRefusedError, DeadlineError: no answer in time, or no usable one.
         """
         return await self._requests.here().post(route, body, session_id, self._until())
+
+    async def _of_text(self, route: str, body: Info) -> Any:
+        """Call a route that turns text into tokens or back: through the router, or at a server where it has none.
+
+        SGLang's router has such routes under other names, for tokenizers that it was given itself.
+        """
+        try:
+            return await self.post(route, body)
+        except EngineRefusedError as error:
+            if error.status not in _ABSENT:
+                raise
+        return await self._servers.here().post(route, body, None, self._until())
 
     def _until(self) -> float:
         return time.monotonic() + self.timeout_s

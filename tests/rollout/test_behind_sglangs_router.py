@@ -1,0 +1,93 @@
+"""What of a request reaches SGLang through its router, whose types of requests drop what they do not know."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import httpx
+import pytest
+
+from tests.rpc.servers import running
+from torchrl_ext.rollout.dialects import SGLangDialect
+from torchrl_ext.rollout.generation import GenerationRequest
+from torchrl_ext.rollout.remote import RemoteInferenceClient
+
+# sglang-router 0.3.2, as far as requests of ours use them; vllm-router 0.1.17 has neither of the last two
+SAMPLING = {
+    "temperature", "max_new_tokens", "top_p", "top_k", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "stop", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "ebnf", "min_p", "stop_token_ids",
+    "no_stop_trim", "n", "min_new_tokens", "sampling_seed",
+}  # fmt: skip
+FIELDS = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "lora_path", "stream"}
+TOLD = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+
+
+@pytest.fixture
+def engine():
+    answers = {
+        "POST /generate": lambda body: (200, {"output_ids": [3, 4], "meta_info": TOLD}),
+        "POST /detokenize": lambda body: (200, {"text": " ".join(map(str, body["tokens"]))}),
+        "POST /tokenize": lambda body: (200, {"tokens": list(map(int, body["prompt"].split()))}),
+    }
+    with running(answers) as found:
+        yield found
+
+
+@pytest.fixture
+def router(engine):
+    """Hands on ``/generate``, and has no other route for tokens and text."""
+
+    def generate(body):
+        known = {name: value for name, value in body.items() if name in FIELDS}
+        known["sampling_params"] = {name: one for name, one in body["sampling_params"].items() if name in SAMPLING}
+        answer = httpx.post(f"{engine.url}/generate", json=known)
+        return answer.status_code, answer.json()
+
+    with running({"POST /generate": generate}) as found:
+        yield found
+
+
+@pytest.fixture
+def client(router, engine):
+    made = RemoteInferenceClient(proxy_url=router.url, server_urls=[engine.url], kind="sglang", timeout_s=30)
+    yield made
+    made.close()
+
+
+def test_everything_that_a_request_says_reaches_the_engine(client, engine):
+    sampling = {"max_tokens": 2, "temperature": 0.5, "seed": 7, "min_tokens": 1, "top_p": 0.9, "stop_token_ids": [9]}
+    client.run(client.generate({"prompt_token_ids": [[1, 2]], "sampling_params": {**sampling, "logprobs": 0}}))
+    (told,) = [body for call, _, body in engine.calls if call == "POST /generate"]
+    asked = GenerationRequest(
+        token_ids=(1, 2), max_tokens=2, temperature=0.5, seed=7, stop_token_ids=(9,), logprobs=True,
+        more={"min_tokens": 1, "top_p": 0.9},
+    )  # fmt: skip
+    assert told == SGLangDialect().body(asked)
+    assert told["sampling_params"]["sampling_seed"] == 7 and told["sampling_params"]["min_new_tokens"] == 1
+
+
+def test_no_field_of_the_dialect_is_one_that_the_router_drops():
+    more = {"min_tokens": 1, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["x"], "ignore_eos": True}
+    asked = GenerationRequest(token_ids=(1,), n=2, seed=7, stop_token_ids=(9,), logprobs=True, more=more)
+    for one in (asked, dataclasses.replace(asked, adapter="policy")):
+        body = SGLangDialect().body(one)
+        assert body.keys() <= FIELDS and body["sampling_params"].keys() <= SAMPLING
+
+
+def test_a_session_is_named_to_either_make_of_router(client, router):
+    asked = {"prompt_token_ids": [[1], [2]], "sampling_params": {"max_tokens": 2}, "session_ids": ["a", None]}
+    client.run(client.generate(asked))
+    found = {
+        tuple(body["input_ids"]): [headers.get(name) for name in ("x-session-id", "x-smg-routing-key")]
+        for (call, _, body), headers in zip(router.calls, router.headers, strict=True)
+        if call == "POST /generate"
+    }
+    assert found == {(1,): ["a", "a"], (2,): [None, None]}
+
+
+def test_text_is_asked_of_an_engine_where_the_router_has_no_route_for_it(client, router, engine):
+    assert client.run(client.generate({"prompt_token_ids": [[1]]}))["responses"] == ["3 4"]
+    assert client.run(client.tokenize(["5 6"])) == [[5, 6]]
+    router.answers["POST /tokenize"] = (200, {"tokens": [8]})  # as vLLM's router, which hands on what it does not know
+    before = engine.routes().count("POST /tokenize")
+    assert client.run(client.tokenize(["5 6"])) == [[8]] and engine.routes().count("POST /tokenize") == before
