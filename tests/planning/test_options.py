@@ -186,8 +186,6 @@ def test_options_without_an_engine_or_with_two_kinds_are_refused():
         make_serving(WeightUpdateConfig())
     with pytest.raises(ConfigError, match="both kinds"):
         make_serving(WeightUpdateConfig(vllm_config="a.yaml", sglang_config="b.yaml"))
-    with pytest.raises(ConfigError, match="a router per model"):
-        make_serving(WeightUpdateConfig(vllm_config="a.yaml", vllm_router_ip="host", vllm_router_port=1))
 
 
 def test_a_yaml_of_the_other_kind_is_refused_before_anything_starts(tmp_path):
@@ -195,6 +193,80 @@ def test_a_yaml_of_the_other_kind_is_refused_before_anything_starts(tmp_path):
     path.write_text("sglang: [{name: a}]")
     with pytest.raises(ConfigError, match="describes engines of kind 'sglang'"):
         make_serving(WeightUpdateConfig(vllm_config=str(path)))
+
+
+def test_one_router_is_refused_for_two_models_before_anything_starts(tmp_path):
+    path = tmp_path / "engines.yaml"
+    group = "server_groups: [{worker_type: regular, num_gpus: 1}]"
+    path.write_text(f"vllm: [{{name: a, model_path: /nowhere, {group}}}, {{name: b, model_path: /nowhere, {group}}}]")
+    config = WeightUpdateConfig(vllm_config=str(path), vllm_router_ip="host", vllm_router_port=1)
+    with pytest.raises(ConfigError, match="a, b need a router each"):
+        make_serving(config)
+
+
+@pytest.fixture
+def owned(monkeypatch):
+    """What engines would be started, and with which settings."""
+    made = []
+    monkeypatch.setattr(
+        "torchrl_ext.rollout.serving.OwnedEngines", lambda topology, **settings: made.append((topology, settings))
+    )
+    return made
+
+
+def planned(topology):
+    return [(plan.name, plan.gpus) for model in topology.models for plan in model.engines]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_devices_alone_make_engines_of_one_model_that_follows(owned, kind):
+    config = WeightUpdateConfig(rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    make_serving(config, hf_checkpoint="/policy", kind=kind)
+    ((topology, settings),) = owned
+    assert planned(topology) == [("default/regular/0", (0, 1)), ("default/regular/1", (2, 3))]
+    assert topology.kind == kind and settings == {}
+    (model,) = topology.models
+    assert model.update_weights and model.model_path == "/policy"
+
+
+def test_prefill_servers_make_two_pools_of_the_devices(owned):
+    config = WeightUpdateConfig(
+        rollout_num_gpus=6, rollout_num_gpus_per_engine=2, prefill_num_servers=1, sglang_router_ip="host",
+        sglang_router_port=7,
+    )  # fmt: skip
+    make_serving(config, hf_checkpoint="/policy", kind="sglang", router={"api_key": "secret"})
+    ((topology, settings),) = owned
+    assert planned(topology) == [
+        ("default/prefill/0", (0, 1)), ("default/decode/0", (2, 3)), ("default/decode/1", (4, 5)),
+    ]  # fmt: skip
+    assert settings == {"router": {"api_key": "secret", "router": "host:7"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rollout_num_gpus": 0}, "rollout_num_gpus=0"),
+        ({"rollout_num_gpus_per_engine": 0}, "per_engine=0"),
+        ({"prefill_num_servers": 1}, "leave none of None"),
+        ({"prefill_num_servers": 2, "rollout_num_gpus": 2}, "leave none of 2"),
+        ({"prefill_num_servers": 1, "rollout_num_gpus": 2, "vllm_config": "a.yaml"}, "a YAML or addresses"),
+        ({"prefill_num_servers": 1, "rollout_num_gpus": 2, "rollout_external_engine_addrs": ("h:1",)}, "a YAML or"),
+    ],
+)
+def test_devices_that_cannot_work_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        WeightUpdateConfig(**options)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_groups_of_either_yaml_have_to_add_up_to_the_devices(tmp_path, owned, kind):
+    path = tmp_path / "engines.yaml"
+    path.write_text(f"{kind}: [{{name: a, server_groups: [{{worker_type: regular, num_gpus: 4}}]}}]")
+    options = {f"{kind}_config": str(path), "rollout_num_gpus_per_engine": 2}
+    make_serving(WeightUpdateConfig(**options, rollout_num_gpus=4), hf_checkpoint="/policy")
+    assert planned(owned[0][0]) == [("a/regular/0", (0, 1)), ("a/regular/1", (2, 3))] and owned[0][0].kind == kind
+    with pytest.raises(ConfigError, match="4 GPUs in all"):
+        make_serving(WeightUpdateConfig(**options, rollout_num_gpus=6), hf_checkpoint="/policy")
 
 
 def test_a_yaml_leads_to_engines_that_are_started(tmp_path):

@@ -6,12 +6,16 @@ import itertools
 import sys
 import textwrap
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
 from tests.rpc.test_router import Earlier, Engine, Gateway, serving
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.launch.launchers import EngineLauncher
+from torchrl_ext.launch.topology import Topology
 from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.rollout.serving import OwnedEngines
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
@@ -235,6 +239,29 @@ def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, pro
         (started,) = (program.parent / "starts").read_text().splitlines()
     assert started.startswith(f"-m {module} ") and set(own.split()) <= set(started.split())
     assert ("--disable-retries" in started.split()) is ("sglang" in module)
+
+
+def test_a_jobs_own_engines_are_registered_with_a_router_that_is_given(urls):
+    class Launcher(EngineLauncher):
+        def launch(self, plan, encoders=(), *, cancel=None):
+            return SimpleNamespace(url=urls[plan.gpus[0]], alive=lambda: True, log=str, stop=lambda: None)
+
+    group = {"worker_type": "regular", "num_gpus": 3}
+    topology = Topology.parse({"sglang": [{"name": "a", "model_path": "/m", "server_groups": [group]}]})
+    with (
+        serving(Many()) as router,
+        OwnedEngines(topology, launcher=Launcher(), router={"router": router.url}) as job,
+    ):
+        assert job.model("a").url == router.url and listed(router.url) == set(urls)
+        assert job.model("a").withdraw(urls[0]).removed == (urls[0],)
+        assert job.model("a").restore(urls[0]).added == (urls[0],)
+
+
+def test_a_router_of_a_model_without_engines_yet_is_the_one_for_their_kind(program):
+    topology = Topology.parse({"sglang": [{"name": "a", "model_path": "/m"}]})
+    with OwnedEngines(topology, router={"python": program}):
+        (started,) = (program.parent / "starts").read_text().splitlines()
+    assert started.startswith("-m sglang_router.launch_router ")
 
 
 def test_a_router_of_no_known_make_is_refused_before_it_is_made(urls, program):

@@ -127,8 +127,8 @@ class RouterProcess(Server):
     """Starts a router and waits until it is healthy; takes the fields of `RouterSpec` as arguments.
 
     Requests of one session stay on one engine: vLLM's router knows them by ``X-Session-ID``, SGLang's by
-    ``X-SMG-Routing-Key``, and our clients send both. SGLang engines get SGLang's router, all others vLLM's. Either comes
-    from this environment where it is installed, else from one made on first use.
+    ``X-SMG-Routing-Key``, and our clients send both. SGLang engines get SGLang's router, all others vLLM's. Either
+    comes from this environment where it is installed, else from one made on first use.
 
     With ``make="vllm"`` SGLang engines lose the seeds and least lengths of requests, since vLLM's router drops these
     fields, and their pools do not work.

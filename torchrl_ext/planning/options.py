@@ -99,6 +99,13 @@ class WeightUpdateConfig:
     rollout_external_engine_addrs: tuple[str, ...] = _option(
         (), "host:port of engines that somebody else started", nargs="+"
     )
+    rollout_num_gpus: int | None = _option(
+        None, "devices of all engines that the job owns; the groups of a YAML have to add up to it", type=int
+    )
+    rollout_num_gpus_per_engine: int = _option(1, "devices of each, where no YAML says otherwise", type=int)
+    prefill_num_servers: int | None = _option(
+        None, "how many engines make a prefill pool, without a YAML; the other devices decode", type=int
+    )
     vllm_config: str | None = _option(None, "YAML of vLLM engines that the job owns")
     sglang_config: str | None = _option(None, "YAML of SGLang engines that the job owns")
     vllm_router_ip: str | None = _option(None, "address of a router that runs already")
@@ -122,6 +129,7 @@ class WeightUpdateConfig:
         route, shards = self.update_weight_transport, self.update_weight_transport == "sharded"
         place, owned = self.update_weight_disk_dir, self.vllm_config is not None or self.sglang_config is not None
         router = (self.vllm_router_ip is None, self.vllm_router_port is None)
+        gpus, each, prefill = self.rollout_num_gpus, self.rollout_num_gpus_per_engine, self.prefill_num_servers
         for refused, what, hint in (
             (
                 delta and self.colocate,
@@ -184,6 +192,21 @@ class WeightUpdateConfig:
                 self.release_train and (delta or not disk),
                 "release_train is set: the next trainer process knows nothing that a delta could be taken against",
                 "set update_weight_mode='full' and update_weight_transport='disk', or leave it out",
+            ),
+            (
+                min(count for count in (gpus, each, prefill, 1) if count is not None) < 1,
+                f"rollout_num_gpus={gpus}, rollout_num_gpus_per_engine={each}, prefill_num_servers={prefill}",
+                "give numbers of at least 1, or leave them out",
+            ),
+            (
+                prefill is not None and (owned or self.rollout_external_engine_addrs),
+                "prefill_num_servers is set, and a YAML or addresses say which engines prefill",
+                "leave it out",
+            ),
+            (
+                prefill is not None and (gpus is None or gpus <= prefill * each),
+                f"{prefill} prefill engines of {each} GPUs leave none of {gpus} to decode with",
+                "set rollout_num_gpus to more than they take",
             ),
             (router[0] != router[1], "a router needs vllm_router_ip and vllm_router_port", "set both or none"),
         ):

@@ -115,7 +115,8 @@ class OwnedEngines(Serving):
         topology: what to start, or the path of its YAML (then with ``hf_checkpoint``).
         hf_checkpoint: see `Topology.parse`.
         launcher: how engines are started; None for processes on this machine.
-        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` where engines ask for another than the launcher's.
+        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` where engines ask for another than
+            the launcher's; or ``{"router": address}`` of one that runs already, for a topology of one model.
         keeper: settings of the `Keeper`, such as ``interval_s``.
 
     Raises:
@@ -137,8 +138,16 @@ class OwnedEngines(Serving):
         self.models = MappingProxyType(self._models)
         plans = [plan for model in topology.models for plan in model.engines]
         launcher = launcher or LocalLauncher()
+        settings = {"api_key": launcher.api_key, **(router or {})}
+        if "router" not in settings:
+            settings.setdefault("kind", topology.kind)
+        elif len(topology.models) > 1:
+            raise ConfigError(
+                f"{', '.join(model.name for model in topology.models)} need a router each, and one is given",
+                state="nothing was started",
+                hint="leave it out",
+            )
         self._keeper = Keeper(plans, launcher, on_lost=self._lost, on_restarted=self._restarted, **(keeper or {}))
-        settings = {"api_key": launcher.api_key, "kind": topology.kind, **(router or {})}
         try:
             for model in topology.models:
                 self._models[model.name] = self._routed(model, settings)
