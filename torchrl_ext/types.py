@@ -176,7 +176,8 @@ class EngineInfo:
         model: path or name of the model.
         weight_version: the label of the weights in service.
         transports: names of the transports that the engine can follow.
-        bootstrap_port: where an SGLang engine that prefills meets those that decode; None for others.
+        bootstrap_port: where an engine that prefills meets those that decode (of vLLM, its NIXL connector's port); None
+            for others.
 
     Example:
         >>> [info] = tx.discover(address)

@@ -213,9 +213,8 @@ def test_a_given_router_that_does_not_answer_is_a_problem_and_not_an_error(urls)
     ],
 )
 def test_pools_get_the_router_of_their_make_and_the_port_where_they_meet(urls, program, kind, module, flag, prefill):
-    port = 9001 if kind == "sglang" else None
     members = [
-        EngineInfo(url=urls[0], kind=kind, worker_type="prefill", bootstrap_port=port),
+        EngineInfo(url=urls[0], kind=kind, worker_type="prefill", bootstrap_port=9001),
         EngineInfo(url=urls[1], kind=kind, worker_type="decode"),
     ]
     with Routing(members, python=program):

@@ -271,6 +271,25 @@ def test_where_prefilling_engines_meet_those_that_decode_is_told():
             assert tx.discover(f"127.0.0.1:{server.port}")[0].bootstrap_port == expected
 
 
+@pytest.mark.parametrize(
+    ("role", "told_port", "expected"),
+    [
+        ("kv_producer", 5600, 5600),
+        ("kv_consumer", 5600, None),
+        ("kv_both", 5600, None),
+        ("kv_producer", "5600; rm", None),
+        ("kv_producer", 70000, None),
+        ("kv_producer", None, None),
+    ],
+)
+def test_where_prefilling_vllm_servers_meet_those_that_decode_is_told_by_their_variables(role, told_port, expected):
+    config = {**CONFIG, "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}}
+    described = {"vllm_config": config, "vllm_env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": told_port}}
+    with running(get_server_info=(200, described)) as server:
+        (info,) = tx.discover(server.url)
+    assert info.bootstrap_port == expected
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     """A key and a self-signed certificate for 127.0.0.1."""

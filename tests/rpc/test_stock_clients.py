@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 
 import pytest
 
@@ -300,6 +301,18 @@ def test_a_stock_vllm_reloads_files_by_its_own_method(config):
         ]
         rpcs = [body for route, body in posts(server) if route == "collective_rpc"]
         assert rpcs == [reload, reload, again]  # twice where an earlier trainer may have failed half-way
+
+
+@pytest.mark.parametrize(("status", "state"), [(404, "serving"), (500, "paused")])
+def test_a_stock_vllm_of_a_release_without_labels_serves_what_it_loaded(status, state):
+    with bare_vllm(NONE) as server:
+        server.answers["POST /update_weight_version"] = (status, {"detail": "no"})
+        engine = VLLMEngine(server.url)
+        engine.connect({"transport": "disk", "params": [], "rank_offset": 1})
+        refused = suppress() if status == 404 else pytest.raises(EngineRefusedError, match="finish version 8")
+        with refused, engine.updating(8):
+            engine.load({"version": 8, "path": "/updates/8", "params": []})
+        assert engine.rows()[0].state == state
 
 
 @pytest.mark.parametrize(

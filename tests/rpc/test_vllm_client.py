@@ -53,6 +53,24 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
         assert (row.state, row.version, row.error) == ("serving", 8, None) and row.pause_s > 0
 
 
+def test_a_release_without_labels_follows_and_its_label_is_not_known():
+    with running(Resting().answers, get_weight_info=GONE) as server:
+        (found,) = tx.discover(server.url)
+        engine = VLLMEngine(server.url)
+        assert found.weight_version == engine.info().weight_version == ""
+        engine.connect(JOIN)
+        with engine.updating(8):
+            engine.load({"version": 8, "params": []})
+        (row,) = engine.rows()
+        assert (row.state, row.version, row.error) == ("serving", 8, None)
+
+
+def test_a_label_that_a_server_refuses_to_say_is_an_error_and_not_an_unknown_one():
+    answer = (500, {"detail": "boom"})
+    with running(get_weight_info=answer) as server, pytest.raises(EngineRefusedError, match="boom"):
+        VLLMEngine(server.url).info()
+
+
 @pytest.mark.parametrize(
     ("route", "holding"),
     [

@@ -245,8 +245,8 @@ class Routing:
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for info in routed:
             url = normalise_url(info.url)
-            meets = info.worker_type == "prefill" and info.bootstrap_port
-            pools[info.worker_type].append((url, meets) if meets else url)
+            port = _meeting(info)
+            pools[info.worker_type].append(url if port is None else (url, port))
         kind = next((info.kind for info in routed), "vllm")
         # SGLang's /health may generate a token, which never comes while it is paused; its /ping needs the API key
         health = "/ping" if kind == "sglang" and self.api_key is None else None
@@ -291,7 +291,7 @@ class Routing:
         return MemberChanges(added=tuple(added), removed=tuple(removed), problems=tuple(problems))
 
     def _add(self, info: EngineInfo) -> None:
-        self.router.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
+        self.router.add(info.url, info.worker_type, bootstrap_port=_meeting(info))
 
     def _rebuilt(self, listed: set[str], out: Sequence[str], back: Sequence[str]) -> MemberChanges:
         """Start a router with pools again with the changed engines, at the same port: it cannot be told of changes.
@@ -347,6 +347,11 @@ class Routing:
             log.warning("requests on %s are lost with it: %s", url, error)
         finally:
             engine.close()
+
+
+def _meeting(info: EngineInfo) -> int | None:
+    """Return the port that a router has to know: requests to pools of vLLM bring the connector's address themselves."""
+    return info.bootstrap_port if info.kind != "vllm" and info.worker_type == "prefill" else None
 
 
 def _check(engines: Sequence[EngineInfo]) -> None:

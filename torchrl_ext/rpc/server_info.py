@@ -16,6 +16,7 @@ __all__ = [
 
 _AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+_SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _MOST = 1 << 20  # most workers of one engine that are believed
 
 
@@ -52,6 +53,7 @@ def parse_server_info(
     tp, pp, dp = (_count(url, axis, parallel.get(axis)) for axis in axes)
     workers = _count(url, "world_size", world_size, tp * pp * dp)
     role = str(_mapping(config, "kv_transfer_config").get("kv_role"))
+    worker_type = str(told.get("worker_type") or _ROLES.get(role, "regular"))
     if embedded:
         transports = told.get("transports") or ()
     else:
@@ -60,7 +62,7 @@ def parse_server_info(
         url=url,
         kind=str(told["engine"]) if embedded else "vllm",
         version=str(told.get("version") or _mapping(told, "system_env").get("vllm_version") or ""),
-        worker_type=str(told.get("worker_type") or _ROLES.get(role, "regular")),
+        worker_type=worker_type,
         num_gpus=workers,
         tp_size=tp,
         pp_size=pp,
@@ -69,6 +71,7 @@ def parse_server_info(
         model=str(told.get("model") or model.get("model") or ""),
         weight_version=str(weight_version or told.get("weight_version") or ""),
         transports=tuple(transports),
+        bootstrap_port=_port(_mapping(told, "vllm_env").get(_SIDE_CHANNEL)) if worker_type == "prefill" else None,
     )
 
 
@@ -101,6 +104,10 @@ def keeps_copies(told: Any) -> bool:
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
+
+
+def _port(value: Any) -> int | None:
+    return value if type(value) is int and 1 <= value <= 65535 else None
 
 
 def _count(url: str, name: str, value: Any, default: int = 1) -> int:
@@ -168,7 +175,7 @@ def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tu
     names = {f"{short}_size": f"{axis}_parallel_size" for short, axis in _AXES.items()}
     tp, pp, dp = (_count(url, name, told.get(name) or told.get(other)) for name, other in names.items())
     replicas = 1 if told.get("enable_dp_attention") else dp  # else each has workers of its own
-    mode, port = str(told.get("disaggregation_mode")), told.get("disaggregation_bootstrap_port")
+    mode = str(told.get("disaggregation_mode"))
     return EngineInfo(
         url=url,
         kind="sglang",
@@ -182,5 +189,5 @@ def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tu
         model=str(model.get("model_path") or told["model_path"]),
         weight_version=str(model.get("weight_version") or told.get("weight_version") or ""),
         transports=transports,
-        bootstrap_port=port if mode == "prefill" and type(port) is int and 1 <= port <= 65535 else None,
+        bootstrap_port=_port(told.get("disaggregation_bootstrap_port")) if mode == "prefill" else None,
     )

@@ -117,9 +117,19 @@ class VLLMRoutes(HTTPEngine):
 
     def info(self) -> EngineInfo:
         told = self._told()
-        label = str(self._ask("/weight_info", "weight_version"))
         size = self.world_size
-        return parse_server_info(self.url, told, world_size=size, weight_version=label, followed=self.followed)
+        return parse_server_info(
+            self.url, told, world_size=size, weight_version=self._label_of(), followed=self.followed
+        )
+
+    def _label_of(self) -> str:
+        """Return the label of the weights in service; "" where a release has no labels, so that it is not known."""
+        try:
+            return str(self._ask("/weight_info", "weight_version"))
+        except EngineRefusedError as error:
+            if error.status not in (404, 405):
+                raise
+            return ""
 
     def _told(self) -> Any:
         with self._needs_dev_mode():
