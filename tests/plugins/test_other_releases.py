@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.processes import finished, python
+from torchrl_ext.plugins.vllm import names
 
 REGISTER = """
 import importlib, json, logging, pathlib, sys
@@ -82,6 +83,96 @@ def test_linears_that_cannot_be_kept_plain_stop_no_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHRL_EXT_PLAIN_LINEARS", "1")
     said = registered(tmp_path, "vllm", WHOLE | {"vllm/_custom_ops.py": "x = 1"})
     assert said.count("WARNING") == 1 and "TORCHRL_EXT_PLAIN_LINEARS" in said
+
+
+BASE = """
+from typing import Generic, TypeVar
+I, U = TypeVar("I"), TypeVar("U")
+class WeightTransferInitInfo: ...
+class WeightTransferUpdateInfo: ...
+class WeightTransferEngine(Generic[I, U]):
+    def __init__(self, config, vllm_config, device, model):
+        self.vllm_config, self.parallel_config, self.model = vllm_config, vllm_config.parallel_config, model
+"""
+GROUPS = "".join(
+    f"def {name}():\n from types import SimpleNamespace\n return SimpleNamespace(world_size=1, cpu_group=None)\n"
+    for name in ("get_tp_group", "get_pp_group", "get_pcp_group")
+)
+CONFIG = "from contextlib import nullcontext as set_current_vllm_config"
+WORKER = REGISTER.replace(
+    "plugin.register()\nplugin.register()",
+    """
+import torch
+from types import SimpleNamespace as Some
+from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+from torchrl_ext.messages import Join
+text = Some(get_text_config=lambda: Some(tie_word_embeddings=False))
+config = Some(
+    model_config=Some(model="/m", dtype=torch.float32, hf_config=text, revision=None),
+    parallel_config=Some(
+        rank=0, world_size=1, data_parallel_index=0, world_size_across_dp=1, enable_eplb=False,
+        pipeline_parallel_size=1, enable_expert_parallel=False,
+    ),
+    load_config=Some(load_format="auto"), quant_config=None,
+)
+engine = TorchRLExtEngine(Some(backend="torchrl_ext"), config, torch.device("cpu"), torch.nn.Linear(2, 2))
+join = Join.of({"transport": "disk", "params": [], "rank_offset": 0}).to_json()
+for step in (
+    lambda: engine.init_transfer_engine(engine.parse_init_info(join)),
+    engine.start_weight_update, engine.finish_weight_update, engine.invalidate, engine.shutdown,
+):
+    try:
+        step()
+    except Exception as error:
+        print(type(error).__name__, error)
+""",
+)
+
+
+def stand_in(*absent):
+    """A vLLM that has the names of the table, but for some; what the plugin calls at a worker's start works."""
+    texts = {}
+    for places, _ in names._NEEDED.values():
+        module, _, name = places.split("|")[0].partition(":")
+        texts.setdefault(module, [])
+        texts[module] += [] if name in absent else [f"class {name}: ..."]
+    files = {f"{module.replace('.', '/')}/__init__.py": "\n".join(lines) for module, lines in texts.items()}
+    weights, groups = "vllm/distributed/weight_transfer/base", "vllm/distributed/parallel_state"
+    files[f"{weights}/__init__.py"] = BASE + files[f"{weights}/__init__.py"]
+    files[f"{groups}/__init__.py"] = GROUPS
+    return {**files, "vllm/config/__init__.py": CONFIG}
+
+
+def started(tmp_path, *absent):
+    done = finished(WORKER, tmp_path / "site", "vllm", json.dumps(stand_in(*absent)))
+    assert done.returncode == 0 and done.stdout.split()[-1] == "registered", done.stderr
+    return done
+
+
+@pytest.mark.parametrize("absent", [["_place_kernel_tensors"], ["finalize_layerwise_reload", "LinearBase"]])
+def test_a_vllm_that_lands_no_weights_serves_and_refuses_every_trainer_before_anything(tmp_path, absent):
+    done = started(tmp_path, *absent)
+    joined = done.stdout.splitlines()[0]
+    assert joined.startswith("EngineError ConfigError: this vLLM lacks ") and "it lands no weights" in joined
+    assert all(name in joined for name in absent) and "the engine serves what it served" in done.stdout
+    assert done.stderr.count("WARNING") == 1 and all(name in done.stderr for name in absent)
+
+
+def test_a_vllm_whose_adapters_are_others_still_lands_weights_and_says_what_it_does_not_take(tmp_path):
+    done = started(tmp_path, "PEFTHelper")
+    assert "lands no weights" not in done.stdout + done.stderr
+    assert done.stderr.count("WARNING") == 1 and "it takes no LoRA adapters" in done.stderr
+
+
+def test_a_name_that_moved_is_found_where_an_earlier_release_has_it(tmp_path):
+    code = "import sys; sys.path.insert(0, sys.argv[1])\nfrom torchrl_ext.plugins.vllm import names\n"
+    for name in ("vllm/attention/layer.py", "vllm/model_executor/layers/attention.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text("class MLAAttention: ..." if "layer.py" in name else "x = 1")
+    for folder in ("vllm", "vllm/attention", "vllm/model_executor", "vllm/model_executor/layers"):
+        (tmp_path / folder / "__init__.py").touch()
+    assert python(code + "print(names.MLAAttention.__module__)", tmp_path).strip() == "vllm.attention.layer"
 
 
 REGISTRY = """

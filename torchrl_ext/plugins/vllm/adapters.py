@@ -27,9 +27,6 @@ from typing import Any, final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.request import LoRARequest
 
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.messages import (
@@ -41,6 +38,7 @@ from torchrl_ext.messages import (
     UnloadAdapter,
     read,
 )  # fmt: skip
+from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.types import Info, adapter_label, adapter_version
 
@@ -54,7 +52,7 @@ class AdapterRoutes:
     def __init__(self) -> None:
         self._engine: Any = None
         self._state: Any = None
-        self._staged: dict[str, LoRARequest] = {}
+        self._staged: dict[str, Any] = {}
         self._times: Counter[str] = Counter()  # how often a path was staged
 
     def attach(self, router: APIRouter) -> None:
@@ -90,7 +88,7 @@ class AdapterRoutes:
     async def _handle(self, message: Message) -> Info:
         match message:
             case CheckAdapter():  # all workers are asked
-                request = WeightTransferInitRequest(init_info=message.to_json())
+                request = vllm.WeightTransferInitRequest(init_info=message.to_json())
                 await self._engine.init_weight_transfer_engine(request)
             case StageAdapter():
                 await self._stage(message.name, message.version, message.path)
@@ -111,12 +109,12 @@ class AdapterRoutes:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
         admit(path)
         # refused here, since one worker of several that raises leaves later calls a reply behind
-        PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
+        vllm.PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
         number = self._models.lora_id_counter.inc(1)
         # a trainer may begin anew in an emptied root: another spelling keeps vLLM off what it cached of older files
         again = "/." * self._times[path]
         self._times[path] += 1
-        request = LoRARequest(lora_name=adapter_label(name, version), lora_int_id=number, lora_path=path + again)
+        request = vllm.LoRARequest(lora_name=adapter_label(name, version), lora_int_id=number, lora_path=path + again)
         if not await self._engine.add_lora(request):
             raise ConfigError(f"the workers did not take {path}")
         self._staged[name] = request
@@ -140,7 +138,7 @@ class AdapterRoutes:
         return self._state.openai_serving_models
 
     @property
-    def _served(self) -> dict[str, LoRARequest]:
+    def _served(self) -> dict[str, Any]:
         return self._models.lora_requests
 
     def _in_use(self, name: str) -> list[int]:

@@ -19,13 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from torchrl_ext.errors import EngineError, ManifestError
 from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, CheckAdapter, Finish, Join, Start, read
+from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree
 from torchrl_ext.sync.roots import check_adapter
@@ -57,11 +55,12 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        super().__init__(config, vllm_config, device, model)
-        parallel = self.parallel_config
+    def __init__(self, config: Any, *where: Any) -> None:
+        super().__init__(config, *where)  # vLLM's configuration, the device and the model
+        vllm.say()
+        vllm_config, parallel = self.vllm_config, self.parallel_config
         self._is_last = parallel.rank == parallel.world_size - 1
-        self._loader = VLLMLoader(model, vllm_config)
+        self._loader = VLLMLoader(self.model, vllm_config)
         self._end = WorkerEnd(
             self._loader,
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
@@ -80,7 +79,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
-        with set_current_vllm_config(self.vllm_config):
+        with vllm.set_current_vllm_config(self.vllm_config):
             self._told(lambda: self._prepare(init_info.info))
 
     def start_weight_update(self) -> None:
@@ -135,6 +134,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._end.handle(message)
 
     def _refuse_second(self) -> None:
+        vllm.check()
         if self._open:
             raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
 
@@ -159,7 +159,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 def told_all(words: str) -> list[str]:
     """Return the messages of all workers of this engine; ranks lie as `initialize_model_parallel` lays them out."""
-    groups = (get_tp_group(), get_pcp_group(), get_pp_group())
+    groups = (vllm.get_tp_group(), vllm.get_pcp_group(), vllm.get_pp_group())
     return agree(words, *(group.cpu_group for group in groups if group.world_size > 1))
 
 
@@ -181,7 +181,7 @@ def _check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
     wrapped = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
     for meta in message.params if vllm_config.parallel_config.pipeline_parallel_size == 1 else ():
         try:
-            layer = parse_fine_tuned_lora_name(meta.name, mapper)[0]
+            layer = vllm.parse_fine_tuned_lora_name(meta.name, mapper)[0]
         except ValueError as error:
             raise ManifestError(f"vLLM cannot load {meta.name}: {error}", expected="plain LoRA tensors") from None
         if layer not in wrapped and ".experts" not in layer:

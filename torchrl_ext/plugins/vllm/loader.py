@@ -14,28 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _get_original_loader,
-    _place_kernel_tensors,
-    get_layerwise_info,
-    initialize_online_processing,
-)
-from vllm.model_executor.model_loader.reload.meta import (
-    SKIP_LOAD_TENSORS,
-    SKIP_TENSORS,
-    restore_layer_on_meta,
-    to_meta_tensor,
-)
-from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
 
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.plugins.loader import PluginLoader
 from torchrl_ext.plugins.refusals import rebalanced
+from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, made_up, readings
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import revised
@@ -56,7 +40,7 @@ class VLLMLoader(PluginLoader):
         super().__init__(
             model,
             revised(config.model, getattr(config, "revision", None)),
-            get_tp_group().cpu_group,
+            vllm.get_tp_group().cpu_group,
             alone=parallel.world_size == 1,
             dtype=config.dtype,
             tied=bool(getattr(config.hf_config.get_text_config(), "tie_word_embeddings", False)),
@@ -70,19 +54,20 @@ class VLLMLoader(PluginLoader):
 
     def reloaded(self) -> None:
         """Do what vLLM leaves out when it loads the model by itself (`reload_weights`)."""
-        self._repair(list(self._model.modules()))
+        if vllm.lands():
+            self._repair(list(self._model.modules()))
 
     def roll_back(self) -> None:
         """Put live tensors back into layers that an abandoned update left in checkpoint form.
 
         Their values are the old ones, or the new ones where a layer was complete; either way the next update covers
-        all of them.
+        all of them. A vLLM that lands no weights has nothing to roll back.
         """
-        for layer in self._model.modules():
-            info = get_layerwise_info(layer)
+        for layer in self._model.modules() if vllm.lands() else ():
+            info = vllm.get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
-                    _place_kernel_tensors(layer, info)
+                    vllm._place_kernel_tensors(layer, info)
                 info.reset()
         self._loading = False
 
@@ -130,17 +115,17 @@ class VLLMLoader(PluginLoader):
         self.roll_back()
         self._repaired = {}
         if names is None:
-            initialize_layerwise_reload(self._model)
+            vllm.initialize_layerwise_reload(self._model)
             return list(self._model.modules())
         layers, begun = self._layers(names), []
         for name, layer in self._model.named_modules():
-            absorbs = isinstance(layer, MLAAttention) and f"{name.rpartition('.')[0]}.kv_b_proj" in layers
+            absorbs = isinstance(layer, vllm.MLAAttention) and f"{name.rpartition('.')[0]}.kv_b_proj" in layers
             if name in layers or absorbs:
-                info = get_layerwise_info(layer)
-                info.kernel_tensors = get_layer_params_buffers(layer)
+                info = vllm.get_layerwise_info(layer)
+                info.kernel_tensors = vllm.get_layer_params_buffers(layer)
                 info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-                restore_layer_on_meta(layer, info)
-                initialize_online_processing(layer)
+                vllm.restore_layer_on_meta(layer, info)
+                vllm.initialize_online_processing(layer)
                 begun.append(layer)
         return begun
 
@@ -148,7 +133,7 @@ class VLLMLoader(PluginLoader):
         return param.rpartition(".")[2] in SKIP_TENSORS
 
     def _close(self, layers: Collection[nn.Module]) -> None:
-        finalize_layerwise_reload(self._model, self._config.model_config)
+        vllm.finalize_layerwise_reload(self._model, self._config.model_config)
         self._repair(layers)
 
     def _loaded_with(self, touched: set[str]) -> Collection[str]:
@@ -183,13 +168,13 @@ class VLLMLoader(PluginLoader):
         ]
         try:
             for layer, parameters, buffers, _ in live:
-                recorded, recorded_buffers = get_layerwise_info(layer).restore_metadata
+                recorded, recorded_buffers = vllm.get_layerwise_info(layer).restore_metadata
                 _put(layer, _stand_ins(layer, recorded, parameters), _stand_ins(layer, recorded_buffers, buffers))
             targets: dict[str, Tensor] = dict(self._model.named_parameters())
             needed = {
-                name: get_tensor_load_numel(tensor)
+                name: vllm.get_tensor_load_numel(tensor)
                 for name, tensor in targets.items()
-                if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS
+                if name.rpartition(".")[2] not in vllm.SKIP_LOAD_TENSORS
             }
             targets.update(self._model.named_buffers())
             yield targets, needed
@@ -211,11 +196,12 @@ def _stand_ins(layer: nn.Module, recorded: dict[str, Tensor], live: dict[str, An
 
     Biases are never recorded, and keep their live form; what only processing made has no place in a checkpoint.
     """
-    found: dict[str, Any] = {name: tensor for name, tensor in live.items() if tensor is None or name in SKIP_TENSORS}
+    kept = vllm.SKIP_TENSORS
+    found: dict[str, Any] = {name: tensor for name, tensor in live.items() if tensor is None or name in kept}
     for name, tensor in {**{"bias": live.get("bias")}, **recorded}.items():
         if tensor is not None:
-            found[name] = restore_layer_refs(to_meta_tensor(tensor), layer)
-            loader = _get_original_loader(found[name])  # an earlier reload may have left its wrapper
+            found[name] = vllm.restore_layer_refs(vllm.to_meta_tensor(tensor), layer)
+            loader = vllm._get_original_loader(found[name])  # an earlier reload may have left its wrapper
             if loader is not getattr(found[name], "weight_loader", loader):
                 found[name].weight_loader = loader
     return found

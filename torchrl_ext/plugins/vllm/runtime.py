@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 from torchrl_ext.landing.placement import Placement
 from torchrl_ext.landing.runtime import Reading, reachable
+from torchrl_ext.plugins.vllm import names as vllm
 
 __all__ = ["REPAIRS", "also_packed", "made_up", "readings"]
 
@@ -37,7 +34,8 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
     """
     yield from reachable(model)
     for path, layer in model.named_modules():
-        if isinstance(layer, (LinearBase, ParallelLMHead)) and (_multiplies_packed(layer) or _is_quantised(layer)):
+        multiplies = isinstance(layer, (vllm.LinearBase, vllm.ParallelLMHead))
+        if multiplies and (_multiplies_packed(layer) or _is_quantised(layer)):
             answer = _answer(layer, dtype)
             if answer is not None:
                 yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
@@ -60,13 +58,13 @@ def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple
             form = forms[landing.param]
             filled = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype).zero_()
             vars(filled).update({key: value for key, value in vars(form).items() if key == "dummy_weight_value"})
-            initialize_single_dummy_weight(filled)
+            vllm.initialize_single_dummy_weight(filled)
             block = filled.as_strided(landing.shape, landing.strides, landing.offset)
             tensor.view(-1).as_strided(landing.shape, landing.source_strides, landing.source_offset).copy_(block)
         yield meta.name, tensor
 
 
-def _answer(layer: LinearBase | ParallelLMHead, dtype: torch.dtype) -> Tensor | None:
+def _answer(layer: Any, dtype: torch.dtype) -> Tensor | None:
     """Return a layer's output for a fixed input; None where its kernel does not take that."""
     fixed = torch.randn(_ROWS, _inputs(layer), generator=torch.Generator().manual_seed(0)).to(dtype)
     device = next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
@@ -94,7 +92,7 @@ def _is_quantised(layer: nn.Module) -> bool:
 
 
 def _inputs(layer: nn.Module) -> int:
-    loaded = get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
+    loaded = vllm.get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
     per_rank: Any = getattr(layer, "input_size_per_partition", None)
     return int(per_rank if per_rank is not None or loaded is None else loaded.shape[-1])
 
@@ -120,10 +118,10 @@ def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Modul
 
     A layerwise reload processes the layer that was loaded, and the other one's packed copy (CPU) would stay as it was.
     """
-    inputs: list[Any] = [layer.weight for layer in model.modules() if type(layer) is VocabParallelEmbedding]
+    inputs: list[Any] = [layer.weight for layer in model.modules() if type(layer) is vllm.VocabParallelEmbedding]
     looked_up = {weight.data_ptr() for weight in inputs if weight.numel()}
     packed = []
-    for head in (layer for layer in model.modules() if isinstance(layer, ParallelLMHead)):
+    for head in (layer for layer in model.modules() if isinstance(layer, vllm.ParallelLMHead)):
         if head.weight.numel() and head.weight.data_ptr() in looked_up:
             head.quant_method.process_weights_after_loading(head)
             packed.append(head)
@@ -159,6 +157,6 @@ def also_packed(model: nn.Module) -> Iterator[Tensor]:
     vLLM on a CPU keeps the weight of an output embedding beside the copy.
     """
     for layer in model.modules():
-        looked_up = type(layer) is VocabParallelEmbedding  # it never multiplies
+        looked_up = type(layer) is vllm.VocabParallelEmbedding  # it never multiplies
         if not looked_up and _multiplies_packed(layer):
             yield from (parameter for parameter in layer.parameters(recurse=False) if parameter.numel())
