@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 import httpx
 import pytest
 
+import torchrl_ext as tx
+from tests.models import PROMPT, tiny_tokenizer
 from tests.rpc.servers import running
+from tests.rpc.test_router import Engine, serving
 from torchrl_ext.rollout.dialects import SGLangDialect
 from torchrl_ext.rollout.generation import GenerationRequest
 from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.rollout.routing import Routing
 
 # sglang-router 0.3.2, as far as requests of ours use them; vllm-router 0.1.17 has neither of the last two
 SAMPLING = {
@@ -91,3 +96,82 @@ def test_text_is_asked_of_an_engine_where_the_router_has_no_route_for_it(client,
     router.answers["POST /tokenize"] = (200, {"tokens": [8]})  # as vLLM's router, which hands on what it does not know
     before = engine.routes().count("POST /tokenize")
     assert client.run(client.tokenize(["5 6"])) == [[8]] and engine.routes().count("POST /tokenize") == before
+
+
+# the real router, over scripted engines
+
+
+@pytest.mark.engine
+def test_pools_of_sglang_are_both_asked_and_told_where_they_meet():
+    """The router is real, the engines are not: pools of SGLang's hand on what they computed by GPUs alone."""
+
+    class Pooled(Engine):
+        def answer(self, method, path, query, body):
+            return (200, {"output_ids": [1]}) if path == "/generate" else (200, {})
+
+    with serving(Pooled()) as prefill, serving(Pooled()) as decode:
+        infos = [
+            tx.EngineInfo(url=prefill.url, kind="sglang", worker_type="prefill", bootstrap_port=9001),
+            tx.EngineInfo(url=decode.url, kind="sglang", worker_type="decode"),
+        ]
+        with Routing(infos) as routing:
+            listed_types = {worker.url: worker.worker_type for worker in routing.router.workers()}
+            assert listed_types == {prefill.url: "prefill", decode.url: "decode"}
+            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+            assert httpx.post(f"{routing.url}/generate", json=body).json()["output_ids"] == [1]
+        asked = [body for engine in (prefill, decode) for _, path, body in engine.calls if path == "/generate"]
+    assert len(asked) == 2 and asked[0]["bootstrap_room"] == asked[1]["bootstrap_room"]
+    assert [(body["bootstrap_host"], body["bootstrap_port"]) for body in asked] == [("127.0.0.1", 9001)] * 2
+
+
+@pytest.mark.engine
+def test_a_session_stays_on_one_sglang_engine_and_sessions_use_both():
+    """The router is real, the engines are not: each answers with tokens of its own."""
+
+    class Named(Engine):
+        def __init__(self, token):
+            super().__init__()
+            self.token = token
+
+        def answer(self, method, path, query, body):
+            told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+            return (200, {"output_ids": [self.token], "meta_info": told}) if path == "/generate" else (200, {})
+
+    with serving(Named(1)) as first, serving(Named(2)) as second:
+        infos = [tx.EngineInfo(url=engine.url, kind="sglang") for engine in (first, second)]
+        with Routing(infos) as routing:
+            assert {worker.url for worker in routing.router.workers()} == {first.url, second.url}
+            client = routing.client(timeout_s=60, tokenizer=tiny_tokenizer())
+            sessions = [f"s{i}" for i in range(20)] * 3
+            batch = {"prompt_token_ids": [PROMPT] * len(sessions), "session_ids": sessions}
+            found = client.run(client.generate({**batch, "sampling_params": {"max_tokens": 1}}))
+            client.close()
+    places = defaultdict(set)
+    for session, (token,) in zip(sessions, found["response_ids"], strict=True):
+        places[session].add(token)
+    assert all(len(engines) == 1 for engines in places.values())
+    assert set.union(*places.values()) == {1, 2}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+def test_what_a_request_says_arrives_by_sglangs_router_and_in_part_by_vllms(make):
+    """When vLLM's hands on all of it, SGLang engines can have either."""
+
+    class Listening(Engine):
+        def answer(self, method, path, query, body):
+            told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+            return (200, {"output_ids": [1], "meta_info": told}) if path == "/generate" else (200, {})
+
+    sampling = {"max_tokens": 1, "temperature": 0.5, "seed": 7, "min_tokens": 1, "top_p": 0.9, "stop_token_ids": [9]}
+    with serving(Listening()) as engine:
+        with Routing([tx.EngineInfo(url=engine.url, kind="sglang")], make=make) as routing:
+            client = routing.client(timeout_s=60, tokenizer=tiny_tokenizer())
+            client.run(client.generate({"prompt_token_ids": [PROMPT], "sampling_params": sampling}))
+            client.close()
+        (told,) = [body["sampling_params"] for _, path, body in engine.calls if path == "/generate"]
+    wanted = {"max_new_tokens": 1, "temperature": 0.5, "top_p": 0.9, "stop_token_ids": [9]}
+    wanted |= {"sampling_seed": 7, "min_new_tokens": 1} if make == "sglang" else {}
+    found = {name: value for name, value in told.items() if value is not None}
+    assert found == {**found, **{name: pytest.approx(value) for name, value in wanted.items()}}
+    assert ("sampling_seed" in found) is ("min_new_tokens" in found) is (make == "sglang")

@@ -14,7 +14,6 @@ from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.processes import python
 from tests.rollout.aborts import started, through_aborts
-from tests.rpc.test_router import Engine, serving
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.launch.router import RouterProcess
@@ -347,25 +346,3 @@ def test_a_router_of_ours_with_pools_starts_anew_when_a_member_leaves_or_comes_b
             problems = dict(routing.follow(report((decode, "paused", 0), *rows[:2])).problems)
             assert list(problems) == [decode] and "empty pool" in problems[decode]
             assert listed(routing) == set(types)
-
-
-def test_pools_of_sglang_are_both_asked_and_told_where_they_meet():
-    """The router is real, the engines are not: pools of SGLang's hand on what they computed by GPUs alone."""
-
-    class Pooled(Engine):
-        def answer(self, method, path, query, body):
-            return (200, {"output_ids": [1]}) if path == "/generate" else (200, {})
-
-    with serving(Pooled()) as prefill, serving(Pooled()) as decode:
-        infos = [
-            tx.EngineInfo(url=prefill.url, kind="sglang", worker_type="prefill", bootstrap_port=9001),
-            tx.EngineInfo(url=decode.url, kind="sglang", worker_type="decode"),
-        ]
-        with Routing(infos) as routing:
-            listed_types = {worker.url: worker.worker_type for worker in routing.router.workers()}
-            assert listed_types == {prefill.url: "prefill", decode.url: "decode"}
-            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
-            assert httpx.post(f"{routing.url}/generate", json=body).json()["output_ids"] == [1]
-        asked = [body for engine in (prefill, decode) for _, path, body in engine.calls if path == "/generate"]
-    assert len(asked) == 2 and asked[0]["bootstrap_room"] == asked[1]["bootstrap_room"]
-    assert [(body["bootstrap_host"], body["bootstrap_port"]) for body in asked] == [("127.0.0.1", 9001)] * 2

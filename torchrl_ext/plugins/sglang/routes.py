@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,6 +20,8 @@ from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.messages import CHANNEL, Message, Poll, Pull, answers_in, merged
 
 __all__ = ["HOOKS", "announced"]
+
+log = logging.getLogger("torchrl_ext")
 
 _SERVER: Final = "sglang.srt.entrypoints.http_server"
 _PULL_S: Final = 7200.0
@@ -57,11 +60,14 @@ def load(original: Callable[..., Any], manager: Any, told: Any) -> Any:
 
 
 def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any) -> None:
-    """Wrap the making of the object that routes call: add ours to the application, once."""
+    """Wrap the making of the object that routes call: add ours to the application, once, where a release has one."""
     original(manager, *args, **settings)
     server = sys.modules.get(_SERVER)
     if server is not None:
-        _add(server.app, manager)
+        try:
+            _add(server.app, manager)
+        except Exception as error:  # noqa: BLE001 - it would end the server at its start
+            log.warning("this SGLang gets no routes of ours, so that slime's trainers cannot have it pull: %r", error)
 
 
 def _add(app: Any, manager: Any) -> None:
