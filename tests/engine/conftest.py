@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.served import ServedSGLang, ServedVLLM, serving
+from tests.engine.served import OLDER, ServedOlderSGLang, ServedOlderVLLM, ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_checkpoint
 
 
@@ -32,3 +32,15 @@ sglang = small(ServedSGLang, "session", dtype="float32")
 tensor_parallel_sglang = small(ServedSGLang, "module", dtype="float32", tensor_parallel_size=2)
 bfloat16_sglang = small(ServedSGLang, "module", dtype="bfloat16")
 stock_sglang = small(ServedSGLang, "function", dtype="float32", plugin=False)  # without our plugin
+
+older_vllm = small(ServedOlderVLLM, "module", dtype="float32", release=OLDER["vllm"])
+tensor_parallel_older_vllm = small(
+    ServedOlderVLLM, "module", dtype="float32", tensor_parallel_size=2, release=OLDER["vllm"]
+)
+bfloat16_older_vllm = small(ServedOlderVLLM, "module", dtype="bfloat16", release=OLDER["vllm"])
+
+older_sglang = small(ServedOlderSGLang, "module", dtype="float32", release=OLDER["sglang"])
+tensor_parallel_older_sglang = small(
+    ServedOlderSGLang, "module", dtype="float32", tensor_parallel_size=2, release=OLDER["sglang"]
+)
+bfloat16_older_sglang = small(ServedOlderSGLang, "module", dtype="bfloat16", release=OLDER["sglang"])

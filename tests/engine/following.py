@@ -195,7 +195,7 @@ class FollowsInBfloat16(OfOneKind):
             with pytest.raises(tx.WeightSyncError, match=r"would round it.*dtype=torch\.bfloat16"):
                 sender.update_weights(model)
             assert not bfloat16.paused()
-        engine = tx.make_engine(self.kind, url=bfloat16.url)
+        engine = tx.make_engine(bfloat16.kind, url=bfloat16.url)
         sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path / "cast"), engine, dtype=torch.bfloat16)
         bfloat16.assert_serves(model.bfloat16(), sender.update_weights(model))
 
@@ -274,7 +274,7 @@ class Recovers(OfOneKind):
             with pytest.raises(tx.WeightSyncError, match=words) as error:
                 sender.update_weights(changed(kind))
             assert "check the stack trace" not in str(error.value)  # the worker's words, not what is wrapped around
-            assert served.version() == str(before) and served.says(good)
+            assert served.is_called(str(before)) and served.says(good)
             served.assert_serves(last, sender.update_weights(last))
 
     @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
@@ -297,7 +297,7 @@ class Recovers(OfOneKind):
         good = tiny_model(72)
         with sending("disk", tmp_path / "good", served) as sender:
             sender.update_weights(good)
-        engine = tx.make_engine(self.kind, url=served.url)
+        engine = tx.make_engine(served.kind, url=served.url)
         with pytest.raises(tx.WeightSyncError, match="did not prefetch version"):
             tx.WeightSender(Damaging(tmp_path / "damaged"), engine).update_weights(tiny_model(73))
         assert served.says(good) and not served.paused()
@@ -306,7 +306,7 @@ class Recovers(OfOneKind):
         self, served, tmp_path, monkeypatch
     ):
         good, folder = tiny_model(71), tmp_path / "damaged"
-        engine = tx.make_engine(self.kind, url=served.url)
+        engine = tx.make_engine(served.kind, url=served.url)
         begin = engine.begin
 
         def begin_and_damage(version):  # what the engine has looked at is overwritten before it loads it

@@ -8,7 +8,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.adapters import lora_policy, randomise
-from tests.engine.served import ServedSGLang, ServedVLLM, serving
+from tests.engine.served import OLDER, ServedSGLang, ServedVLLM, serving
 from tests.models import PROMPT, VOCAB, greedy, tiny_model
 from tests.processes import WAIT_S, finished
 from torchrl_ext.errors import EngineRefusedError, UpdateError
@@ -60,12 +60,15 @@ class AdaptedSGLang(ServedSGLang):
         pytest.param((AdaptedSGLang, 1), id="sglang"),
         pytest.param((AdaptedVLLM, 2), id="vllm, two workers", marks=pytest.mark.exhaustive),
         pytest.param((AdaptedSGLang, 2), id="sglang, two workers", marks=pytest.mark.exhaustive),
+        pytest.param((AdaptedVLLM, 1, OLDER["vllm"]), id="older vllm", marks=pytest.mark.exhaustive),
+        pytest.param((AdaptedSGLang, 1, OLDER["sglang"]), id="older sglang", marks=pytest.mark.exhaustive),
     ],
 )
 def engine(request, checkpoint, tmp_path_factory):
-    served, workers = request.param
+    served, workers, *release = request.param
     log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
     settings = {"max_model_len": 256, "dtype": "float32", "lora_rank": 8, "tensor_parallel_size": workers}
+    settings |= {"release": release[0]} if release else {}
     with serving(served, checkpoint, log_path=log, **settings) as found:
         yield found
 
