@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.processes import finished, python
+from torchrl_ext.plugins.sglang import routes
 from torchrl_ext.plugins.vllm import names
 
 REGISTER = """
@@ -215,3 +218,12 @@ def test_ways_to_load_that_other_releases_have_are_seen_by_whatever_name(tmp_pat
     )
     told = python(code, tmp_path / "site", "sglang", json.dumps({**HALF, UPDATER: updater}))
     assert {"load_weights_from_distributed", "update_weights_from_somewhere", "check_weights"} <= set(told.split())
+
+
+def test_a_sglang_that_takes_no_routes_of_ours_starts_all_the_same(monkeypatch, caplog):
+    made = []
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=SimpleNamespace()))
+    routes.init(
+        lambda manager, port: made.append((manager, port)), "manager", 1
+    )  # without SGLang, none has `utils.auth`
+    assert made == [("manager", 1)] and "gets no routes of ours" in caplog.text
