@@ -12,6 +12,7 @@ import torchrl_ext as tx
 from tests.models import PROMPT, tiny_tokenizer
 from tests.rpc.servers import running
 from tests.rpc.test_router import Engine, serving
+from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rollout.dialects import SGLangDialect
 from torchrl_ext.rollout.generation import GenerationRequest
 from torchrl_ext.rollout.remote import RemoteInferenceClient
@@ -69,6 +70,21 @@ def test_everything_that_a_request_says_reaches_the_engine(client, engine):
     )  # fmt: skip
     assert told == SGLangDialect().body(asked)
     assert told["sampling_params"]["sampling_seed"] == 7 and told["sampling_params"]["min_new_tokens"] == 1
+
+
+def test_an_engine_that_has_no_tokenizer_or_is_gone_is_passed_over_for_text(router, engine):
+    with running({}) as gone:
+        pass
+    with running({}) as encoder:
+        made = RemoteInferenceClient(
+            proxy_url=router.url, server_urls=[gone.url, encoder.url, engine.url], kind="sglang", timeout_s=30
+        )
+        assert made.run(made.detokenize([[3, 4], [5]])) == ["3 4", "5"]
+        made.close()
+        alone = RemoteInferenceClient(proxy_url=router.url, server_urls=[encoder.url], kind="sglang", timeout_s=30)
+        with pytest.raises(EngineRefusedError, match="404"):
+            alone.run(alone.detokenize([[3]]))
+        alone.close()
 
 
 def test_no_field_of_the_dialect_is_one_that_the_router_drops():

@@ -68,11 +68,9 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
     control_timeout_s: float = 600.0
     _background: Background = field(init=False, repr=False, compare=False)
     _requests: PerLoop[Requests] = field(init=False, repr=False, compare=False)
-    _servers: PerLoop[Requests] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        members = targets(self.server_urls, [self.kind] * len(self.server_urls))
-        servers = tuple(one.url for one in members)
+        servers = tuple(one.url for one in targets(self.server_urls, [self.kind] * len(self.server_urls)))
         limit = number_from(_CONCURRENCY, 512) if self.concurrency_per_engine is None else self.concurrency_per_engine
         if self.data_parallel_size < 1 or len(servers) % self.data_parallel_size or limit < 0:
             raise ConfigError(
@@ -86,7 +84,6 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
         how: dict[str, Any] = {"limit": limit, "api_key": self.api_key, "persistent": True}
         found: dict[str, Any] = {"server_urls": servers, "proxy_url": proxy.url}
         found["_requests"] = PerLoop(functools.partial(Requests, [proxy], **how))
-        found["_servers"] = PerLoop(functools.partial(Requests, members, limit=0, api_key=self.api_key))
         found["_background"] = Background("inference-loop")
         for name, value in found.items():
             object.__setattr__(self, name, value)
@@ -124,7 +121,6 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
         """Drop this event loop's connections, and what engines said of themselves; a later call begins anew."""
         self._keep(_sizes=None, _backends=None)
         await self._requests.close()
-        await self._servers.close()
 
     aclose = teardown
 

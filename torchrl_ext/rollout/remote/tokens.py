@@ -30,6 +30,7 @@ class TokenRequests(ABC):
     """Asks a router for tokens, with the methods of SkyRL's client; the attributes are those of the client."""
 
     proxy_url: str
+    server_urls: Sequence[str]
     kind: str
     model_name: str | None
     adapter: str | None
@@ -38,7 +39,6 @@ class TokenRequests(ABC):
     tokenizer: Any
     timeout_s: float
     _requests: PerLoop[Requests]
-    _servers: PerLoop[Requests]
 
     async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> Info:
         """Continue prompts, each with a request of its own.
@@ -249,7 +249,14 @@ class TokenRequests(ABC):
         except EngineRefusedError as error:
             if error.status not in _ABSENT:
                 raise
-        return await self._servers.here().post(route, body, None, self._until())
+            why: EngineError = error
+        session, until = self._requests.here().session, self._until()
+        for url in self.server_urls:
+            try:
+                return await session.json("POST", url + route, body, until=until)
+            except EngineError as other:  # it is gone, or has no tokenizer: an encoder
+                why = other
+        raise why
 
     def _until(self) -> float:
         return time.monotonic() + self.timeout_s
