@@ -271,6 +271,14 @@ def test_where_prefilling_engines_meet_those_that_decode_is_told():
             assert tx.discover(f"127.0.0.1:{server.port}")[0].bootstrap_port == expected
 
 
+def test_of_a_vllm_server_its_description_alone_is_enough():
+    config = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}, "load_config": {"load_format": "auto"}}
+    with running({"GET /server_info": (200, {"vllm_config": config})}) as server:
+        (info,) = tx.discover(server.url)
+    assert (info.kind, info.world_size, info.tp_size, info.dp_size, info.model) == ("vllm", 6, 2, 3, "/models/policy")
+    assert (info.weight_version, info.worker_type, info.transports) == ("", "prefill", ("disk", "native"))
+
+
 @pytest.mark.parametrize(
     ("role", "told_port", "expected"),
     [
