@@ -130,7 +130,7 @@ class VLLMLoader(PluginLoader):
         return begun
 
     def _stays(self, param: str) -> bool:
-        return param.rpartition(".")[2] in SKIP_TENSORS
+        return param.rpartition(".")[2] in vllm.SKIP_TENSORS
 
     def _close(self, layers: Collection[nn.Module]) -> None:
         vllm.finalize_layerwise_reload(self._model, self._config.model_config)
