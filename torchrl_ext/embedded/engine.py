@@ -24,7 +24,6 @@ __all__ = ["Engine"]
 
 _NUMBER = re.compile("[0-9]{1,18}")
 _BUSY_S = 30.0  # that a control call waits for the one before it
-
 _SEND_AGAIN = "send the weights again; the next update that arrives whole resumes the engine"
 
 TAGS = frozenset({"weights", "kv_cache"})
@@ -58,8 +57,7 @@ class Engine:
         self._loader = TensorsLoader(model)
         self._receiver = WeightReceiver(self._loader)
         self._control = threading.Lock()
-        self._updating = False
-        self._torn = False
+        self._updating = self._torn = False
         self._dormant = Dormant(model)
         self._arrived: list[ParamMeta] = []
         self.asleep: frozenset[str] = frozenset()
@@ -82,9 +80,7 @@ class Engine:
             self.scheduler.resume()
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """Pause, and give memory back: nothing at level 0, keys and values at 1, the weights as well at 2.
-
-        At level 1 weights would go to the host, which is where a CPU engine has them.
+        """Pause, and give memory back: none at level 0, keys and values at 1 (weights are on a host already), all at 2.
 
         Raises:
             EngineRefusedError: an update is open.

@@ -78,15 +78,13 @@ class ChainWriter:
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._baseline: Baseline | None = None
         self._new_baseline = Copies if baseline is None else baseline
-        self._since_keyframe = 0
-        self._acknowledged = True
+        self._since_keyframe, self._acknowledged = 0, True
 
     def publish(self, source: WeightSource, version: int, *, keyframe: bool = False) -> DeltaManifest | None:
         """Publish ``source`` as version ``version``, and return its delta; None for a keyframe without one.
 
-        It is a keyframe where ``keyframe`` says so, or one is due.
-        Where a part of the source alone may have changed since the version before (`WeightSource.part`), nothing else
-        is looked at, and all else stays as it was.
+        It is a keyframe where ``keyframe`` says so, or one is due. Where a part of the source alone may have changed
+        since the version before (`WeightSource.part`), nothing else is looked at, and all else stays as it was.
 
         After an attempt that fails, which leaves nothing in the store, the next version is a keyframe. So it is after a
         version that not every engine acknowledged, since a delta on that one may be of no use.
@@ -98,8 +96,7 @@ class ChainWriter:
         """
         baseline = self._baseline or self._first_baseline(source)
         base = baseline.version if baseline.fits(source) else None
-        due = 0 < self._keyframe_every <= self._since_keyframe + 1
-        keyframe = keyframe or base is None or due or not self._acknowledged
+        keyframe |= base is None or not self._acknowledged or 0 < self._keyframe_every <= self._since_keyframe + 1
         if not self._acknowledged:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
         self._acknowledged, manifest = False, None
@@ -149,7 +146,7 @@ class ChainWriter:
         """Note that every engine has the version that was published last, and collect old ones.
 
         Args:
-            oldest: what engines may still read. Collection does not look at it: readers under way have leases.
+            oldest: what engines may still read; not looked at, since readers under way have leases.
             keyframes: how many of the newest keyframes stay, with what follows them.
         """
         self._acknowledged = True
@@ -252,9 +249,8 @@ class Copies(Baseline):
         taken, self._taken = self._taken, None
         if taken is not None:
             yield from self._copy(checked(taken, self.metas))
-            return
-        for meta in self.metas:
-            yield meta.name, self.tensors[meta.name]
+        else:
+            yield from ((meta.name, self.tensors[meta.name]) for meta in self.metas)
 
     def fits(self, source: WeightSource) -> bool:
         return source.params() == self.metas
@@ -269,8 +265,8 @@ class Copies(Baseline):
                     expected=str(meta),
                     hint="pass as base= the checkpoint from which this policy was loaded, or nothing",
                 )
-        wanted = {meta.name for meta in params}
         self.metas, self._files = params, checkpoint.files()
+        wanted = {meta.name for meta in params}
         for _ in self._copy((meta, tensor) for meta, tensor in checked(checkpoint) if meta.name in wanted):
             pass
 

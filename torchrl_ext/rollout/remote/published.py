@@ -12,13 +12,12 @@ from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
 from torchrl_ext.messages import Load, Seal
+from torchrl_ext.rpc.engines.base import is_absent
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.transports.roots import PublishedRoot
 from torchrl_ext.types import Info
 
 __all__ = ["Fetched", "asked", "staged"]
-
-_ABSENT = (404, 405)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ def asked(engine: Any, body: Info) -> Info | None:
     try:
         told: Info = engine.post("/fetch_weights", body)
     except EngineRefusedError as error:
-        if error.status not in _ABSENT:
+        if not is_absent(error):
             raise
         return None
     return told

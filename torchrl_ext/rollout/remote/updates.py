@@ -17,7 +17,6 @@ from torchrl_ext.types import Info, adapter_label
 __all__ = ["EngineUpdates", "transport_for"]
 
 _NCCL = "nccl"  # vLLM's own backend
-_ABSENT = (404, 405)
 
 
 def transport_for(weight_sync_backend: str, colocate_all: bool) -> str:
@@ -63,8 +62,7 @@ class EngineUpdates(EngineControl, ABC):
         """
         self._refuse_sglang()
         sizes = await self.world_sizes()
-        for_servers = getattr(init_info, "for_servers", None)
-        if for_servers is not None:
+        if (for_servers := getattr(init_info, "for_servers", None)) is not None:
             infos = [_plain(one) for one in for_servers(_alike(sizes), len(sizes), dp_size=self.data_parallel_size)]
         else:
             info = _plain(init_info)
@@ -157,8 +155,7 @@ class EngineUpdates(EngineControl, ABC):
             return await self._worker_method("finish the update", "skyrl_finish_weight_update")
         following = self.weight_version + 1 if self._loading is None else self._loading
         body = {"weight_version": str(following if weight_version is None else weight_version)}
-        bodies = dict.fromkeys(self._engines[1], body)
-        told = await self._posted("finish the update", "/finish_weight_update", bodies)
+        told = await self._posted("finish the update", "/finish_weight_update", dict.fromkeys(self._engines[1], body))
         self._keep(_loading=None)
         return told
 
@@ -265,14 +262,12 @@ class EngineUpdates(EngineControl, ABC):
 
     def _refuse_sglang(self) -> None:
         if self._engines[0] == "sglang":
-            raise ConfigError(
-                "SGLang's weight routes need what a transport knows", hint="use WeightSender(transport, client.fleet())"
-            )
+            hint = "use WeightSender(transport, client.fleet())"
+            raise ConfigError("SGLang's weight routes need what a transport knows", hint=hint)
 
 
 def _plain(info: Any) -> dict[str, Any]:
-    payload = getattr(info, "to_api_payload", None)
-    if payload is not None:
+    if (payload := getattr(info, "to_api_payload", None)) is not None:
         return dict(payload())
     return dict(info) if isinstance(info, Mapping) else asdict(info)
 
@@ -296,7 +291,7 @@ def _load_natively(engine: Any, body: Info) -> Info:
     try:
         return engine.post("/skyrl/v1/load_lora_adapter", body)
     except EngineRefusedError as error:
-        if error.status not in _ABSENT:
+        if not is_absent(error):
             raise
     return engine.post("/v1/load_lora_adapter", {**body, "load_inplace": True})
 
