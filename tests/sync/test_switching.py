@@ -7,13 +7,15 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint, tiny_model
+from tests.sync.vllm_objects import AsyncLLM, net
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
-from torchrl_ext.errors import ConfigError, EngineError, ManifestError, UpdateError
+from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.waiting import wait_until
 
@@ -313,3 +315,59 @@ class TestEmbedded:
     def test_a_cache_that_is_kept_goes_with_nothing_that_drops_it(self, engine, settings, why):
         with pytest.raises(ConfigError, match=why):
             tx.make_engine("inprocess", engine=engine, keep_cache=True, **settings)
+
+
+class TestVLLM:
+    """A stand-in for vLLM's `AsyncLLM`, in sleep mode."""
+
+    @pytest.fixture
+    def folders(self, tmp_path):
+        for seed in (0, 1):
+            (tmp_path / str(seed)).mkdir()
+            save_file(states(net(seed)), tmp_path / str(seed) / "model.safetensors")
+        return tmp_path
+
+    def served(self, folders):
+        llm = AsyncLLM(net(0))
+        llm.vllm_config.model_config.model = str(folders / "0")
+        llm.vllm_config.model_config.enable_sleep_mode = True
+        return llm, tx.make_engine("inprocess", engine=llm, free_cache=True)
+
+    def test_weights_are_put_back_after_a_load_that_failed_though_the_cache_is_given_up_by_then(
+        self, folders, monkeypatch
+    ):
+        async def main():
+            llm, engine = self.served(folders)
+            call, fails = llm.worker.call, [RuntimeError("out of memory")]
+
+            def failing(method, info=None):
+                if method == "update_weights" and llm.freed and fails:
+                    raise fails.pop()
+                return call(method, info)
+
+            monkeypatch.setattr(llm.worker, "call", failing)
+            with pytest.raises(UpdateError, match=r"out of memory(.|\n)*were put back"):
+                await engine.update_model_weights(folders / "1")
+            assert llm.runs.is_set() and not llm.freed and same(llm.model, states(net(0)))
+            report = await engine.update_model_weights(folders / "1")
+            assert report.verified and llm.runs.is_set() and not llm.freed and same(llm.model, states(net(1)))
+
+        run(main())
+
+    @pytest.mark.parametrize("step", ["pause_generation", "release_kv_cache_memory"])
+    def test_an_engine_that_fails_before_the_load_serves_again_and_the_error_is_ours(self, folders, monkeypatch, step):
+        async def main():
+            llm, engine = self.served(folders)
+            call = getattr(llm, step)
+
+            async def failing(**how):
+                await call(**how)
+                raise RuntimeError("it broke half-way")
+
+            failing.__name__ = step
+            monkeypatch.setattr(llm, step, failing)
+            with pytest.raises(EngineRefusedError, match=f"vLLM refused {step}: it broke half-way"):
+                await asyncio.to_thread(engine.begin, 1)
+            assert llm.runs.is_set() and not llm.freed and engine.rows()[0].state == "serving"
+
+        run(main())

@@ -76,7 +76,7 @@ class Base:
         )
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
-            model_config=SimpleNamespace(model="net", multimodal_config=None),
+            model_config=SimpleNamespace(model="net", multimodal_config=None, enable_sleep_mode=False),
             weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
             kv_transfer_config=None,
         )
@@ -113,6 +113,7 @@ class Online(Base):
         self.output_handler = asyncio.get_running_loop().create_future()
         self.runs, self.begun, self.mode = asyncio.Event(), 0, None
         self.runs.set()
+        self.freed = False  # whether the memory of keys and values is given up
 
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         return self._rpc(method, timeout, args, kwargs)
@@ -122,7 +123,23 @@ class Online(Base):
         self.runs.clear()
 
     async def resume_generation(self):
+        assert not self.freed
         self.runs.set()
+
+    async def release_kv_cache_memory(self):
+        if self.freed:
+            raise RuntimeError("releasing it requires all executor memory to be resident")
+        self.freed = True
+
+    async def wake_up(self, tags):
+        assert tags == ["kv_cache"]
+        self.freed = False
+
+    async def check_health(self):
+        return None
+
+    async def is_sleeping(self):
+        return self.freed
 
     async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         self.dropped += 1

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.messages import (
     ANSWERS,
     BACKEND,
@@ -271,21 +271,21 @@ class VLLMHost(Host):
 
     def pause(self) -> None:
         if self._asynchronous:
-            self._done(self._llm.pause_generation(mode=self._mode, clear_cache=False))
+            self._do(self._llm.pause_generation, mode=self._mode, clear_cache=False)
 
     def resume(self) -> None:
         if self._asynchronous:
-            self._done(self._llm.resume_generation())
+            self._do(self._llm.resume_generation)
 
     def free(self) -> None:
         if self._asynchronous and self._config.model_config.enable_sleep_mode:
-            self._done(self._llm.release_kv_cache_memory())
+            self._do(self._llm.release_kv_cache_memory)
         else:
-            self._done(self._llm.reset_prefix_cache(self._asynchronous))
+            self._do(self._llm.reset_prefix_cache, self._asynchronous)
 
     def regain(self) -> None:
         if self._asynchronous and self._config.model_config.enable_sleep_mode:
-            self._done(self._llm.wake_up(["kv_cache"]))
+            self._do(self._llm.wake_up, ["kv_cache"])
 
     def check(self) -> None:
         if self._asynchronous:
@@ -293,7 +293,7 @@ class VLLMHost(Host):
                 self._done(self._llm.check_health())
             except Exception as error:
                 raise EngineError(f"vLLM is not healthy: {error}", hint="make a new engine") from error
-            if self._done(self._llm.is_sleeping()):
+            if self._do(self._llm.is_sleeping):
                 raise EngineError("vLLM is asleep", expected="one that is awake", hint="await engine.wake_up() first")
 
     def start_weights(self) -> WeightSource:
@@ -326,9 +326,9 @@ class VLLMHost(Host):
     def _label(self, version: str) -> None:
         """Label the weights in service with a version, and drop what was cached of older ones."""
         if self._asynchronous:
-            self._done(self._llm.update_weight_version(version))
+            self._do(self._llm.update_weight_version, version)
         else:
-            self._llm.llm_engine.set_weight_version(version)
+            self._do(self._llm.llm_engine.set_weight_version, version)
         if not self._keep_cache:
             self.drop_cached()
 
@@ -339,12 +339,26 @@ class VLLMHost(Host):
             EngineRefusedError: it could not be dropped.
         """
         until = time.monotonic() + min(self._timeout_s, _COPYING_S)
-        while not self._done(self._llm.reset_prefix_cache(self._asynchronous, reset_connector=True)):
+        while not self._do(self._llm.reset_prefix_cache, self._asynchronous, reset_connector=True):
             if time.monotonic() >= until:  # a connector holds keys and values for a moment while it copies them
                 raise EngineRefusedError("vLLM could not drop cached keys and values of the old weights")
             threading.Event().wait(_POLL_S)
         if self._config.model_config.multimodal_config is not None:  # embeddings of images come from the old weights
-            self._done((self._llm if self._asynchronous else self._llm.llm_engine).reset_encoder_cache())
+            self._do((self._llm if self._asynchronous else self._llm.llm_engine).reset_encoder_cache)
+
+    def _do(self, call: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        """Call a method of vLLM's, and return its answer.
+
+        Raises:
+            EngineRefusedError: what vLLM raised, in its own words.
+            DeadlineError: no answer in time.
+        """
+        try:
+            return self._done(call(*args, **settings))
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise EngineRefusedError(f"vLLM refused {call.__name__}: {error}") from error
 
     def _done(self, value: Any) -> Any:
         if not inspect.isawaitable(value):

@@ -132,11 +132,11 @@ class InProcessEngine(EngineClient):
     def begin(self, version: int) -> None:
         served = self.pause()
         try:
-            if self._free_cache:
-                self._freed = True
+            if self._free_cache and not self._freed:  # an update that failed before left it freed
+                self._freed = True  # first: of one that fails at its deadline nobody knows what it freed
                 self._host.free()
             self._host.handle(Start())
-        except WeightSyncError:
+        except BaseException:
             if served:
                 self.resume()  # nothing was changed
             raise
@@ -161,7 +161,13 @@ class InProcessEngine(EngineClient):
 
     def pause(self) -> bool:
         served = self._paused_at is None
-        self._host.pause()
+        try:
+            self._host.pause()
+        except BaseException:
+            if served:  # one that was to wait for requests may hold new ones back already
+                self._paused_at = time.perf_counter()
+                self.resume()
+            raise
         if served:
             self._paused_at = time.perf_counter()
         return served
