@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -166,8 +167,25 @@ def test_the_sleep_around_an_update_ends_with_a_paused_engine():
         client.run(client.finish_weight_update())
         client.run(client.wake_for_weight_sync(["kv_cache"]))
         assert resting.paused and not resting.asleep and not resting.harmed
+        posted = [route for route in server.routes() if route.startswith("POST")]
+        assert posted[-2:] == ["POST /wake_up", "POST /pause"] and "POST /resume" not in posted
         client.run(client.resume_generation())
         assert not resting.paused
+        client.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_everything_wakes_at_once_for_an_update_only_where_a_server_without_our_backend_kept_its_weights(level):
+    resting, foreign = Resting(), failed("Invalid init_info for backend nccl")
+    with running(resting.answers, post_init_weight_transfer_engine=foreign) as server:
+        client = made(server)
+        client.run(client.sleep(level))
+        with nullcontext() if level == 1 else pytest.raises(EngineError, match="holds no weights"):
+            client.run(client.wake_for_weight_sync(["weights", "kv_cache"]))
+        assert resting.paused and bool(resting.asleep) == (level == 2)
+        client.run(client.wake_for_weight_sync(["weights"]))
+        client.run(client.wake_for_weight_sync(["kv_cache"]))  # by now an update may have filled them
+        assert resting.paused and not resting.asleep
         client.close()
 
 

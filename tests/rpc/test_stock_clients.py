@@ -315,6 +315,30 @@ def test_a_stock_vllm_of_a_release_without_labels_serves_what_it_loaded(status, 
         assert engine.rows()[0].state == state
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["before a connect", "after one"])
+@pytest.mark.parametrize("stranger", [False, True])
+def test_weights_that_a_stock_vllm_dropped_are_served_by_nobody_after_a_connect_that_failed(joined, stranger):
+    disk = {"transport": "disk", "params": [], "rank_offset": 1}
+    with bare_vllm(NONE) as server:
+        engine = VLLMEngine(server.url)
+        if joined:
+            engine.connect(disk)
+        (VLLMEngine(server.url) if stranger else engine).sleep(2)
+        with pytest.raises(EngineRefusedError, match="backend None"):
+            engine.connect({**VJOIN, "rank_offset": 1})
+        with pytest.raises(EngineRefusedError, match="holds no weights"):
+            engine.wake_up()
+        engine.wake_up(["weights"])
+        with pytest.raises(EngineRefusedError, match="holds no weights"):
+            engine.wake_up(["kv_cache"])
+        assert "POST /resume" not in server.routes()
+        engine.connect(disk)
+        with engine.updating(8):
+            engine.load({"version": 8, "path": "/updates/8", "params": []})
+        engine.wake_up()
+        assert engine.rows()[0].state == "serving" and not engine.sleep_state().paused
+
+
 @pytest.mark.parametrize(
     ("config", "join", "words"),
     [

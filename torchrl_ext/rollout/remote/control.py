@@ -141,19 +141,17 @@ class EngineControl(ABC):
         """Give every engine device memory again; it stays paused, until `resume_generation`.
 
         Args:
-            tags: ``["weights"]`` before an update, ``["kv_cache"]`` after it.
+            tags: ``["weights"]`` before an update, ``["kv_cache"]`` after it; both where weights were kept on the host.
 
         Raises:
             ConfigError: engines of this kind cannot sleep, or have no such tag.
-            EngineError: some engine did not wake, or not paused; has a row per engine.
+            EngineError: some engine did not wake, or not paused, or would have no weights; has a row per engine.
         """
         if _SKYRL in (await self._taught()).values():
             return await self._worker_method("wake up", "skyrl_wake_for_weight_sync", {"tags": list(tags)})
 
-        def wake(fleet: Fleet) -> None:
-            fleet.wake_up(tags)
-            if any(row.state == "serving" for row in fleet.rows()):  # an engine that is wholly awake resumes by itself
-                fleet.pause()
+        def wake(fleet: Fleet) -> None:  # each engine is paused by its own call, and waits for no other
+            fleet.everywhere("wake up", lambda engine: engine.wake_up(tags, paused=True))
 
         return await self._state_after("wake up", wake, pause_mode="keep")
 

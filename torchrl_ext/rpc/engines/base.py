@@ -281,15 +281,23 @@ class HTTPEngine(EngineClient):
                 )
         self._resumed()
 
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """See `EngineClient.wake_up`. Parts that are awake already are left alone."""
+    def wake_up(self, tags: Collection[str] | None = None, *, paused: bool = False) -> None:
+        """See `EngineClient.wake_up`. Parts that are awake already are left alone.
+
+        Args:
+            paused: the engine stays paused when it is wholly awake. vLLM serves with the wake of its last part, and is
+                paused again at once.
+        """
         wanted = check_wake(tags)
         with self._step("wake up"):
             state = self.sleep_state()
             if "kv_cache" in wanted or state.asleep <= wanted:  # the weights come first, so this may be the last one
-                self._refuse_empty(state)
+                self._refuse_empty(state, wanted)
             self._state = "paused"
-            if self._wake(wanted, state):
+            awake = self._wake(wanted, state)
+            if paused:
+                self._hold()
+            elif awake:
                 self._release()
                 self._resumed()
 
@@ -336,9 +344,9 @@ class HTTPEngine(EngineClient):
     def sleep_state(self) -> SleepState:
         """Ask the engine whether it is paused and what of it sleeps."""
 
-    def _refuse_empty(self, state: SleepState) -> None:
-        """Raise an error if the engine has no weights to serve."""
-        if self._is_empty(state):
+    def _refuse_empty(self, state: SleepState, waking: Collection[str] = ()) -> None:
+        """Raise an error if the engine has no weights to serve, by its state before the parts of ``waking`` wake."""
+        if self._is_empty(state, waking):
             raise EngineRefusedError(
                 f"{self.url} slept at level 2 and holds no weights to serve",
                 state="paused",
@@ -346,8 +354,8 @@ class HTTPEngine(EngineClient):
             )
 
     @abstractmethod
-    def _is_empty(self, state: SleepState) -> bool:
-        """Return whether the workers gave their weights up, and no update has filled them since."""
+    def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:
+        """Return whether the workers gave their weights up, and no update has filled them since; see `_refuse_empty`."""
 
     @abstractmethod
     def _wake(self, wanted: frozenset[str], state: SleepState) -> bool:

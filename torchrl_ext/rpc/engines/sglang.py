@@ -296,7 +296,7 @@ class SGLangEngine(HTTPEngine):
     def _ready(self) -> int:
         return self._http.call("GET", "/ready").status  # its scheduler does not know of every pause
 
-    def _is_empty(self, state: SleepState) -> bool:
+    def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:
         return bool(state.empty)
 
     def _wake(self, wanted: frozenset[str], state: SleepState) -> bool:

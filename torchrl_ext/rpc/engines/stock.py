@@ -262,7 +262,7 @@ class StockVLLM(Workers):
         self._clean, self._empty = True, False
 
     def state(self) -> Info:
-        return {"empty": self._empty}
+        return {"empty": True} if self._empty else {}  # somebody else may have emptied them
 
     def emptied(self) -> None:
         self._empty = True

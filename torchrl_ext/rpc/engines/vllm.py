@@ -158,6 +158,8 @@ class VLLMRoutes(HTTPEngine):
             self._sees = sees(told)
             self._workers.leave()  # of another transport, or from before a failure
             self._workers = self._found(told)
+            if not self._workers.plugged and self.sleep_state().empty:
+                self._workers.emptied()  # these are new here; those that run our plugin remember it themselves
             self._workers.join(info)
 
     def _refuse_connector(self, names: list[str]) -> None:
@@ -243,30 +245,34 @@ class VLLMRoutes(HTTPEngine):
             if error.status not in (404, 405) and not _of_another_backend(error):
                 raise
 
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """See `EngineClient.wake_up`. A server that cannot say what of it sleeps is told all the same."""
+    def wake_up(self, tags: Collection[str] | None = None, *, paused: bool = False) -> None:
+        """See `HTTPEngine.wake_up`. A server that cannot say what of it sleeps is told all the same."""
         check_wake(tags)
         with self._step("wake up"):
             known = self.sleep_state().known
         if known:
-            super().wake_up(tags)
+            super().wake_up(tags, paused=paused)
             return
         with self._step("wake up"):
             query = None if tags is None else {"tags": list(tags)}
             told = self._post("/wake_up", query=query, timeout_s=self._load_timeout_s)
             self._state = "paused"
-            if tags is None or told.get("status") == "awake":
+            if paused:
+                self._hold()
+            elif tags is None or told.get("status") == "awake":
                 self._resumed()  # by itself, with the wake of its last part
 
     def sleep_state(self) -> SleepState:
         return sleep_state_of_vllm(self._http)
 
-    def _is_empty(self, state: SleepState) -> bool:
-        """See `HTTPEngine._is_empty`. An engine that is awake has weights, and is not asked."""
+    def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:
+        """See `HTTPEngine._is_empty`. An engine that is awake has weights, and is not asked. Where its workers do not
+        know, weights that were dropped, and wake together with the cache, got none in between."""
+        unfilled = bool(state.empty) and "weights" in waking
         try:
-            return bool(state.asleep) and bool(self._workers.state().get("empty"))
+            return bool(state.asleep) and bool(self._workers.state().get("empty", unfilled))
         except EngineRefusedError:
-            return False  # other backends know no such question
+            return unfilled  # other backends know no such question
 
     def _wake(self, wanted: frozenset[str], state: SleepState) -> bool:
         awake = not state.asleep
