@@ -13,6 +13,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from tests.rpc.servers import running
+from tests.rpc.test_stock_clients import BARE, bare_vllm
 from torchrl_ext.cli.main import main
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.http import HTTPSession
@@ -144,6 +145,14 @@ def test_engines_elsewhere_need_a_root(start, capsys):
     with running(get_server_info=(200, away), get_get_world_size=GONE) as server:
         told = _failed(capsys, start, server.url, "--transport", "delta")
         assert "/m" in told["error"] and "--base" in told["error"]
+
+
+def test_engines_of_two_makes_are_refused_before_any_of_them_joins_a_broadcast_of_its_own(start, capsys):
+    with bare_vllm() as vllm, running(BARE) as sglang:
+        told = _failed(capsys, start, sglang.url, vllm.url, "--transport", "native", "--timeout-s", "5")
+        assert told["type"] == "ConfigError" and "sglang and vllm share no broadcast" in told["error"]
+        joined = ("POST /init_weight_transfer_engine", "POST /init_weights_update_group")
+        assert not {*vllm.routes(), *sglang.routes()}.intersection(joined)
 
 
 @pytest.mark.parametrize("transport", ["disk", "delta"])

@@ -170,13 +170,18 @@ def _check_engines(args: argparse.Namespace, found: list[EngineInfo]) -> None:
                 expected=f"one of {', '.join(info.transports) or 'no transport: it lacks the plugin'}",
                 hint=f"`torchrl-ext doctor {info.url}` says what is missing",
             )
+    kinds = sorted({info.kind for info in found})
+    if args.transport == "native" and len(kinds) > 1:
+        raise ConfigError(f"engines of {' and '.join(kinds)} share no broadcast of their own", expected="one make")
 
 
 def _settings(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.ExitStack) -> dict[str, Any]:
+    from torchrl_ext.cli.doctor.shared import own_address
+
     shared = {"timeout_s": args.timeout_s}
     if args.transport in _BROADCASTS:
         make = {"make": found[0].kind} if args.transport == "native" else {}
-        return shared | make | {"master_address": args.master_address or _own_address(found)}
+        return shared | make | {"master_address": args.master_address or own_address([info.url for info in found])}
     shared |= {"root": _root(args, found, stack), "keep_files": args.keep_files}
     if args.transport == "disk":
         return shared
@@ -201,12 +206,6 @@ def _root(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.E
 
 def _is_here(url: str) -> bool:
     return is_loopback(urlsplit(url).hostname or "")
-
-
-def _own_address(found: list[EngineInfo]) -> str:
-    from torchrl_ext.cli.doctor.shared import own_address
-
-    return own_address([info.url for info in found])
 
 
 def _served(found: list[EngineInfo]) -> str:

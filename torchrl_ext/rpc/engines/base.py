@@ -355,7 +355,7 @@ class HTTPEngine(EngineClient):
 
     @abstractmethod
     def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:
-        """Return whether the workers gave their weights up, and no update has filled them since; see `_refuse_empty`."""
+        """Return whether the workers gave their weights up, and no update filled them since; see `_refuse_empty`."""
 
     @abstractmethod
     def _wake(self, wanted: frozenset[str], state: SleepState) -> bool:
