@@ -15,7 +15,14 @@ from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint,
 from tests.sync.vllm_objects import AsyncLLM, net
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
-from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, ManifestError, UpdateError
+from torchrl_ext.errors import (
+    ConfigError,
+    EngineError,
+    EngineRefusedError,
+    ManifestError,
+    NotConnectedError,
+    UpdateError,
+)
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.waiting import wait_until
 
@@ -144,6 +151,20 @@ class TestModule:
             run(engine.update_model_weights_from_state_dict(nn.Linear(3, 2).state_dict()))
         assert same(served, good.state_dict()) and engine.serving.is_set()
 
+    def test_it_leaves_with_the_trainer_serves_on_and_joins_the_next_one(self, tmp_path):
+        served = nn.Linear(3, 2)
+        receiver = tx.WeightReceiver(served)
+        engine = tx.make_engine("inprocess", engine=receiver)
+        engine.close()  # it joined nothing
+        for name in ("one", "two"):
+            sender, policy = tx.WeightSender(tx.make_transport("disk", root=tmp_path / name), engine), nn.Linear(3, 2)
+            sender.update_weights(policy)
+            receiver.start()
+            sender.shutdown()
+            with pytest.raises(NotConnectedError, match="joined no transport"):
+                receiver.start()
+            assert same(served, states(policy)) and engine.serving.is_set()
+
     def test_updates_at_the_same_time_queue_and_none_is_torn(self):
         served = nn.Linear(64, 64)
         others = [nn.Linear(64, 64).state_dict() for _ in range(6)]
@@ -234,6 +255,15 @@ class TestEmbedded:
         with pytest.raises(UpdateError, match=r"lm_head.*\[512, 64\]"):
             run(online.update_model_weights(place / "wide"))
         assert self.says(engine) == greedy(tiny_model(0), PROMPT, 8)
+
+    def test_the_engine_leaves_with_the_trainer_and_serves_on(self, engine):
+        sender = tx.WeightSender(tx.make_transport("ipc"), tx.make_engine("inprocess", engine=engine))
+        sender.update_weights(tiny_model(1))
+        engine._receiver.start()
+        sender.shutdown()
+        with pytest.raises(NotConnectedError, match="joined no transport"):
+            engine._receiver.start()
+        assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
 
     def test_an_engine_asleep_is_not_updated(self, engine, place):
         engine.sleep(1, "abort", 10)
@@ -369,5 +399,32 @@ class TestVLLM:
             with pytest.raises(EngineRefusedError, match=f"vLLM refused {step}: it broke half-way"):
                 await asyncio.to_thread(engine.begin, 1)
             assert llm.runs.is_set() and not llm.freed and engine.rows()[0].state == "serving"
+
+        run(main())
+
+    def test_workers_leave_with_the_trainer_unless_that_would_block_the_engines_own_loop(self, folders, monkeypatch):
+        async def main():
+            llm, engine = self.served(folders)
+            for seed, close in ((1, engine.close), (0, lambda: asyncio.to_thread(engine.close))):
+                sender = tx.WeightSender(tx.make_transport("ipc"), engine)
+                await asyncio.to_thread(sender.update_weights, net(seed))
+                receiver = llm.worker.end.receiver
+                told, call = [], llm.worker.call
+
+                def noted(*given, call=call, told=told):
+                    told.append(given)
+                    return call(*given)
+
+                monkeypatch.setattr(llm.worker, "call", noted)
+                left = close()
+                if left is None:
+                    assert not told
+                    receiver.start()
+                else:
+                    await left
+                    with pytest.raises(NotConnectedError, match="joined no transport"):
+                        receiver.start()
+                assert same(llm.model, states(net(seed))) and llm.runs.is_set()
+                await asyncio.to_thread(sender.shutdown)
 
         run(main())

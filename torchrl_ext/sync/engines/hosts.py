@@ -17,6 +17,7 @@ from torchrl_ext.messages import (
     TAKE_OVER,
     Finish,
     Join,
+    Leave,
     Load,
     Message,
     Poll,
@@ -76,6 +77,10 @@ class Host(ABC):
 
     def regain(self) -> None:  # noqa: B027
         """Take back the memory that `free` gave up, before `resume`."""
+
+    def leave(self) -> None:
+        """Have whatever joined a transport leave it, where it can be told."""
+        self.handle(Leave())
 
     @abstractmethod
     def check(self) -> None:
@@ -287,6 +292,10 @@ class VLLMHost(Host):
         if self._asynchronous and self._config.model_config.enable_sleep_mode:
             self._do(self._llm.wake_up, ["kv_cache"])
 
+    def leave(self) -> None:
+        if self._loop is None or (self._loop.is_running() and self._loop is not _running_here()):
+            super().leave()
+
     def check(self) -> None:
         if self._asynchronous:
             try:
@@ -382,11 +391,8 @@ class VLLMHost(Host):
         return self._loop
 
     def _refuse_own_loop(self) -> None:
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        if self._asynchronous and here is self._home():
+        here = _running_here()
+        if self._asynchronous and here is not None and here is self._home():
             raise ConfigError(
                 "this call would block the event loop that the engine runs on",
                 expected="await engine.update_model_weights(...), or await asyncio.to_thread(sender.update_weights)",
@@ -396,6 +402,14 @@ class VLLMHost(Host):
         """Take ``loop`` for the one that `AsyncLLM` runs on, unless that is known already."""
         if self._loop is None and self._asynchronous and self._llm.output_handler is None:
             self._loop = loop
+
+
+def _running_here() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, where there is one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 async def _awaited(value: Any) -> Any:

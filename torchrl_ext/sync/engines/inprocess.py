@@ -10,10 +10,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.messages import Finish, Join, Prefetch, Rehearse, Start, loading
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
@@ -74,6 +75,7 @@ class InProcessEngine(EngineClient):
         self._host: Host = host_of(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop, timeout_s=timeout_s)
         self.url, self._transport = url, transport or self._host.transport
         self._free_cache, self._freed = free_cache, False
+        self._joined = False
         self._paused_at: float | None = None  # seconds of `time.perf_counter`; None while it serves
         self._pause_s = 0.0
         self._version: int | None = None
@@ -96,6 +98,7 @@ class InProcessEngine(EngineClient):
         return EngineInfo(**{**vars(described), "kind": self.kind, "weight_version": str(self._version or "")})
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._joined = True
         self._host.handle(Join.of(info))
 
     @property
@@ -193,7 +196,11 @@ class InProcessEngine(EngineClient):
         )
 
     def close(self) -> None:
-        return None
+        """See `EngineClient.close`. An `AsyncLLM` is told from outside of its event loop alone, while that runs."""
+        joined, self._joined = self._joined, False
+        if joined:
+            with suppress(EngineError, DeadlineError):  # it may be gone
+                self._host.leave()
 
     # online switching
 
