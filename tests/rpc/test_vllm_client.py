@@ -31,14 +31,14 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
         ] == [
             ("GET /server_info", {"config_format": "json"}, None),
             ("POST /init_weight_transfer_engine", {}, {"kind": "join", "rank_offset": 3, "transport": "disk"}),
-            ("POST /init_weight_transfer_engine", {}, {"kind": "poll"}),
+            ("POST /init_weight_transfer_engine", {}, {"kind": "poll", "pull": False}),
             ("GET /is_sleeping", {}, None),
             (
                 "POST /init_weight_transfer_engine",
                 {},
                 {"kind": "prefetch", "version": 8, "part": None, "files": None, "label": None},
             ),
-            ("POST /init_weight_transfer_engine", {}, {"kind": "poll"}),
+            ("POST /init_weight_transfer_engine", {}, {"kind": "poll", "pull": False}),
             ("GET /is_sleeping", {}, None),
             ("POST /pause", {"mode": "wait", "clear_cache": "false"}, None),
             ("POST /start_weight_update", {}, None),
@@ -246,7 +246,7 @@ def test_a_prefetch_is_asked_for_until_it_is_over():
         bodies = [bare(body["init_info"]) for call, _, body in server.calls if call.startswith("POST")]
         assert bodies == [
             {"kind": "prefetch", "version": 3, "part": None, "files": None, "label": None},
-            *3 * [{"kind": "poll"}],
+            *3 * [{"kind": "poll", "pull": False}],
         ]
 
 
