@@ -15,11 +15,18 @@ from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
+from tests.cli.test_doctor import SGLANG
 from tests.embedded import EmbeddedServer
 from tests.processes import COMMAND, WAIT_S, finished, python, running_python
+from tests.rpc.servers import CONFIG, running
 from tests.weights.shards.ranks import outcomes_of, require_passed
+from torchrl_ext.cli.demo import command
 from torchrl_ext.cli.demo.training import Trainer
+from torchrl_ext.cli.main import main
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.tiny import make_tiny_lm
+
+NCCL = CONFIG | {"weight_transfer_config": {"backend": "nccl"}}
 
 
 def run(*args, **how):
@@ -103,6 +110,28 @@ def test_ranks_that_share_a_model_take_the_steps_of_one_on_the_same_rollouts(ser
         torch.save(next(iter(collector)), tmp_path / "rollouts.pt")
         collector.shutdown()
     require_passed("step", outcomes_of({"step": ONE_STEP}, STEP_ON_RANKS, 2, tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    ("facts", "wire"),
+    [
+        (SGLANG, ("native", {"make": "sglang"}, "outputs")),
+        ({"vllm_config": NCCL}, ("native", {"make": "vllm"}, "outputs")),
+        ({"vllm_config": CONFIG}, ("collective", {}, True)),
+    ],
+    ids=["sglang", "vllm", "vllm-with-our-plugin"],
+)
+def test_engines_without_our_plugin_get_their_own_wire_and_a_proof_by_outputs(facts, wire, monkeypatch, tmp_path):
+    seats = []
+
+    def train(args, urls, team, *_):
+        seats.append((team.seat.transport, team.seat.settings, team.seat.verify))
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr(command, "_train", train)
+    with running(get_server_info=(200, facts)) as server:
+        assert main(["demo", "--engines", server.url, "--model", str(tmp_path), "--json"]) == 1
+    assert seats == [wire]
 
 
 def test_without_json_the_demo_prints_nothing_on_standard_output(server):

@@ -334,6 +334,18 @@ def test_options_of_the_job_name_transport_root_and_engines(engine, tmp_path, ca
     assert finding(told, "shared root", engine.url)["level"] == "ok"
 
 
+def test_options_of_the_job_take_the_wire_of_engines_without_our_plugin(capsys):
+    full = ("--update-weight-mode", "full")
+    with running(get_server_info=(200, SGLANG)) as server:
+        server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
+        told = examined(capsys, server.url, *full, status=1)  # this server answers no OPTIONS
+        assert "transport 'native'" in finding(told, "options")["found"]
+        assert finding(told, "plugin")["level"] == "warning"
+        with running(get_server_info=(200, {"vllm_config": BARE})) as other:
+            told = examined(capsys, server.url, other.url, *full, status=1)
+        assert "none of its own" in finding(told, "options", level="failure")["found"]
+
+
 def test_a_person_gets_a_table_and_a_verdict(engine, capsys):
     assert main(["doctor", engine.url]) == 0
     assert "nothing stands in the way" in capsys.readouterr().out

@@ -34,6 +34,7 @@ def test_full_broadcasts_take_the_wire_of_engines_without_our_plugin():
     for engines in ([STOCK_SGLANG], [PLUGGED, STOCK_SGLANG]):
         transport = config.make_transport(engines, timeout_s=3.0)
         assert (transport.name, transport.make, transport.timeout_s) == ("native", "sglang", 3.0)
+        assert config.transport_config(engines).settings == {"make": "sglang"}
     assert config.make_transport([STOCK_VLLM], backend="gloo").make == "vllm"
 
 

@@ -249,11 +249,17 @@ class WeightUpdateConfig:
         if twice:
             raise ConfigError(f"rollout_external_engine_addrs has {twice[0]} twice", hint="list each engine once")
 
-    def transport_config(self) -> TransportConfig:
+    def transport_config(self, engines: Sequence[EngineInfo] = ()) -> TransportConfig:
         """Return the settings of the transport that these options name, under the transport's own names.
 
         Full updates of colocated engines over ``nccl`` go by memory handles (``ipc``), as a process group of two
         processes on one device cannot be formed.
+
+        Args:
+            engines: those that will follow, as for `make_transport`.
+
+        Raises:
+            ConfigError: engines that share no broadcast.
         """
         files: dict[str, Any] = {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files}
         size = self.update_weight_buffer_size
@@ -274,8 +280,10 @@ class WeightUpdateConfig:
             return TransportConfig(name="disk", settings=files if local is None else {**files, "local_dir": local})
         if self.update_weight_transport == "sharded":
             return TransportConfig(name="sharded", settings={})
-        name = "ipc" if self.colocate else "collective"
-        return TransportConfig(name=name, settings={} if size is None else {"bucket_bytes": size})
+        sizes = {} if size is None else {"bucket_bytes": size}
+        if self.colocate:
+            return TransportConfig(name="ipc", settings=sizes)
+        return _broadcast_to(engines, TransportConfig(name="collective", settings=sizes))
 
     def _hook(self, path: str) -> Callable[[str, str], None]:
         """Return slime's hook as a transport calls one; what it returns may be a future."""
@@ -300,9 +308,7 @@ class WeightUpdateConfig:
         Raises:
             ConfigError: settings that cannot work, or engines that share no broadcast.
         """
-        chosen = self.transport_config()
-        if chosen.name == "collective":
-            chosen = _broadcast_to(engines, chosen)
+        chosen = self.transport_config(engines)
         return transports.make(chosen.name, **{**chosen.settings, **settings})
 
     @classmethod

@@ -83,7 +83,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         f"and checked in place of a training: {', '.join(_STORIES)}",
     )
     parser.add_argument("--random-seed", type=int, dest="seed", metavar="N", help="the number alone, beside a name")
-    parser.set_defaults(story=None)
+    parser.set_defaults(story=None, verify=True)
     parser.add_argument(
         "--trainer-ranks",
         type=int,
@@ -195,7 +195,9 @@ def _engines(
 ) -> tuple[list[str], str]:
     """Find or start the engines; return their addresses, and the checkpoint that they and the trainer start from."""
     if args.engines:
-        return [info.url for info in _discovered(args)], args.model or _served_model(args)
+        found = _discovered(args)
+        _suit(args, found)
+        return [info.url for info in found], args.model or _served_model(args)
     from torchrl_ext.launch.tiny import make_tiny_lm
     from torchrl_ext.registry import launchers
 
@@ -207,6 +209,21 @@ def _engines(
     wanted[_TENSOR_PARALLEL] = args.tp
     server = cls(model_dir, **{name: value for name, value in wanted.items() if name in cls.settings()})
     return [stack.enter_context(server).url], model_dir
+
+
+def _suit(args: argparse.Namespace, found: Sequence[EngineInfo]) -> None:
+    """Take the wire and the proof that engines have which run already: some may lack our plugin.
+
+    Raises:
+        ConfigError: they share no broadcast.
+    """
+    from torchrl_ext.planning.options import WeightUpdateConfig
+
+    args.engine = found[0].kind
+    if args.transport == "collective":
+        args.transport = WeightUpdateConfig().transport_config(found).name
+    if any(info.stock for info in found):
+        args.verify = "outputs"  # they compare no digests
 
 
 def _discovered(args: argparse.Namespace) -> list[Any]:
@@ -240,7 +257,10 @@ def _team(args: argparse.Namespace, folder: Path, model_dir: str, progress: Prog
             model_dir=model_dir,
             seed=args.seed,
             transport=args.transport,
-            settings=_taken(transports.load(args.transport), root=args.root or str(folder / "updates")),
+            settings=_taken(
+                transports.load(args.transport), root=args.root or str(folder / "updates"), make=args.engine
+            ),
+            verify=args.verify,
             threads=None if args.model else 1,
         )
     )
@@ -271,7 +291,7 @@ def _train(
                 f"{info.url} cannot follow by {args.transport!r}", expected=f"one of {', '.join(info.transports)}"
             )
     trainer = Trainer(team.seat.model_dir, group=GROUP, seed=args.seed, mesh=team.meet())
-    sender = tx.WeightSender(transport, fleet)
+    sender = tx.WeightSender(transport, fleet, verify=team.seat.verify)
     sender.register_model(trainer.model)
     client = tx.InferenceClient(list(urls), kind=[info.kind for info in infos])
     policy = tx.RemoteLLMPolicy(
@@ -342,7 +362,7 @@ def _same_weights(model: Any, urls: Sequence[str], last: SyncReport) -> bool:
     """Return whether every engine holds the bytes of ``model``.
 
     An engine that can is asked for digests of its live weights now. Others took and compared them, parameter by
-    parameter, when the last version landed: that is what ``verified`` of a report says.
+    parameter, when the last version landed, or answered as the model does: that is what ``verified`` of a report says.
     """
     from torchrl_ext.rpc.http import HTTPSession
     from torchrl_ext.weights.digests import tensor_digest

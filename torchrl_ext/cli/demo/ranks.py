@@ -50,6 +50,7 @@ class Seat:
         seed: of the minibatches.
         transport: name of the transport.
         settings: of the transport, JSON-safe.
+        verify: how engines prove what they took, as for a sender.
         threads: threads of one operator; None leaves torch's default.
     """
 
@@ -60,6 +61,7 @@ class Seat:
     seed: int
     transport: str
     settings: dict[str, Any]
+    verify: bool | str = True
     threads: int | None
 
     def meet(self, store: Any, timeout_s: float) -> DeviceMesh:
@@ -223,7 +225,7 @@ def main() -> int:
     store = seat.store()
     store.set(f"here/{seat.rank}", "")
     trainer = Trainer(seat.model_dir, group=GROUP, seed=seat.seed, mesh=seat.meet(store, _IDLE_S))
-    sender = tx.WeightSender(tx.make_transport(seat.transport, **seat.settings), rank=seat.rank)
+    sender = tx.WeightSender(tx.make_transport(seat.transport, **seat.settings), rank=seat.rank, verify=seat.verify)
     sender.register_model(trainer.model)
     orders = 0
     with set_list_to_stack(True):  # as on rank 0

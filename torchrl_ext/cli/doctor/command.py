@@ -20,7 +20,8 @@ from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding, Note
 from torchrl_ext.cli.doctor.shared import SharedChecks, compare_checkpoint, read_checkpoint
 from torchrl_ext.cli.main import add_api_key
 from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.types import PROOFS, Info
+from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.types import PROOFS, EngineInfo, Info
 
 __all__ = ["add_parser", "run"]
 
@@ -90,13 +91,31 @@ def _options(args: argparse.Namespace, notes: Notes) -> tuple[list[str], str | N
     if any(getattr(args, name) not in (None, False) for name in names):
         try:
             config = WeightUpdateConfig.from_arguments(args)
+            named = config.transport_config().name
+            if (
+                transport is None and named == "collective"
+            ):  # another wire, where engines lack our plugin
+                named = config.transport_config(_found(args, addresses)).name
         except ConfigError as error:
             notes.error("options", error)
         else:
-            transport = transport or config.transport_config().name
+            transport = transport or named
             how = f"{config.update_weight_mode} over {config.update_weight_transport}"
             notes.ok("options", f"{how}: transport {transport!r}")
     return addresses, transport, root
+
+
+def _found(args: argparse.Namespace, addresses: list[str]) -> list[EngineInfo]:
+    """Return what engines say of themselves; of those that cannot say it, the examination tells why."""
+
+    def ask(address: str) -> list[EngineInfo]:
+        try:
+            return discover(address, api_key=args.api_key, timeout_s=args.timeout_s)
+        except WeightSyncError:
+            return []
+
+    with ThreadPoolExecutor(min(64, len(addresses) or 1)) as pool:
+        return [info for found in pool.map(ask, addresses) for info in found]
 
 
 def _look(
