@@ -195,8 +195,13 @@ def _engines(
 ) -> tuple[list[str], str]:
     """Find or start the engines; return their addresses, and the checkpoint that they and the trainer start from."""
     if args.engines:
+        from torchrl_ext.planning.options import WeightUpdateConfig
+
         found = _discovered(args)
-        _suit(args, found)
+        args.engine = found[0].kind
+        if args.transport == "collective":
+            args.transport = WeightUpdateConfig().transport_config(found).name  # another, where some lack our plugin
+        args.verify = "outputs" if any(info.stock for info in found) else True  # those compare no digests
         return [info.url for info in found], args.model or _served_model(args)
     from torchrl_ext.launch.tiny import make_tiny_lm
     from torchrl_ext.registry import launchers
@@ -209,21 +214,6 @@ def _engines(
     wanted[_TENSOR_PARALLEL] = args.tp
     server = cls(model_dir, **{name: value for name, value in wanted.items() if name in cls.settings()})
     return [stack.enter_context(server).url], model_dir
-
-
-def _suit(args: argparse.Namespace, found: Sequence[EngineInfo]) -> None:
-    """Take the wire and the proof that engines have which run already: some may lack our plugin.
-
-    Raises:
-        ConfigError: they share no broadcast.
-    """
-    from torchrl_ext.planning.options import WeightUpdateConfig
-
-    args.engine = found[0].kind
-    if args.transport == "collective":
-        args.transport = WeightUpdateConfig().transport_config(found).name
-    if any(info.stock for info in found):
-        args.verify = "outputs"  # they compare no digests
 
 
 def _discovered(args: argparse.Namespace) -> list[Any]:

@@ -92,9 +92,7 @@ def _options(args: argparse.Namespace, notes: Notes) -> tuple[list[str], str | N
         try:
             config = WeightUpdateConfig.from_arguments(args)
             named = config.transport_config().name
-            if (
-                transport is None and named == "collective"
-            ):  # another wire, where engines lack our plugin
+            if transport is None and named == "collective":  # another wire, where engines lack our plugin
                 named = config.transport_config(_found(args, addresses)).name
         except ConfigError as error:
             notes.error("options", error)
