@@ -86,7 +86,7 @@ class SGLangWorker:
     def _answer(self, message: Message, scheduler: Scheduler) -> Info:
         match message:
             case Flush():
-                return {"flushed": bool(scheduler.flush_cache(empty_cache=False))}
+                return {"flushed": _flush(scheduler)}
             case State():
                 paused = bool(getattr(scheduler.scheduler, "_engine_paused", False))
                 asleep = sorted(getattr(scheduler, "offload_tags", ()))
@@ -142,3 +142,19 @@ class SGLangWorker:
             self._joined = None
             return False, words_of(error)
         return True, f"version {version} of {root} is in service"
+
+
+def _flush(manager: Scheduler) -> bool:
+    """Drop cached keys and values; return False while requests hold on to them.
+
+    Releases differ in whether requests count that wait in a paused engine and hold none: 0.5.19 would wait for them.
+    """
+    scheduler = manager.scheduler
+    waiting = scheduler.waiting_queue
+    if not getattr(scheduler, "_engine_paused", False) or any(request.kv.holds_kv for request in waiting):
+        return bool(manager.flush_cache(empty_cache=False))
+    scheduler.waiting_queue = []
+    try:
+        return bool(manager.flush_cache(empty_cache=False))
+    finally:
+        scheduler.waiting_queue = waiting
