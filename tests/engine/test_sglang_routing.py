@@ -42,6 +42,8 @@ def routing(request, urls):
 
 
 class TestRouted(Routed):
+    model_name = "policy"  # SGLang's router wants a name of completions; the servers take any
+
     async def busy(self, url):
         async with httpx.AsyncClient() as http:
             told = (await http.get(f"{url}/v1/loads")).json()
