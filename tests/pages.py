@@ -27,12 +27,14 @@ import dataclasses
 import functools
 import json
 import re
+import runpy
 import shutil
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
+from tests.forking import MODULES
 from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +98,10 @@ def run(page, urls, folder, *, plain=True, needing=False):
         needing: whether the others do.
     """
     running = [block for block in blocks(page) if not block.shows and (needing if block.needs else plain)]
+    if any(
+        "MultiSyncCollector(" in block.code for block in running
+    ):  # its workers are forked: no interpreter imports all again
+        runpy.run_path(str(ROOT / "tests/engine/site/sitecustomize.py"))["fork_from_a_helper"](MODULES)
     addresses = list(dict.fromkeys(ADDRESS.findall("".join(block.code for block in running))))
     assert len(addresses) <= len(urls), f"{page} has addresses of {len(addresses)} engines"
     table = {address: url.removeprefix("http://") for address, url in zip(addresses, urls, strict=False)}

@@ -24,6 +24,7 @@ from torchrl_ext.registry import transports
 TRAINER_S = 300
 SCRIPT = """
 import os, runpy, sys
+runpy.run_path("tests/engine/site/sitecustomize.py")["fork_from_a_helper"](())  # of this process, which imported all
 os.chdir(sys.argv[1])
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
