@@ -44,17 +44,20 @@ def finished(code, *args, timeout_s=WAIT_S, **how):
 
 
 @contextmanager
-def running_python(code, *args, prefix=(), fresh=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None):
+def running_python(
+    code, *args, prefix=(), fresh=False, bare=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None
+):
     """A process that runs ``code`` beside the block; killed at its end.
 
-    With ``fresh``, or a ``prefix`` (a command to run it by), it is an interpreter that has imported nothing yet.
+    With ``fresh``, or a ``prefix`` (a command to run it by), it is an interpreter that has imported nothing yet; with
+    ``bare`` one that has imported torch, and nothing of ours or of TorchRL's.
     """
     streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
     if prefix or fresh:
         command = [*prefix, sys.executable, "-c", code, *map(str, args)]
         child = subprocess.Popen(command, cwd=ROOT, text=True, **streams)
     else:
-        child = Forked(code, args, **streams)
+        child = Forked(code, args, bare=bare, **streams)
     try:
         yield child
     finally:
@@ -67,11 +70,11 @@ def running_python(code, *args, prefix=(), fresh=False, stdin=subprocess.PIPE, s
 
 
 class Forked:
-    """As `subprocess.Popen`, for a child that `tests.forking` makes: it has imported torch and our own modules."""
+    """As `subprocess.Popen`, for a child that `tests.forking` makes: it has imported torch and, not ``bare``, more."""
 
     _asking = threading.Lock()
 
-    def __init__(self, code, args, *, stdin, stdout, stderr):
+    def __init__(self, code, args, *, bare, stdin, stdout, stderr):
         self.returncode = None
         self._told = b""
         asked = {"code": code, "args": [str(arg) for arg in args], "environ": dict(os.environ)}
@@ -83,7 +86,7 @@ class Forked:
             self._status, told = os.pipe()
             given.callback(os.close, told)
             with self._asking:
-                socket.send_fds(forking(), [request], [first, second, third, told])
+                socket.send_fds(forking()[bare], [request], [first, second, third, told])
         self.pid = int(self._next(WAIT_S))
 
     def poll(self):
@@ -139,21 +142,22 @@ def _ends(given, stream, number):
 
 @functools.cache
 def forking():
-    """The socket to a `tests.forking` of this session, which ends with it."""
-    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "tests.forking", str(other.fileno())]
-    with other:
+    """The two sockets to a `tests.forking` of this session, which ends with them."""
+    own, other = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)), strict=True)
+    given = [end.fileno() for end in other]
+    with other[0], other[1]:
         server = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "tests.forking", *map(str, given)],
             cwd=ROOT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            pass_fds=[other.fileno()],
+            pass_fds=given,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
 
     def end():
-        own.close()
+        for one in own:
+            one.close()
         server.wait(WAIT_S)
 
     atexit.register(end)

@@ -172,7 +172,7 @@ def test_importing_what_engines_need_brings_no_trainer_package():
         "    assert not brought, (module, brought)",
         json.dumps(ENGINE_MODULES),
         *sorted(TRAINER_ONLY - {"datasets"}),
-        fresh=True,
+        bare=True,
     )
 
 

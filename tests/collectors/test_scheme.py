@@ -236,7 +236,7 @@ def test_from_backend_knows_the_names_whichever_package_was_imported_first():
         "import torchrl_ext.collectors.backends, torchrl.weight_update as w",
     )
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda order: python(order + asks, fresh=True), orders))
+        list(pool.map(lambda order: python(order + asks, bare=True), orders))
 
 
 def test_importing_us_leaves_the_import_system_alone_and_torchrl_out():
@@ -246,7 +246,7 @@ def test_importing_us_leaves_the_import_system_alone_and_torchrl_out():
         "ours = [finder for finder in sys.meta_path if 'torchrl_ext' in type(finder).__module__]\n"
         "assert not ours and sys.meta_path[: len(before)] == before, sys.meta_path\n"
         "assert 'torchrl' not in sys.modules",
-        fresh=True,
+        bare=True,
     )
 
 

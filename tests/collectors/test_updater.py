@@ -251,13 +251,13 @@ def test_the_engine_that_a_collective_was_made_with_is_driven():
 
 def test_torchrls_warning_of_a_deprecation_reaches_those_who_can_act_on_it_alone():
     told = python(
-        "import warnings, torchrl.collectors, torchrl_ext as tx\n"
+        "import sys, warnings, torchrl.collectors, torchrl_ext as tx\n"
+        "assert 'torchrl_ext.collectors.updater' not in sys.modules\n"
         "with warnings.catch_warnings(record=True) as found:\n"
         "    warnings.simplefilter('always')\n"
         "    updater = tx.TransportWeightUpdater('memory', {})\n"
         "    class Own(torchrl.collectors.WeightUpdaterBase): pass\n"
-        "print([str(one.message).split()[1] for one in found if 'WeightUpdaterBase' in str(one.message)])",
-        fresh=True,
+        "print([str(one.message).split()[1] for one in found if 'WeightUpdaterBase' in str(one.message)])"
     )
     assert told.strip() == "['Own']"
 

@@ -190,10 +190,10 @@ def test_an_updater_that_cannot_work_is_refused_with_the_reason(override, reason
 
 def test_one_import_is_enough():
     names = python(
-        "import json, torchrl_ext.configs\n"
+        "import json, sys; assert 'hydra' not in sys.modules\n"
+        "import torchrl_ext.configs\n"
         "from hydra.core.config_store import ConfigStore\n"
-        "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))",
-        fresh=True,
+        "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))"
     )
     found = {name.removesuffix(".yaml") for name in json.loads(names)}
     assert {"multiprocess", "shared_mem"} | set(tx.transports()) <= found
@@ -208,7 +208,7 @@ def test_the_options_import_no_hydra_where_it_is_and_need_none():
         "import torchrl_ext.configs\n"
         "assert tx.WeightUpdateConfig().update_weight_mode == 'full'\n"
         "assert 'torchrl' not in sys.modules",
-        fresh=True,
+        bare=True,
     )
 
 
