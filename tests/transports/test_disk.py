@@ -280,13 +280,18 @@ class TestNoSpace:
 def in_a_small_filesystem(folder, send):
     if subprocess.run([*IN_A_SMALL_FILESYSTEM, "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine lets nobody mount a filesystem of his own")
-    return python(SMALL_FILESYSTEM.replace("SEND", send), folder, prefix=IN_A_SMALL_FILESYSTEM)
+    return python(SMALL_FILESYSTEM.replace("SEND", send), folder)
 
 
 SMALL_FILESYSTEM = """
-import pathlib, subprocess, sys, torch, torchrl_ext as tx
+import ctypes, os, pathlib, subprocess, sys, torch, torchrl_ext as tx
 from torchrl_ext.weights.source import MappingSource
 root = pathlib.Path(sys.argv[1])
+user, group, libc = os.getuid(), os.getgid(), ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x10020000) == 0, ctypes.get_errno()  # CLONE_NEWUSER | CLONE_NEWNS, as unshare(1) does it
+for name, said in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    pathlib.Path("/proc/self", name).write_text(said)
+assert libc.mount(b"none", b"/", None, 0x44000, None) == 0, ctypes.get_errno()  # MS_REC | MS_PRIVATE
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", root], check=True)
 
 class Filling(MappingSource):  # another program takes the space while the trainer gathers
