@@ -211,7 +211,7 @@ class Demo:
     ("moment", "number", "ranks"),
     [
         ("starting the embedded engine", signal.SIGINT, 1),
-        ("step 2", signal.SIGTERM, 1),
+        ("step 1", signal.SIGTERM, 1),
         pytest.param("step 1", signal.SIGINT, 2, marks=pytest.mark.exhaustive),
     ],
 )

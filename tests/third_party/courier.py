@@ -123,7 +123,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, token: str) -> None:
         super().__init__((host, port), _Handler)
         self.token, self.pages = token.encode(), {"newest": b""}
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()  # looks for its end so often
 
     def publish(self, info: Info, body: bytes) -> None:
         self.pages[str(info["version"])] = body
