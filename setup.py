@@ -18,7 +18,7 @@ EXTRAS = {
     # The package `nixl` itself would bring both, with CUDA's libraries
     "nixl": ['nixl-cu12>=1.5; platform_system == "Linux"'],
     "router": ["vllm-router>=0.1.17"],  # else made in an environment of its own on first use
-    "vllm": ["vllm>=0.32"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
+    "vllm": ["vllm>=0.31"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
     "docs": ["sphinx>=7", "myst-parser>=3", "furo", "hydra-core>=1.3"],
     "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML"],

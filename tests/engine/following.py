@@ -101,6 +101,8 @@ class Follows(OfOneKind):
             served.assert_serves(model, report)
 
     def test_a_frozen_request_goes_on_with_its_keys_where_they_are_to_be_kept(self, served, tmp_path):
+        if not served.tells:
+            pytest.skip("it does not say which weights sampled a token")
         old, new, attempts = tiny_model(71), tiny_model(72), count()
         with sending("disk", tmp_path, served, keep_cache=True) as sender, ThreadPoolExecutor(1) as pool:
 
@@ -136,7 +138,7 @@ class Follows(OfOneKind):
 
     def test_full_versions_are_copied_to_the_host_and_loaded_from_there(self, served, tmp_path):
         transport = tx.make_transport("disk", root=tmp_path / "updates", local_dir=tmp_path / "copy")
-        sender = tx.WeightSender(transport, tx.make_engine(self.kind, url=served.url))
+        sender = tx.WeightSender(transport, tx.make_engine(served.kind, url=served.url))
         for seed in (75, 76):
             model = tiny_model(seed)
             report = sender.update_weights(model)

@@ -55,7 +55,7 @@ class OlderRelease(Follows):
 
     def test_requests_in_flight_complete_and_say_no_wrong_version(self, served, tmp_path):
         old, new = tiny_model(31), tiny_model(32)
-        with sending("collective", tmp_path, served) as sender, ThreadPoolExecutor(4) as pool:
+        with sending("delta", tmp_path, served) as sender, ThreadPoolExecutor(4) as pool:
             first = sender.update_weights(old).version
             futures = [pool.submit(served.generate, 200, temperature=1.0) for _ in range(4)]
             second = sender.update_weights(new).version
@@ -119,12 +119,14 @@ sglang_by_delta = serving_deltas(
 )
 
 
+@pytest.mark.exhaustive
 class TestOlderVLLMByDelta(FollowsByDelta):
     @pytest.fixture
     def served(self, vllm_by_delta):
         return vllm_by_delta
 
 
+@pytest.mark.exhaustive
 class TestOlderSGLangByDelta(FollowsByDelta):
     @pytest.fixture
     def served(self, sglang_by_delta):
