@@ -37,7 +37,8 @@ class Keyed(Handler):
 @contextmanager
 def guarded(answers, *keys):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Keyed)
-    server.daemon_threads, server.answers, server.calls, server.keys = True, dict(answers), [], keys
+    server.daemon_threads, server.answers, server.keys = True, dict(answers), keys
+    server.calls, server.headers = [], []
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

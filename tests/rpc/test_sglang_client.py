@@ -93,11 +93,11 @@ def test_an_update_pauses_flushes_transfers_and_resumes():
             {"kind": "inspect", **dict.fromkeys(("root", "clear", "dial", "token"))},
             "GET /server_info",
             {"kind": "join", "transport": "disk"},
-            {"kind": "poll"},
+            {"kind": "poll", "pull": False},
             {"kind": "state"},
             "GET /ready",
             {"kind": "prefetch", "version": 8, "part": None, "files": None, "label": None},
-            {"kind": "poll"},
+            {"kind": "poll", "pull": False},
             {"kind": "state"},
             "GET /ready",
             "POST /pause_generation",
@@ -247,7 +247,7 @@ def test_a_step_that_goes_on_is_asked_after_until_its_deadline():
     answers = [plugin(), plugin(), plugin(working=True), plugin(working=True), plugin()]
     with running(NEW, post_weights_checker=answers) as server:
         SGLangEngine(server.url).connect(JOIN)
-        assert said(server).count({"kind": "poll"}) == 3
+        assert said(server).count({"kind": "poll", "pull": False}) == 3
     with (
         running(NEW, post_weights_checker=plugin(working=True)) as server,
         pytest.raises(DeadlineError, match=r"longer than 0\.5 s"),

@@ -247,7 +247,7 @@ class TokenRequests(ABC):
         try:
             return await self.post(route, body)
         except EngineRefusedError as error:
-            if error.status not in _ABSENT:
+            if error.status not in _ABSENT or self.proxy_url in self.server_urls:
                 raise
             why: EngineError = error
         session, until = self._requests.here().session, self._until()
