@@ -143,11 +143,19 @@ for turn in range(5):
 """
 
 
+END = """
+import os
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort an interpreter that takes its time to end
+"""
+
+
 def on_ranks(world, code, *args):
     """Run code on every rank; what each printed."""
     port = free_port()
     with ThreadPoolExecutor(world) as pool:
-        calls = [pool.submit(finished, PRELUDE + code, rank, world, port, *args) for rank in range(world)]
+        calls = [pool.submit(finished, PRELUDE + code + END, rank, world, port, *args) for rank in range(world)]
         done = [call.result(2 * WAIT_S) for call in calls]
     for rank, one in enumerate(done):
         assert one.returncode == 0, f"rank {rank}\n{one.stdout}\n{one.stderr[-4000:]}"
