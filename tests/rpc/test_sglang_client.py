@@ -18,7 +18,7 @@ STARTED_WITH = {
     "tp_size": 2,
     "pp_size": 1,
     "dp_size": 3,
-    "disaggregation_mode": "prefill",
+    "disaggregation_mode": "null",
     "version": "0.5.23",
 }
 SERVES = {"model_path": "/models/now", "weight_version": "8", "load_format": "auto"}
@@ -198,6 +198,15 @@ def test_a_cache_that_is_to_be_kept_is_frozen_in_place_and_never_flushed(setting
         assert server.routes()[-1] == "POST /continue_generation" and {"kind": "flush"} not in said(server)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(("setting", "mode"), [({}, "abort"), ({"pause_mode": "in_place"}, "in_place")])
+def test_requests_between_two_pools_end_since_they_would_keep_the_cache(role, setting, mode):
+    told = (200, {**STARTED_WITH, "disaggregation_mode": role})
+    with running({**NEW, "GET /server_info": told}) as server:
+        update(SGLangEngine(server.url, **setting))
+        assert [body for call, _, body in server.calls if call == "POST /pause_generation"] == [{"mode": mode}]
+
+
 def test_a_server_that_puts_its_keys_into_a_store_must_not_keep_them():
     told = (200, {**STARTED_WITH, "hicache_storage_backend": "file"})
     with running({**NEW, "GET /server_info": told}) as server:
@@ -276,7 +285,7 @@ def test_discovery_reads_what_sglang_says():
     with running(NEW) as server:
         (info,) = tx.discover(server.url)
         assert SGLangEngine(server.url).info() == info
-    assert (info.kind, info.version, info.worker_type, info.model) == ("sglang", "0.5.23", "prefill", "/models/now")
+    assert (info.kind, info.version, info.worker_type, info.model) == ("sglang", "0.5.23", "regular", "/models/now")
     assert (info.tp_size, info.pp_size, info.dp_size, info.world_size, info.num_gpus) == (2, 1, 3, 6, 6)
     assert info.weight_version == "8" and {"disk", "collective", "delta"} <= set(info.transports)
     with running(NEW, post_weights_checker=STOCK) as server:

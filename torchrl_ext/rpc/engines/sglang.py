@@ -68,7 +68,8 @@ class SGLangEngine(HTTPEngine):
         pause_mode: what happens to running requests: ``"retract"`` puts them back into the queue, and they go on with
             the new weights, their keys and values computed anew; ``"abort"`` ends them; ``"in_place"`` freezes them
             together with their keys and values of the old weights. ``"keep"``, vLLM's word, is ``"retract"``, and with
-            ``keep_cache`` ``"in_place"``.
+            ``keep_cache`` ``"in_place"``. In pools ``"retract"`` is ``"abort"``, since requests between the two pools
+            would use the cache for as long as these are paused.
         keep_cache: leave keys and values of the old weights where they are: frozen requests, and later ones with the
             same prefix, go on with them. Each token still has the version of the weights that sampled it. Not for a
             server that keeps keys and values in a store. Without, an update of a server whose requests are frozen in
@@ -105,6 +106,7 @@ class SGLangEngine(HTTPEngine):
         super().__init__(url, timeout_s=timeout_s, load_timeout_s=load_timeout_s, api_key=api_key)
         self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
         self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
+        self._pooled = False  # whether it prefills or decodes alone
         self._plugged = PluggedSGLang(self.tell, self._await_idle, self._tell, self._replicas)
         self._workers: Workers = self._plugged
         self._in_session = False
@@ -180,7 +182,8 @@ class SGLangEngine(HTTPEngine):
             self._workers.leave()  # of another transport, or from before a failure
             self._workers = self._plugged if plugged else StockSGLang(self._http, told, self._load_timeout_s)
             self._workers.join(info)
-            self._stores = stores
+            mode = told.get("disaggregation_mode") if isinstance(told, dict) else None
+            self._stores, self._pooled = stores, mode in ("prefill", "decode")
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. A server without our plugin proves nothing."""
@@ -320,8 +323,8 @@ class SGLangEngine(HTTPEngine):
         raise EngineRefusedError(f"{self.url} answered {told!r}", expected=expected, hint=_ADAPTERS)
 
     def _hold(self) -> None:
-        modes = [self._pause_mode]
-        if self._pause_mode == "abort" and self._ready() == _NOT_READY:
+        modes = ["abort" if self._pooled and self._pause_mode == "retract" else self._pause_mode]
+        if modes == ["abort"] and self._ready() == _NOT_READY:
             modes = ["retract", "abort"]  # abort alone would wait for ever for requests that are paused in place
         for mode in modes:
             self._http.post("/pause_generation", {"mode": mode}, timeout_s=self._load_timeout_s)
