@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import threading
 import time
@@ -237,8 +238,8 @@ def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error
 WORKER = """
 import sys
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-port, stop_at = int(sys.argv[1]), int(sys.argv[2])
-end = VLLMCollectiveTransport("127.0.0.1", port, 1, 2, "cpu", bucket_bytes=4096, timeout_s=60)
+port, rank, size, stop_at = map(int, sys.argv[1:])
+end = VLLMCollectiveTransport("127.0.0.1", port, rank, size, "cpu", bucket_bytes=4096, timeout_s=60)
 print("started", flush=True)
 end.init_all_workers_group({})
 print("connected", flush=True)
@@ -247,6 +248,9 @@ for index, (name, tensor) in enumerate(end.receive(info, {})):
     if index == stop_at:
         print("half", flush=True)
         sys.stdin.readline()
+print("took", flush=True)
+end.shutdown()
+print("left", flush=True)
 """
 
 TRAINER = """
@@ -280,7 +284,7 @@ LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(40)}
 @pytest.mark.parametrize(("how", "kind"), [(signal.SIGKILL, TransportError), (signal.SIGSTOP, DeadlineError)])
 def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_named(how, kind):
     port = free_port()
-    with running_python(WORKER, port, 3) as child:
+    with running_python(WORKER, port, 1, 2, 3) as child:
         trainer = member(port, 0, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
         assert child.stdout.readline() == "started\n"
         trainer.init_all_workers_group({})
@@ -295,6 +299,33 @@ def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_nam
         assert isinstance(sent, kind)
         assert f"no sign of life from rank 1 (pid {child.pid}" in str(sent)
         assert time.monotonic() - began < WAIT_S
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize("slow_one_dies", [False, True])
+def test_a_worker_that_leaves_with_all_it_needs_does_not_break_the_group_under_one_that_is_slower(slow_one_dies):
+    port, last = free_port(), 20
+    with running_python(WORKER, port, 1, 3, last) as slow, running_python(WORKER, port, 2, 3, -1) as fast:
+        trainer = member(port, 0, 3)
+        trainer.init_all_workers_group({})
+
+        def watch():
+            assert [slow.stdout.readline() for _ in range(3)] == ["started\n", "connected\n", "half\n"]
+            assert [fast.stdout.readline() for _ in range(3)] == ["started\n", "connected\n", "took\n"]
+            assert not select.select([fast.stdout], [], [], 1)[0]  # it stays for the slow one
+            if slow_one_dies:
+                slow.kill()
+                assert fast.stdout.readline() == "left\n"
+                trainer.abort()
+            else:
+                slow.stdin.write("\n")
+                slow.stdin.flush()
+                assert [slow.stdout.readline() for _ in range(2)] == ["took\n", "left\n"]
+                assert fast.stdout.readline() == "left\n"
+
+        sent, watched = beside(lambda: trainer.send_weights("policy", weights(count=1 + last)), watch)
+        assert watched is None
+        assert isinstance(sent, TransportError) if slow_one_dies else sent is None
         trainer.shutdown()
 
 

@@ -84,6 +84,7 @@ class Carrier(ABC):
         alive: whether the group can be used.
         world_size: number of ranks.
         workers: ranks other than 0.
+        acknowledged: number of the handoff that this worker answered to last; 0 before the first.
         sent, received: bytes by peer, of the transfers that were waited for, as this end counts them.
     """
 
@@ -100,7 +101,7 @@ class Carrier(ABC):
         self.notes, self.generation, self.rank, self.peers = notes, generation, rank, peers
         self.device, self.timeout_s = device, timeout_s
         self.world_size = len(peers)
-        self.alive, self.workers = True, range(1, len(peers))
+        self.alive, self.workers, self.acknowledged = True, range(1, len(peers)), 0
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self._lock = threading.RLock()

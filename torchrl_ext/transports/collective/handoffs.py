@@ -15,6 +15,7 @@ from torchrl_ext.types import Info
 __all__ = [
     "Announcements",
     "acknowledge",
+    "await_others",
     "await_workers",
     "receiving_failed",
     "refused",
@@ -30,13 +31,29 @@ _LOOK_S = 0.5
 """How often a worker that waits looks whether its group is still there."""
 
 
-def acknowledge(group: Carrier, info: Info, words: str = "") -> None:
-    """Tell the trainer that all bytes of the handoff are here or, by ``words``, why it was refused (worker end)."""
-    group.notes.put(f"arrived/{group.generation}/{info['handoff']}/{group.rank}", words)
+def acknowledge(group: Carrier, info: Info, said: int | str = "") -> None:
+    """Tell the trainer that all bytes of the handoff are here, and how many, or why it was refused (worker end)."""
+    group.acknowledged = info["handoff"]
+    group.notes.put(f"arrived/{group.generation}/{info['handoff']}/{group.rank}", said)
+
+
+def await_others(group: Carrier) -> None:
+    """Wait until every worker has answered to the handoff that this one did; to be called by one that leaves.
+
+    Its connections close, by which workers that still receive see the group broken: they cannot tell a rank that has
+    all from one that died.
+    """
+    until = deadline(group.timeout_s)
+    group.notes.patience_s = _LAST_WORDS_S
+    with contextlib.suppress(NotConnectedError):  # the trainer is gone, so nobody receives any more
+        while group.alive and group.whole and not group.notes.stop.is_set() and time.monotonic() < until:
+            over = group.notes.wait(f"over/{group.generation}/{group.acknowledged}", min(until, deadline(_LOOK_S)))
+            if over or stop_reason(group) is not None:
+                return
 
 
 def await_workers(group: Carrier, info: Info) -> dict[int, Any]:
-    """Wait for each worker's answer to the handoff: ``""`` where it was taken, else why not (trainer end).
+    """Wait for each worker's answer to the handoff: bytes or ``""`` where it was taken, else why not (trainer end).
 
     Raises:
         DeadlineError: names the workers that say nothing within the group's deadline.
@@ -49,7 +66,8 @@ def await_workers(group: Carrier, info: Info) -> dict[int, Any]:
     if len(said) < len(group.workers):
         silent = group.call(rank for rank in group.workers if rank not in said)
         raise DeadlineError(f"no word within {group.timeout_s:g} s from {silent} that it arrived")
-    group.notes.sweep(key)
+    group.notes.sweep(key, f"over/{group.generation}/")
+    group.notes.put(f"over/{group.generation}/{info['handoff']}", True)
     return said
 
 

@@ -22,7 +22,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, Tr
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.handoffs import Announcements, tell_stopped
+from torchrl_ext.transports.collective.handoffs import Announcements, await_others, tell_stopped
 from torchrl_ext.transports.collective.notes import KeptNotes, NoteStore, RemoteNotes
 from torchrl_ext.transports.links import ranks_text
 from torchrl_ext.types import ParamMeta
@@ -141,7 +141,8 @@ class Membership:
             if group.rank == 0 and group.alive:
                 tell_stopped(group, "the trainer shut it down or forms a new one")
             group.sever()
-            group.notes.sweep(f"announced/{group.generation}/", f"arrived/{group.generation}/")
+            own = (f"{kind}/{group.generation}/" for kind in ("announced", "arrived", "over"))
+            group.notes.sweep(*own)
 
     def abort(self) -> None:
         """End every wait, from another thread; the group is lost."""
@@ -150,7 +151,9 @@ class Membership:
             carrier.sever()
 
     def close(self) -> None:
-        """Leave the group, and close the notes. May be called twice."""
+        """Leave the group, a worker once the others have what it has, and close the notes. May be called twice."""
+        if self._carrier is not None and self._carrier.acknowledged:
+            await_others(self._carrier)
         self.stop.set()
         self.leave()
         self._end_notes()

@@ -72,7 +72,7 @@ class WorkerEnd(End):
             yield None
             for name, tensor in incoming.pairs():
                 yield name, tensor
-            self._say(group, info, group.received.total() - before)
+            handoffs.acknowledge(group, info, group.received.total() - before)
             told = True
         except WeightSyncError as error:
             raise handoffs.receiving_failed(group, info, error) from error
@@ -90,17 +90,13 @@ class WorkerEnd(End):
         group = self.member.carrier()
         self._drain(group, self._incoming(group, info, {}), info, why(error))
 
-    def _say(self, group: Carrier, info: Info, said: int | str) -> None:
-        """Tell the trainer how many bytes came, or why they were not taken."""
-        group.notes.put(f"arrived/{group.generation}/{info['handoff']}/{group.rank}", said)
-
     def _drain(self, group: Carrier, incoming: Incoming, info: Info, words: str) -> None:
         """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
         if not group.alive:
             return
         try:
             incoming.drain()
-            self._say(group, info, words)
+            handoffs.acknowledge(group, info, words)
         except WeightSyncError:
             group.sever()
 
