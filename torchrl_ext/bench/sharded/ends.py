@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -47,6 +48,8 @@ MODELS: dict[str, Shapes] = {"full": model_shapes(6, 1024, 4096), "small": model
 """Shapes in float32: 340 MB, and 9 MB."""
 
 _HOST = "127.0.0.1"
+_TOGETHER: dict[str, Any] = {}
+"""By case, the barrier of its processes: a connection that is closed takes the kernel's count of its bytes with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +132,8 @@ def main() -> int:
     words_of(ParamMeta("", torch.float32, (1,)), Block((0,), (1,)), torch.zeros(1))  # loads what is compiled
     for way in ("collective", "sharded"):
         transports.load(way)
+    forks = multiprocessing.get_context("fork")
+    _TOGETHER.update({case.name: forks.Barrier(case.ranks + WORKERS, timeout=TIMEOUT_S) for case in seats[0].cases})
     children = {_forked(seat) for seat in seats}
     try:
         while children:
@@ -186,6 +191,7 @@ def _send(seat: Seat, case: Case) -> None:
         found["cpu_s"][way].append(time.process_time() - cpu_s)
         if way == "sharded":
             found["report"] = report.to_json()
+    _TOGETHER[case.name].wait()
     for sender in senders.values():
         sender.shutdown()
     del senders, sender
@@ -195,6 +201,7 @@ def _send(seat: Seat, case: Case) -> None:
     with track_peak() as extra:
         fresh.update_weights()
     found["extra_bytes"] = extra
+    _TOGETHER[case.name].wait()
     fresh.shutdown()
     seat.put(case.name, found)
     dist.destroy_process_group()
@@ -287,7 +294,7 @@ def _follow(seat: Seat, case: Case) -> None:
     """Be a worker of a case, or one of each of its engines."""
     own = range(seat.number, case.engines * WORKERS, WORKERS)
     with ThreadPoolExecutor(len(own)) as pool:
-        together = threading.Barrier(len(own), timeout=TIMEOUT_S)
+        together = threading.Barrier(len(own), _TOGETHER[case.name].wait, TIMEOUT_S)
         found = list(pool.map(lambda worker: _Worker(seat, case, worker, together).run(), own))
     seat.put(case.name, found)
 
@@ -298,7 +305,8 @@ class _Worker:
     Args:
         seat, case: of its process.
         worker: its number among those of all engines.
-        together: waits for the other workers of this process, since one that leaves closes the sockets of all.
+        together: waits for all other workers and for the trainer, since one that leaves closes its sockets, and those
+            of the other workers of its process.
     """
 
     def __init__(self, seat: Seat, case: Case, worker: int, together: threading.Barrier) -> None:
