@@ -78,7 +78,7 @@ NO_TORCHVISION = "asks for torchvision, which vLLM's environment for CPUs does n
 
 CELLS = (
     vllm("qwen3-moe"),
-    vllm("deepseek-v3", core=True),
+    vllm("deepseek-v3"),
     vllm("qwen3-moe", **TP_2, core=True),
     vllm("mixtral"),
     vllm("llama"),
@@ -112,7 +112,7 @@ CELLS = (
     vllm("qwen3-vl", does_not_start=NO_TORCHVISION),
     vllm("qwen3-next", does_not_start="its linear attention on a CPU wants bfloat16 (CPU GDN attention requires BF16)"),
     sglang("deepseek-v3", core=True),
-    sglang("qwen3-moe", **TP_2, proofs=("in place",), core=True),
+    sglang("qwen3-moe", **TP_2, proofs=("in place",)),
     sglang("qwen3-moe"),
     sglang("mixtral"),
     sglang("llama"),

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import torchrl_ext as tx
-from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
+from tests.engine.following import Follows, FollowsInBfloat16, OfOneKind, Recovers, sending
 from tests.engine.following_deltas import FollowsByDelta, serving_deltas
 from tests.engine.served import OLDER, ServedOlderSGLang, ServedOlderVLLM, assert_spans
 from tests.models import greedy, tiny_model
@@ -20,16 +20,13 @@ from torchrl_ext.cli.main import main
 pytestmark = pytest.mark.engine
 
 
-class OlderRelease(Follows):
-    """The suites, and what differs between releases: discovery, labels, pauses, requests in flight."""
+class OlderRelease(OfOneKind):
+    """Updates by each transport, and what differs between releases: discovery, labels, pauses, requests in flight."""
 
     pauses: tuple[str, ...] = ()
-
-    @pytest.fixture
-    def tensor_parallel(self, request):
-        if not request.config.getoption("--exhaustive"):
-            pytest.skip("further settings need --exhaustive")
-        return request.getfixturevalue(f"tensor_parallel_{self.kind}")
+    test_five_syncs_leave_the_engine_at_the_trainers_weights = (
+        Follows.test_five_syncs_leave_the_engine_at_the_trainers_weights
+    )
 
     def test_it_is_the_release_that_was_asked_for_and_says_what_it_follows(self, served):
         (info,) = tx.discover(served.url)
@@ -92,6 +89,11 @@ class TestOlderSGLang(OlderRelease):
 
 
 @pytest.mark.exhaustive
+class TestOlderVLLMFollows(Follows):
+    kind = "older_vllm"
+
+
+@pytest.mark.exhaustive
 class TestOlderVLLMRecovers(Recovers):
     kind = "older_vllm"
 
@@ -99,6 +101,11 @@ class TestOlderVLLMRecovers(Recovers):
 @pytest.mark.exhaustive
 class TestOlderVLLMInBfloat16(FollowsInBfloat16):
     kind = "older_vllm"
+
+
+@pytest.mark.exhaustive
+class TestOlderSGLangFollows(Follows):
+    kind = "older_sglang"
 
 
 @pytest.mark.exhaustive

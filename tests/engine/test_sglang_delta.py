@@ -14,7 +14,7 @@ SETTINGS = {
     "bfloat16": {"dtype": "bfloat16"},
 }
 
-served = serving_deltas(ServedSGLang, SETTINGS, usual=("one worker", "two workers, tied"))
+served = serving_deltas(ServedSGLang, SETTINGS, usual=("two workers, tied",))
 
 
 class TestFollowing(FollowsByDelta):

@@ -29,7 +29,10 @@ def now():
     return SimpleNamespace(model=tiny_model(0), version=0)
 
 
-@pytest.fixture(scope="module", params=["SGLang's", "given", pytest.param("vLLM's", marks=pytest.mark.exhaustive)])
+OTHER_ROUTERS = [pytest.param(whose, marks=pytest.mark.exhaustive) for whose in ("given", "vLLM's")]
+
+
+@pytest.fixture(scope="module", params=["SGLang's", *OTHER_ROUTERS])
 def routing(request, urls):
     if request.param == "given":
         with RouterProcess(kind="sglang", health_route="/ping") as process:

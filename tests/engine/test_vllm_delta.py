@@ -14,7 +14,7 @@ SETTINGS = {
     "plain, two workers, bfloat16": {"dtype": "bfloat16", "plain_linears": True, "tensor_parallel_size": 2},
 }
 
-served = serving_deltas(ServedVLLM, SETTINGS, usual=("plain", "packed and tied, two workers"))
+served = serving_deltas(ServedVLLM, SETTINGS, usual=("packed and tied, two workers",))
 
 
 class TestFollowing(FollowsByDelta):

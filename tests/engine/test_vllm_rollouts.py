@@ -73,6 +73,7 @@ def test_a_collector_follows_two_servers(vllm, second_vllm, checkpoint, tmp_path
     collector.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_training_learns_with_two_external_servers_that_follow_by_delta(vllm, second_vllm, tmp_path):
     arguments = ["--json", "--transport", "delta", "--steps", "5", "--root", tmp_path / "updates"]
     done = finished(COMMAND, "demo", *arguments, "--engines", vllm.url, second_vllm.url, timeout_s=600)
