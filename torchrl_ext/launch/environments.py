@@ -247,6 +247,8 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
                 _make(recipe, folder, python, engines / f"{recipe.name}.log", report)
             for path, text in _stale(recipe, folder).items():
                 path.write_text(text)
+                for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):  # Python compares sizes and seconds
+                    compiled.unlink(missing_ok=True)
             written = marker.with_suffix(".written")
             written.write_text(json.dumps({**_wanted(recipe), "files": sorted(recipe.files)}))
             written.replace(marker)
