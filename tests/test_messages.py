@@ -68,7 +68,7 @@ def test_what_a_transport_tells_its_worker_ends_travels_as_it_is():
         ({"handoff": {"wire": {"master_port": 0}}}, "master_port of the handoff is 0.*1 to 65535"),
         ({"handoff": {"wire": {"wire": 3}}}, "wire of the handoff is 3"),
         ({"handoff": {"root": "x" * 5000}}, "root of the handoff"),
-        ({"more": 1}, "a 'load' message has a field 'more'.*of version, handoff"),
+        ({"more": 1}, "a 'load' message has a field 'more'.*of connection, version, handoff"),
         ({"kind": "pigeon"}, "no message of kind 'pigeon'.*one of .*join.*load"),
         ({"kind": ["load"]}, "no message of kind"),
     ],

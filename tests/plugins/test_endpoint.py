@@ -85,7 +85,8 @@ class Engine:
             raise RuntimeError("out of memory")
         if method in ("pull_weights", "reload_weights"):
             return
-        message = {"start_weight_update": Start(), "finish_weight_update": Finish(version=1)}.get(method)
+        own = {"connection": self.end.receiver.connection}  # as the plugin takes it for routes without a body
+        message = {"start_weight_update": Start(**own), "finish_weight_update": Finish(version=1, **own)}.get(method)
         answer = self.end.handle(read(next(iter(kwargs.values()))) if message is None else message)
         if answer:
             raise RuntimeError(ANSWERS + json.dumps(answer))

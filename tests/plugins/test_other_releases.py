@@ -69,7 +69,13 @@ def test_a_vllm_that_takes_no_backend_starts_and_says_so_once(tmp_path, files, w
     assert words in said and "follows no trainer" in said
 
 
-WHOLE = {"vllm/__init__.py": "__version__ = '0.33.0'", FACTORY: REGISTERING, WORKERS: "class WorkerBase: pass"}
+CORE = "vllm/v1/engine/core.py"
+WHOLE = {
+    "vllm/__init__.py": "__version__ = '0.33.0'",
+    FACTORY: REGISTERING,
+    WORKERS: "class WorkerBase: pass",
+    CORE: "class EngineCore:\n def resume_scheduler(self): pass",
+}
 
 
 def test_a_vllm_that_has_everything_is_found_without_a_warning(tmp_path):
@@ -122,7 +128,7 @@ engine = TorchRLExtEngine(Some(backend="torchrl_ext"), config, torch.device("cpu
 join = Join.of({"transport": "disk", "params": [], "rank_offset": 0}).to_json()
 for step in (
     lambda: engine.init_transfer_engine(engine.parse_init_info(join)),
-    engine.start_weight_update, engine.finish_weight_update, engine.invalidate, engine.shutdown,
+    engine.start_weight_update, engine.finish_weight_update, lambda: engine.invalidate(whole=True), engine.shutdown,
 ):
     try:
         step()

@@ -31,8 +31,9 @@ def rehearsal(how="once", **answers):
 
 def test_an_engine_is_paused_for_it_and_proves_the_least_of_its_workers():
     engine, failure, calls, asked = rehearsal()
-    assert failure is None and calls == [INIT, "POST /pause", INIT, "POST /resume"]
-    assert asked == [{"kind": "rehearse", "how": "once", "ask": ask} for ask in (True, False)]
+    assert failure is None and calls == [INIT, "POST /pause", INIT, INIT, "POST /resume"]
+    rehearsals = [{"kind": "rehearse", "how": "once", "ask": ask} for ask in (True, False)]
+    assert asked == [*rehearsals, {"kind": "state"}]  # it resumes nothing that is not whole
     assert engine.proof == "in place" and [told["worker"] for told in engine.rehearsed] == [0, 1]
     assert engine.rows()[0].state == "serving" and engine.rows()[0].proof == "in place"
 

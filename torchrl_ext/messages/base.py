@@ -13,7 +13,7 @@ import torchrl_ext
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import Info, ParamMeta, Part
 
-FORMAT = 2
+FORMAT = 3
 """The number of this protocol; `docs/formats.md` says what changed with each."""
 
 _UNNUMBERED = "without a number, as earlier releases of torchrl_ext and programs of others send them,"

@@ -143,6 +143,9 @@ class Fleet(EngineClient):
             found[places[engine]] = ([*members, engine], max(workers, described.world_size))
         return list(found.values())
 
+    def replaced(self, connection: str) -> str:
+        return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
+
     @property
     def takes_parts(self) -> bool:
         return all(engine.takes_parts for engine in self._active())

@@ -147,6 +147,9 @@ class Transport(ABC):
         """Return whether the next version may be a part of the model, which has all else in common with ``version``."""
         return True
 
+    def renew(self) -> None:  # noqa: B027 - most versions need nothing of those before
+        """Take note that workers hold what another sender sent: the next version must build on nothing of theirs."""
+
     def follow(self, source: WeightSource) -> None:
         """Take part in one update on a trainer rank that does not drive it: as a rule in the gathers alone.
 

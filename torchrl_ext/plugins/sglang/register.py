@@ -35,6 +35,7 @@ __all__ = ["register"]
 log = logging.getLogger("torchrl_ext")
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _PAST_US = ("update_weights_from_", "load_weights_from_")
 """The first letters of the names of SGLang's other load methods, which differ between releases."""
@@ -80,6 +81,7 @@ def _register_hooks() -> None:
     _unseen[:] = [unseen] if unseen else []
     hooks: dict[str, Callable[..., Any]] = {
         f"{_MANAGER}.check_weights": check_weights,
+        f"{_SCHEDULER}.continue_generation": continue_generation,
         **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         **sglang_adapters.HOOKS,
@@ -136,6 +138,29 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
     return CheckWeightsReqOutput(success=success, message=answer)
 
 
+def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap the scheduler's part of ``/continue_generation``: one that holds a part of an update stays paused."""
+    words = ""
+    try:
+        words = _united(lambda: _refuse_parts(scheduler))  # on all workers of this server, or on none
+    except Exception:  # it would end the server
+        log.exception("it is not known whether this server holds a part of a weight update")
+    if words:
+        log.error("the server was told to continue, and stays paused: %s", words)
+        scheduler._engine_paused = True  # not so before, where requests were aborted
+        return None
+    return original(scheduler, *args, **kwargs)
+
+
+def _refuse_parts(scheduler: Any) -> None:
+    """Raise EngineError where a model holds a part of an update, or SGLang's own session for one is open."""
+    worker = _workers.get(scheduler.tp_worker.model_runner.model)
+    if worker is not None:
+        worker.refuse_parts()
+    if getattr(getattr(scheduler, "weight_updater", None), "_session", None) is not None:
+        raise EngineError("a session for an update of weights is open", hint="POST /end_weight_update first")
+
+
 def update_weights_from_disk(
     original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
 ) -> tuple[bool, str]:
@@ -161,6 +186,8 @@ def update_weights_from_disk(
 
     failure = _united(load)
     if not failure:
+        if updater.get_model() in _workers:
+            _workers[updater.get_model()].reloaded()
         return True, message
     return False, (
         f"{failure}. State: the model may hold part of an update. "

@@ -57,6 +57,10 @@ class VLLMLoader(PluginLoader):
         if vllm.lands():
             self._repair(list(self._model.modules()))
 
+    def is_open(self) -> bool:
+        """Return whether a layer is in checkpoint form, in which it computes nothing."""
+        return vllm.lands() and any(vllm.get_layerwise_info(layer).can_load() for layer in self._model.modules())
+
     def roll_back(self) -> None:
         """Put live tensors back into layers that an abandoned update left in checkpoint form.
 

@@ -181,6 +181,7 @@ class SGLangEngine(HTTPEngine):
                 )
             self._workers.leave()  # of another transport, or from before a failure
             self._workers = self._plugged if plugged else StockSGLang(self._http, told, self._load_timeout_s)
+            self._connection = str(info.get("connection", ""))
             self._workers.join(info)
             mode = told.get("disaggregation_mode") if isinstance(told, dict) else None
             self._stores, self._pooled = stores, mode in ("prefill", "decode")
@@ -220,6 +221,7 @@ class SGLangEngine(HTTPEngine):
             if not self._keep_cache:
                 self._flush(frozen=self._pause_mode == "in_place")
         with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
+            self._workers.confirm()
             self._wake(frozenset({"weights"}), before)
             if self._workers.sessions:
                 self._open_session()
@@ -290,14 +292,18 @@ class SGLangEngine(HTTPEngine):
         try:
             told = self._workers.state()
         except EngineRefusedError as error:
-            if not is_absent(error):
+            if not self._lacks_plugin(error):
                 raise
-        paused = {_OK: False, _NOT_READY: True}.get(self._ready(), told.get("paused"))
-        paused = None if paused is None else bool(paused)
+        pauses = {_OK: False, _NOT_READY: True}.get(self._ready()), told.get("paused")  # each may know of its own alone
+        known = [bool(one) for one in pauses if one is not None]
+        paused = any(known) if known else None
         return SleepState(paused=paused, asleep=named_tags(told.get("asleep")), empty=bool(told.get("empty")))
 
     def _ready(self) -> int:
         return self._http.call("GET", "/ready").status  # its scheduler does not know of every pause
+
+    def _lacks_plugin(self, error: EngineRefusedError) -> bool:
+        return is_absent(error)
 
     def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:
         return bool(state.empty)

@@ -157,7 +157,7 @@ class VLLMRoutes(HTTPEngine):
                 self._refuse_connector(kv_connectors(told))
             self._sees = sees(told)
             self._workers.leave()  # of another transport, or from before a failure
-            self._workers = self._found(told)
+            self._workers, self._connection = self._found(told), str(info.get("connection", ""))
             if not self._workers.plugged and self.sleep_state().empty:
                 self._workers.emptied()  # these are new here; those that run our plugin remember it themselves
             self._workers.join(info)
@@ -194,6 +194,7 @@ class VLLMRoutes(HTTPEngine):
         self._wake_weights(before)
         undo = self._undo_of(before)
         with self._step(f"start version {version}", undo=lambda: self._not_started(undo)):
+            self._workers.confirm()
             self._workers.start()
 
     def _not_started(self, undo: Callable[[], str]) -> str:
@@ -242,8 +243,11 @@ class VLLMRoutes(HTTPEngine):
         try:
             self._workers.emptied()
         except EngineRefusedError as error:
-            if error.status not in (404, 405) and not _of_another_backend(error):
+            if not self._lacks_plugin(error):
                 raise
+
+    def _lacks_plugin(self, error: EngineRefusedError) -> bool:
+        return error.status in (404, 405) or _of_another_backend(error)
 
     def wake_up(self, tags: Collection[str] | None = None, *, paused: bool = False) -> None:
         """See `HTTPEngine.wake_up`. A server that cannot say what of it sleeps is told all the same."""

@@ -283,6 +283,10 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def builds_on(self, version: int) -> bool:
         return self._writer.builds_on(version)
 
+    def renew(self) -> None:
+        if self._base is not None:  # else the chain begins with a keyframe, which they can read
+            self._writer.renew()
+
     def latest_version(self) -> int:
         return self._chain.newest()
 
