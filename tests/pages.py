@@ -191,21 +191,13 @@ def named(page, folder):
     return names | _MORE.get(page, dict)()
 
 
-def _workers():
-    """An environment and a policy of TorchRL's common kind."""
-    from tests.collectors.collecting import Walk, make_policy
-
-    return {"make_env": Walk, "actor": make_policy()}
-
-
 def _collectors():
-    """The same as ``policy``, and a chat environment whose dialogs end."""
-    from tests.collectors.collecting import train
+    """An environment and a policy of TorchRL's common kind, and a chat environment whose dialogs end."""
+    from tests.collectors.collecting import Walk, make_policy, train
 
-    workers = _workers()
     return {
-        "make_env": workers["make_env"],
-        "policy": workers["actor"],
+        "make_env": Walk,
+        "policy": make_policy(),
         "train": lambda policy, batch: train(policy, 1),
         "env": _chat(),
     }
@@ -278,7 +270,7 @@ def _megatron():
 
 
 _MORE = {
-    "README": _workers,
+    "README": _loop,
     "in_a_collector": _collectors,
     "quickstart": _loop,
     "rollouts": lambda: {"train_on": lambda batch: 0.0},
