@@ -118,7 +118,7 @@ class HostKernels(Kernels):
         words = int(digest[0]), int(digest[1])
         return Landed(offsets=torch.from_numpy(offsets), values=torch.from_numpy(values), words=words)
 
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
         from torchrl_ext.kernels.host_loops import scatter
 
-        scatter(target.numpy(), offsets.numpy(), values.numpy())
+        return torch.tensor(scatter(target.numpy(), offsets.numpy(), values.numpy()))
