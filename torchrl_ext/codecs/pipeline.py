@@ -259,8 +259,8 @@ def _listed(
     cuts, found = np.searchsorted(every, [*starts, count]).tolist(), []
     for number, start in enumerate(starts):
         own = slice(cuts[number], cuts[number + 1])
-        places = (every[own] - start).astype(np.int32 if size < 2**31 else np.int64)
-        part = Part(places, olds[own].view(unit.dtype), news[own].view(unit.dtype))
+        inside = (every[own] - start).astype(np.int32 if size < 2**31 else np.int64)
+        part = Part(inside, olds[own].view(unit.dtype), news[own].view(unit.dtype))
         block = Block(start=start, size=min(size, count - start), parts=(part,) if part.places.size else ())
         found.append((block, part.places.size, (first, second) if number == 0 else (0, 0)))
     return found
