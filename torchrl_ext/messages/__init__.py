@@ -35,6 +35,7 @@ from torchrl_ext.messages.steps import (
     Inspect,
     Join,
     Keep,
+    Land,
     Leave,
     ListAdapters,
     Load,
@@ -55,7 +56,7 @@ from torchrl_ext.messages.steps import (
 
 __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "TAKE_OVER", "CheckAdapter",
-    "CheckLoaded", "Finish", "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load", "Message", "Poll",
-    "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State", "UnloadAdapter",
-    "Verify", "answers_in", "bears_key", "loading", "merged", "read", "refusal",
+    "CheckLoaded", "Finish", "Flush", "Inspect", "Join", "Keep", "Land", "Leave", "ListAdapters", "Load", "Message",
+    "Poll", "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State",
+    "UnloadAdapter", "Verify", "answers_in", "bears_key", "loading", "merged", "read", "refusal",
 ]  # fmt: skip

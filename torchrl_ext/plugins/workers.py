@@ -28,7 +28,7 @@ def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
         words: this worker's message.
         groups: those that the worker is in, the innermost first: ranks are laid out so that its own varies fastest.
     """
-    row, spoken = torch.zeros(1, _WORDS_BYTES, dtype=torch.uint8), words.encode()[:_WORDS_BYTES]
+    row, spoken = torch.zeros(1, _WORDS_BYTES, dtype=torch.uint8), words.encode("utf-8", "replace")[:_WORDS_BYTES]
     if spoken:
         row[0, : len(spoken)] = torch.frombuffer(bytearray(spoken), dtype=torch.uint8)
     for group in groups:
