@@ -17,6 +17,7 @@ EVERY = [
     Join(transport="disk", params=PARAMS, rank_offset=3, world_size=9, compares=False, offer={"root": "/x"}),
     messages.Rehearse(how="always", ask=True),
     Prefetch(version=7, part=Part(base=6, names=frozenset({"w", "b"}))),
+    messages.Land(files=["a"], paused=True, label="7"),
     messages.Pull(source="/x", directory="/y", version=7),
     Poll(),
     messages.Start(bracketed=True),

@@ -327,8 +327,9 @@ def test_options_that_cannot_work_together_are_a_failure(flags, words, capsys):
     assert row["level"] == "failure" and words in row["found"]
 
 
-def test_options_of_the_job_name_transport_root_and_engines(engine, tmp_path, capsys):
-    flags = ["--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path]
+@pytest.mark.parametrize("name", ["--update-weight-disk-dir", "--update-weight-delta-dir"])
+def test_options_of_the_job_name_transport_root_and_engines(name, engine, tmp_path, capsys):
+    flags = ["--update-weight-transport", "disk", name, tmp_path]
     told = examined(capsys, *flags, "--rollout-external-engine-addrs", engine.url, status=0)
     assert "transport 'disk'" in finding(told, "options")["found"]
     assert finding(told, "shared root", engine.url)["level"] == "ok"

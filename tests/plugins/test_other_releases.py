@@ -184,6 +184,31 @@ def test_a_name_that_moved_is_found_where_an_earlier_release_has_it(tmp_path):
     assert python(code + "print(names.MLAAttention.__module__)", tmp_path).strip() == "vllm.attention.layer"
 
 
+VIME = """
+class WorkerBase:
+    def __init__(self, model): self.model_config = SimpleNamespace(model=model)
+    def reload_weights(self, path): return path
+"""
+RELOADED = """
+from types import SimpleNamespace
+from vllm.v1.worker.worker_base import WorkerBase
+from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+worker = WorkerBase("/start")
+worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
+TorchRLExtEngine.invalidate = lambda engine: print("noticed")
+worker.reload_weights("/other")
+print(worker.started_with, WorkerBase.pull_weights.__module__)
+"""
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_reload_is_noticed_once_whether_or_not_vimes_patch_is_there(tmp_path, patched):
+    workers = "from types import SimpleNamespace" + VIME + patched * "    def pull_weights(self): 1"
+    done = finished(REGISTER + RELOADED, tmp_path / "site", "vllm", json.dumps({**stand_in(), WORKERS: workers}))
+    pull = "vllm.v1.worker.worker_base" if patched else "torchrl_ext.plugins.vllm.register"
+    assert done.stdout.split("registered\n")[1:] == [f"noticed\n/start {pull}\n"], done.stderr
+
+
 REGISTRY = """
 import collections, enum
 class HookType(enum.Enum):

@@ -38,6 +38,7 @@ from torchrl_ext.messages.steps import (
     Inspect,
     Join,
     Keep,
+    Land,
     Leave,
     ListAdapters,
     Load,
@@ -59,7 +60,7 @@ from torchrl_ext.messages.steps import (
 
 __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "REPLACED", "TAKE_OVER", "CheckAdapter",
-    "CheckLoaded", "Connected", "Finish", "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load",
+    "CheckLoaded", "Connected", "Finish", "Flush", "Inspect", "Join", "Keep", "Land", "Leave", "ListAdapters", "Load",
     "Message", "Poll", "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start",
     "State", "UnloadAdapter", "Verify", "answers_in", "bears_key", "loading", "merged", "read", "refusal",
     "replaced_by", "stamped",

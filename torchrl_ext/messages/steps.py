@@ -158,6 +158,22 @@ class Prefetch(Connected, Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Land(Message):
+    """Says, inside an SGLang server, what its workers need to know of a call that has them land a version directory.
+
+    Attributes:
+        files: the names of files that the call has; None for all of the version.
+        paused: whether the server is paused.
+        label: what the weights in service are called.
+    """
+
+    kind: ClassVar[str] = "land"
+    files: ListOrNone = None
+    paused: Flag = False
+    label: TextOrNone = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pull(Message):
     """Tells workers to bring a checkpoint on their host to a published version, while the engine serves; see `Poll`.
 

@@ -22,6 +22,7 @@ import pkgutil
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
@@ -119,7 +120,7 @@ def _pin_nothing() -> None:
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wrap the scheduler's part of ``/weights_checker``: do what our messages say, and pass on any other call."""
-    if not request.action.startswith(CHANNEL):
+    if not str(request.action).startswith(CHANNEL):
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
@@ -135,7 +136,8 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         success, answer = worker.answer(message, manager)
     except Exception as error:  # noqa: BLE001 - it would end the server
         success, answer = False, f"{type(error).__name__}: {error}"
-    return CheckWeightsReqOutput(success=success, message=answer)
+    # half of a surrogate pair, which JSON can name, could not be encoded when the scheduler sends its answer
+    return CheckWeightsReqOutput(success=success, message=answer.encode("utf-8", "replace").decode())
 
 
 def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +173,7 @@ def update_weights_from_disk(
         if load_format == "delta":
             if runner.is_draft_worker:
                 return True, "a draft model follows no delta: it stays as it is"
-            return _worker(runner).land(model_path, sglang_routes.announced)
+            return _worker(runner).land(model_path, asdict(sglang_routes.announced()))
     except Exception as error:  # noqa: BLE001 - it would end the server
         return False, f"{type(error).__name__}: {error}"
     if kwargs.get("weight_name_filter") or any(args):  # not a trainer's call

@@ -72,10 +72,10 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        return InitInfo(dict(init_dict))
+        return InitInfo(init_dict)  # read where the workers agree, whatever it is
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        return UpdateInfo(dict(update_dict))
+        return UpdateInfo(update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""

@@ -52,13 +52,15 @@ def _register_backend() -> None:
 def _add_pull() -> None:
     """Give workers the method ``pull_weights``, which remember their checkpoint and notice when vLLM loads another.
 
-    vLLM's own ``reload_weights`` puts the path that it loads in place of the one that the worker was started with.
+    vLLM's own ``reload_weights`` puts the path that it loads in place of the one that the worker was started with. So
+    `WorkerBase.__init__` is wrapped, and each worker's ``reload_weights``. Where vime's patch has put ``pull_weights``
+    there, that one stays.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
-    if "pull_weights" in vars(WorkerBase):
-        return
     begin = WorkerBase.__init__
+    if begin.__module__ == __name__:
+        return  # wrapped by an earlier call
 
     def init(worker: Any, *args: Any, **settings: Any) -> None:
         begin(worker, *args, **settings)
@@ -67,7 +69,9 @@ def _add_pull() -> None:
         if reload is not None:
             worker.reload_weights = functools.partial(_reload, worker, reload)
 
-    WorkerBase.__init__, WorkerBase.pull_weights = init, _pull
+    WorkerBase.__init__ = init
+    if "pull_weights" not in vars(WorkerBase):
+        WorkerBase.pull_weights = _pull
 
 
 def _pull(
@@ -91,7 +95,7 @@ def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: An
 
 
 def _offer_backend() -> None:
-    """Add one method to vLLM's workers; nothing of theirs is replaced."""
+    """Add the method `TAKE_OVER` to vLLM's workers."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, TAKE_OVER, _take_over)
