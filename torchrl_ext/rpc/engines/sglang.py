@@ -270,8 +270,9 @@ class SGLangEngine(HTTPEngine):
             with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
                 if level == 2 and "weights" in wanted:
                     self._plugged.emptied()
-                released = {"tags": sorted({*wanted, _GRAPHS} - before.asleep)}
-                self._http.post("/release_memory_occupation", released, timeout_s=self._load_timeout_s)
+                released = sorted({*wanted, _GRAPHS} - before.asleep)
+                if released:  # SGLang takes an empty list for all of them
+                    self._http.post("/release_memory_occupation", {"tags": released}, timeout_s=self._load_timeout_s)
 
     def _refuse_impossible(self, level: int, wanted: frozenset[str]) -> None:
         if not self._has_plugin():
