@@ -223,6 +223,9 @@ class SGLangEngine(HTTPEngine):
             self._wake(frozenset({"weights"}), before)
             if self._workers.sessions:
                 self._open_session()
+            elif self._in_session:  # an update that failed left it open; a server that was started again has none
+                self._http.call("POST", "/end_weight_update", {}, timeout_s=self._load_timeout_s)
+                self._in_session = False
             self._workers.start(bracketed=self._in_session)
 
     def _load(self, info: Info) -> None:
