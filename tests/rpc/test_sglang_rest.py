@@ -68,6 +68,8 @@ class Resting:
         message = json.loads(asked["action"].removeprefix(CHANNEL))
         self.seen.append((message["kind"], set(self.asleep)))
         self.hollow = message["kind"] == "reset" or (self.hollow and message["kind"] != "finish")
+        if message["kind"] == "rehearse":
+            return plugin(proof="rehearsed", needed=message["ask"], worker=0)
         if message["kind"] == "flush":
             return plugin(flushed=not self.in_place)
         return plugin(paused=self.paused, asleep=sorted(self.asleep), empty=self.hollow)
@@ -175,6 +177,17 @@ def test_a_server_that_is_put_to_sleep_again_gives_up_no_more(level, tags):
         for _ in range(2):
             SGLangEngine(server.url).sleep(level, tags)
         assert resting.asleep == (ALL if tags is None else {"kv_cache", "cuda_graph"}) and resting.ended is None
+
+
+def test_a_rehearsal_wakes_the_weights_of_a_server_that_others_put_to_sleep_and_leaves_it_paused():
+    resting = Resting(enable_weights_cpu_backup=True)
+    with running(resting.answers) as server:
+        SGLangEngine(server.url).sleep(1)
+        resting.seen.clear()
+        SGLangEngine(server.url).rehearse()
+        rehearsed = [asleep for kind, asleep in resting.seen if kind == "rehearse"]
+        assert rehearsed == [{"kv_cache", "cuda_graph"}] * 2 and resting.asleep == rehearsed[0]
+        assert resting.paused and resting.ended is None
 
 
 def test_a_server_without_weights_does_not_serve():

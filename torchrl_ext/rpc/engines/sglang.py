@@ -186,8 +186,11 @@ class SGLangEngine(HTTPEngine):
             self._stores, self._pooled = stores, mode in ("prefill", "decode")
 
     def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`. A server without our plugin proves nothing."""
+        """See `EngineClient.rehearse`. Weights that sleep are woken for it; a server without our plugin proves
+        nothing."""
         if self._workers.plugged:
+            with self._step("wake its weights", state=f"{self.url} sleeps"):
+                self._wake(frozenset({"weights"}), self.sleep_state())
             super().rehearse(how)
 
     def tell(self, message: Message) -> list[Info]:
