@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -182,23 +183,22 @@ class OwnedEngines(Serving):
         self._keeper.stop()
 
     def _routed(self, model: ModelPlan, settings: dict[str, Any]) -> Routing:
-        infos = [
+        planned = [
             EngineInfo(
                 url=kept.url,
                 kind=kept.plan.kind,
                 worker_type=kept.plan.worker_type,
                 num_gpus=len(kept.plan.gpus),
                 model=kept.plan.model_path,
-                bootstrap_port=(  # where decode engines reach it; only a prefill engine has one, and tells it
-                    discover(kept.url, api_key=settings["api_key"])[0].bootstrap_port
-                    if kept.plan.worker_type == "prefill"
-                    else None
-                ),
             )
             for kept in self._keeper.engines
             if kept.plan.model == model.name
         ]
-        follows = model.update_weights and bool(infos)
+        follows = model.update_weights and bool(planned)
+        # a transport is chosen by what an engine can follow; a router has to know where prefill engines are met
+        asked = [info.url for info in planned if follows or info.worker_type == "prefill"]
+        told = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
+        infos = [replace(told.get(info.url, info), kind=info.kind, worker_type=info.worker_type) for info in planned]
         return Routing(infos, name=model.name, update_weights=follows, **settings)
 
     def _everywhere(self, call: Callable[[Fleet], object]) -> None:
