@@ -30,7 +30,8 @@ class Fleet(EngineClient):
     without it, its row says so, and it is back in the first update before which it answers again.
 
     Args:
-        engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ...
+        engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ... Another fleet
+            stands for its members.
         data_parallel_size: how many engines in a row are servers of one deployment. Each of them reports the workers
             of all, so they share one offset and count once.
 
@@ -41,11 +42,13 @@ class Fleet(EngineClient):
     kind: ClassVar[str] = "fleet"
 
     def __init__(self, engines: Sequence[EngineClient], *, data_parallel_size: int = 1) -> None:
+        grouped = {engine._group for engine in engines if isinstance(engine, Fleet)} - {1, data_parallel_size}
+        engines = [one for engine in engines for one in (engine.engines if isinstance(engine, Fleet) else (engine,))]
         urls = [engine.url for engine in engines]
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if not engines or twice:
             raise ConfigError(f"engine {twice[0]} is listed twice" if twice else "a fleet needs at least one engine")
-        if data_parallel_size < 1 or len(engines) % data_parallel_size:
+        if data_parallel_size < 1 or len(engines) % data_parallel_size or grouped:
             raise ConfigError(
                 f"{len(engines)} engines with data_parallel_size={data_parallel_size}",
                 expected="whole groups of data_parallel_size engines",
