@@ -207,18 +207,18 @@ class AsyncSession:
                 answer = await self._exchange(over or self._client, method, asked, body, sent, until)
                 if answer.status != _UNAUTHORIZED:
                     break
-        except aiohttp.ConnectionTimeoutError as error:
+        except aiohttp.ConnectionTimeoutError:  # tracebacks of aiohttp's add nothing to any of these errors
             if limit_s <= self._connect_timeout_s:
-                raise _late(where, limit_s) from error
-            raise _unreachable(where, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from error
-        except asyncio.TimeoutError as error:
-            raise _late(where, limit_s) from error
+                raise _late(where, limit_s) from None
+            raise _unreachable(where, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from None
+        except asyncio.TimeoutError:
+            raise _late(where, limit_s) from None
         except aiohttp.ClientConnectorCertificateError as error:
-            raise _unreachable(where, str(error.certificate_error)) from error
+            raise _unreachable(where, str(error.certificate_error)) from None
         except aiohttp.ClientConnectorError as error:
-            raise _unreachable(where, str(error.os_error)) from error
+            raise _unreachable(where, str(error.os_error)) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from error
+            raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from None
         if 300 <= answer.status < 400:
             raise EngineRefusedError(
                 f"{where} answered with a redirect ({answer.status})",
