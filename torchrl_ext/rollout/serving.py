@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineUnreachableError
 from torchrl_ext.launch.keeper import Keeper, Kept
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher
 from torchrl_ext.launch.topology import ModelPlan, Topology
@@ -202,10 +202,16 @@ class OwnedEngines(Serving):
         return Routing(infos, name=model.name, update_weights=follows, **settings)
 
     def _everywhere(self, call: Callable[[Fleet], object]) -> None:
-        """Call ``call`` with the engines of each model, whether the model follows the trainer or not."""
+        """Call ``call`` with the engines of each model that answer, whether the model follows the trainer or not."""
         for model in self._models.values():
             if model.engines:
-                call(connect(*(info.url for info in model.engines), api_key=model.api_key))
+                urls = [info.url for info in model.engines]
+                try:
+                    fleet = connect(*urls, api_key=model.api_key, missing="lose")
+                except (EngineUnreachableError, DeadlineError) as error:
+                    log.warning("model %s has no engine that answers: %s", model.name, error)
+                else:
+                    call(fleet)
 
     def _lost(self, kept: Kept) -> None:
         model = self._models.get(kept.plan.model)

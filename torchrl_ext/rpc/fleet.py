@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -85,9 +85,7 @@ class Fleet(EngineClient):
         self._met = True
         for engine, answer in answers.items():
             if isinstance(answer, Exception):
-                if engine not in self._lost:
-                    log.warning("engine %s is lost: %s", engine.url, answer)
-                self._lost[engine] = answer
+                self._lose({engine: answer})
             elif self._lost.pop(engine, None) is not None:
                 log.warning("engine %s is back", engine.url)
         self._failed.clear()
@@ -252,6 +250,13 @@ class Fleet(EngineClient):
         if self._failed:
             raise self._partly(f"{len(self._failed)} of {len(engines)} engines did not {what}")
         return [results[engine] for engine in engines]
+
+    def _lose(self, errors: Mapping[EngineClient, Exception]) -> None:
+        """Go on without engines that do not answer, until they do."""
+        for engine, error in errors.items():
+            if engine not in self._lost:
+                log.warning("engine %s is lost: %s", engine.url, error)
+            self._lost[engine] = error
 
     def _active(self) -> list[EngineClient]:
         return [engine for engine in self.engines if engine not in self._lost]
