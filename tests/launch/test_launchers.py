@@ -52,5 +52,5 @@ def test_a_setting_that_a_plan_makes_false_reaches_vllm(monkeypatch):
 
 
 def test_a_setting_that_a_plan_makes_false_is_refused_where_no_argument_says_so():
-    with pytest.raises(ConfigError, match="a/regular/0: .*'sglang' has no argument that makes enable_x false"):
+    with pytest.raises(ConfigError, match=r"a/regular/0: .*'sglang' has no argument that makes enable_x false"):
         LocalLauncher(devices=()).launch(plan(kind="sglang", overrides={"enable_x": False}))
