@@ -40,6 +40,8 @@ class Fleet(EngineClient):
     """
 
     kind: ClassVar[str] = "fleet"
+    engines: tuple[EngineClient, ...]
+    _group: int
 
     def __init__(self, engines: Sequence[EngineClient], *, data_parallel_size: int = 1) -> None:
         grouped = {engine._group for engine in engines if isinstance(engine, Fleet)} - {1, data_parallel_size}
