@@ -140,6 +140,7 @@ class TestWhatOthersSay:
             assert stranger.recv(1) == b""  # at once, and not when its time is over
         link, _ = dial(hub.address, "policy", 0, hub.token, WAIT_S)
         answer = {"params": "x" * 8192}
+        hub.wait(WAIT_S)
         link.send(answer, deadline(WAIT_S))
         assert hub.links[0].read(deadline(WAIT_S)) == answer
         hub.close()
