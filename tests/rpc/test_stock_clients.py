@@ -86,6 +86,20 @@ def test_other_transports_are_refused_by_sglang_with_what_is_missing(checker):
         assert "POST /pause_generation" not in server.routes()
 
 
+@pytest.mark.parametrize("end", [DONE, refused("no weight-update session is open")], ids=["open", "restarted"])
+def test_a_session_that_a_failed_broadcast_left_open_is_ended_before_an_update_by_files(end):
+    with running(BARE, post_update_weights_from_distributed=BROKEN, post_end_weight_update=end) as server:
+        engine = SGLangEngine(server.url)
+        with pytest.raises(EngineRefusedError, match="it broke"):
+            native(engine, JOIN)
+        update(engine)
+        update(engine)
+        calls = said(server)
+        assert calls.count("POST /end_weight_update") == 1
+        assert calls.index("POST /end_weight_update") < calls.index("POST /update_weights_from_disk")
+        assert engine.rows()[0].state == "serving"
+
+
 def test_an_update_of_a_stock_sglang_is_one_call_for_each_broadcast_in_a_session():
     with running(BARE) as server:
         engine = SGLangEngine(server.url)

@@ -96,10 +96,9 @@ class HTTPEngine(EngineClient):
         """See `EngineClient.rehearse`. Where the plugin knows no rehearsals, `proof` stays ``"sent"``."""
         told = self._rehearsal(Rehearse(how=how, ask=True))
         if any(answer.get("needed") for answer in told):
-            served = self._state == "serving"
             with self._step("rehearse an update", state=None):
-                before = self._answers() if served else None
-                self.pause()
+                before = self._answers() if self._serves_in(self._told_state()) else None
+                served = self.pause()  # others may have paused it, or put it to sleep
                 try:
                     told = self._rehearsal(Rehearse(how=how))  # takes as long as loading the weights a few times
                 except EngineError:
@@ -323,14 +322,17 @@ class HTTPEngine(EngineClient):
     def _halt(self, what: str) -> SleepState:
         """Pause the engine, and return its state from before."""
         with self._step(what, state=f"{self.url} was not told to pause"):
-            before = self.sleep_state()
-        if before.paused is None:
-            before = replace(before, paused=self._state != "serving")  # by what this client did last
+            before = self._told_state()
         with self._step(what, undo=self._undo_of(before)):
             self._hold()
         self._watch.start()
         self._state = "paused"
         return before
+
+    def _told_state(self) -> SleepState:
+        """Return `sleep_state`; where the engine cannot say whether it is paused, this client's last call counts."""
+        state = self.sleep_state()
+        return replace(state, paused=self._state != "serving") if state.paused is None else state
 
     def _resumed(self) -> None:
         self._watch.stop()

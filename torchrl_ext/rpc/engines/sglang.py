@@ -187,8 +187,11 @@ class SGLangEngine(HTTPEngine):
             self._stores, self._pooled = stores, mode in ("prefill", "decode")
 
     def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`. A server without our plugin proves nothing."""
+        """See `EngineClient.rehearse`. Weights that sleep are woken for it; a server without our plugin proves
+        nothing."""
         if self._workers.plugged:
+            with self._step("wake its weights", state=f"{self.url} sleeps"):
+                self._wake(frozenset({"weights"}), self.sleep_state())
             super().rehearse(how)
 
     def tell(self, message: Message) -> list[Info]:
@@ -225,6 +228,9 @@ class SGLangEngine(HTTPEngine):
             self._wake(frozenset({"weights"}), before)
             if self._workers.sessions:
                 self._open_session()
+            elif self._in_session:  # an update that failed left it open; a server that was started again has none
+                self._http.call("POST", "/end_weight_update", {}, timeout_s=self._load_timeout_s)
+                self._in_session = False
             self._workers.start(bracketed=self._in_session)
 
     def _load(self, info: Info) -> None:
@@ -272,8 +278,9 @@ class SGLangEngine(HTTPEngine):
             with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
                 if level == 2 and "weights" in wanted:
                     self._plugged.emptied()
-                released = {"tags": sorted({*wanted, _GRAPHS} - before.asleep)}
-                self._http.post("/release_memory_occupation", released, timeout_s=self._load_timeout_s)
+                released = sorted({*wanted, _GRAPHS} - before.asleep)
+                if released:  # SGLang takes an empty list for all of them
+                    self._http.post("/release_memory_occupation", {"tags": released}, timeout_s=self._load_timeout_s)
 
     def _refuse_impossible(self, level: int, wanted: frozenset[str]) -> None:
         if not self._has_plugin():
