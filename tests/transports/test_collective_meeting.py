@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
 import socket
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import torchrl_ext as tx
+from tests.processes import finished
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.launch.processes import free_port
@@ -27,6 +30,7 @@ from torchrl_ext.transports.collective.handoffs import Announcements
 from torchrl_ext.transports.collective.meeting import Note, host
 from torchrl_ext.transports.collective.meeting import enter as enter_room
 from torchrl_ext.transports.collective.notes import NOTE_BYTES, KeptNotes, RemoteNotes
+from torchrl_ext.transports.collective.sockets import connected, listening
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.weights.source import as_source
 
@@ -357,7 +361,44 @@ def test_the_store_that_nccl_needs_is_kept_by_rank_0_and_reached_by_all():
         assert listened_at(trainer.get("store/7")) == ["0100007F"]
 
 
-# sockets of others
+# sockets and files of others
+
+LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+WRITE = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None).execute('begin immediate')"
+
+
+@pytest.mark.parametrize("look", [listening, lambda: connected(set())])
+def test_a_look_at_the_sockets_of_a_process_keeps_its_locks_on_files(look, tmp_path, monkeypatch):
+    dup, copies, gone = os.dup, [], socket.socket()
+
+    def dup_late(number):
+        if number == gone.fileno():  # as if another thread had closed this socket, and opened the file, since the look
+            os.dup2(file.fileno(), number)
+            copies.append(dup(number))
+            return copies[-1]
+        return dup(number)
+
+    with open(tmp_path / "locked", "w+") as file, gone:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        list(look())
+        assert "BlockingIOError" in finished(LOCK, file.name).stderr
+        monkeypatch.setattr(os, "dup", dup_late)
+        list(look())
+        assert "BlockingIOError" in finished(LOCK, file.name).stderr
+    for copy in copies:
+        os.close(copy)
+
+
+def test_another_process_cannot_write_to_a_locked_database_when_a_group_is_formed_and_moves_weights(tmp_path):
+    path = tmp_path / "runs.db"
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute("begin immediate")
+    with closing(database), group(2) as (trainer, worker):
+        assert "database is locked" in finished(WRITE, path).stderr
+        _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
+        assert same(received, weights())
+        assert worker.receive_weights(0.6) is None
+        assert "database is locked" in finished(WRITE, path).stderr
 
 
 def test_a_default_timeout_of_the_process_neither_harms_a_group_nor_the_sockets_of_others():
