@@ -225,14 +225,16 @@ def _loop():
 
 def _on_ray():
     """What actors call is found by its name in a module; ``policy`` is the causal LM, ``actor`` TorchRL's kind."""
+    from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
+
     from tests import models
     from tests.collectors import collecting
     from tests.collectors.test_ray_collector import make_env
-    from tests.sync.test_rlvllm import ModuleEngine
+    from tests.sync.vllm_objects import LLM
 
     return {
         "make_policy": functools.partial(models.tiny_model, 0),
-        "async_vllm": ModuleEngine(models.tiny_model(1)),
+        "async_vllm": LocalLLMWrapper(LLM(models.tiny_model(1), "nccl"), 1, "policy"),
         "make_env": make_env,
         "make_gym_env": collecting.Walk,
         "actor": collecting.make_policy(),

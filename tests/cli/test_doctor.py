@@ -163,6 +163,11 @@ def test_a_router_is_recognised_and_named_as_none_to_talk_to(listing, capsys):
             "plugin",
             "--weight-transfer-config",
         ),
+        (
+            {"get_server_info": (200, {"vllm_config": CONFIG | {"load_config": {"load_format": "ipc_cache"}}})},
+            "plugin",
+            "another --load-format",
+        ),
         ({"get_server_info": (401, {"error": "no"})}, "routes", "api_key"),
     ],
 )  # fmt: skip

@@ -152,8 +152,8 @@ def stand_in(*absent):
     return {**files, "vllm/config/__init__.py": CONFIG}
 
 
-def started(tmp_path, *absent):
-    done = finished(WORKER, tmp_path / "site", "vllm", json.dumps(stand_in(*absent)))
+def started(tmp_path, *absent, worker=WORKER):
+    done = finished(worker, tmp_path / "site", "vllm", json.dumps(stand_in(*absent)))
     assert done.returncode == 0 and done.stdout.split()[-1] == "registered", done.stderr
     return done
 
@@ -165,6 +165,13 @@ def test_a_vllm_that_lands_no_weights_serves_and_refuses_every_trainer_before_an
     assert joined.startswith("EngineError ConfigError: this vLLM lacks ") and "it lands no weights" in joined
     assert all(name in joined for name in absent) and "the engine serves what it served" in done.stdout
     assert done.stderr.count("WARNING") == 1 and all(name in done.stderr for name in absent)
+
+
+def test_a_vllm_that_maps_the_weights_of_a_daemon_refuses_every_trainer(tmp_path):
+    done = started(tmp_path, worker=WORKER.replace('load_format="auto"', 'load_format="ipc_cache"'))
+    joined = done.stdout.splitlines()[0]
+    assert joined.startswith("EngineError ConfigError: this engine maps weights that a daemon owns")
+    assert "the engine serves what it served" in joined
 
 
 def test_a_vllm_whose_adapters_are_others_still_lands_weights_and_says_what_it_does_not_take(tmp_path):

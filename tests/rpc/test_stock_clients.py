@@ -213,6 +213,8 @@ INIT = {
         (NONE, ("disk",)),
         ({**NONE, "weight_transfer_config": {"backend": "ipc"}}, ("disk",)),
         ({**NCCL, "load_config": {"load_format": "dummy"}}, ()),
+        ({**NCCL, "load_config": {"load_format": "ipc_cache"}}, ()),
+        ({**CONFIG, "load_config": {"load_format": "ipc_cache"}}, ()),
     ],
 )
 def test_discovery_says_how_a_stock_vllm_follows(config, transports):
@@ -221,6 +223,14 @@ def test_discovery_says_how_a_stock_vllm_follows(config, transports):
         assert (info.transports, info.stock) == (transports, bool(transports))
     with running(GOOD) as server:
         assert not tx.discover(server.url)[0].stock
+
+
+@pytest.mark.parametrize("config", [CONFIG, NCCL, NONE], ids=["our backend", "nccl", "no backend"])
+def test_a_vllm_that_maps_the_weights_of_a_daemon_is_refused_before_anything_reaches_it(config):
+    with bare_vllm({**config, "load_config": {"load_format": "ipc_cache"}}) as server:
+        with pytest.raises(ConfigError, match=r"maps weights that a daemon owns.*--load-format"):
+            VLLMEngine(server.url).connect({"transport": "disk", "params": [], "rank_offset": 1})
+        assert not posts(server)
 
 
 def test_an_update_of_a_stock_vllm_clears_what_an_earlier_one_left_and_labels_what_it_sent():

@@ -37,7 +37,7 @@ from torchrl_ext.rpc.engines.base import HTTPEngine, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, check_wake, sleep_state_of_vllm
 from torchrl_ext.rpc.engines.stock import FLAGS, StockVLLM
 from torchrl_ext.rpc.engines.workers import PluggedVLLM, Workers, abandon
-from torchrl_ext.rpc.server_info import kv_connectors, parse_server_info, sees, transfer_backend
+from torchrl_ext.rpc.server_info import is_guest, kv_connectors, parse_server_info, sees, transfer_backend
 from torchrl_ext.types import EngineInfo, Info, Part
 from torchrl_ext.waiting import wait_until
 
@@ -370,6 +370,12 @@ class VLLMEngine(VLLMRoutes):
     kind: ClassVar[str] = "vllm"
 
     def _found(self, told: Any) -> Workers:
+        if is_guest(told):
+            raise ConfigError(
+                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that does",
+                expected="a server with weights of its own: another --load-format than ipc_cache",
+                state="nothing was sent",
+            )
         backend = transfer_backend(told)
         return self._plugged if backend == BACKEND else StockVLLM(self._post, backend, self.url, self._load_timeout_s)
 

@@ -230,8 +230,8 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
     """Return the client for engines that Ray runs; `make_engine("ray", ...)` calls it.
 
     Args:
-        engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `AsyncVLLM` or any other
-            `RLvLLMEngine`.
+        engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `AsyncVLLM`, `RayLLMWorker` or
+            `LocalLLMWrapper`.
         settings: as for `RayEngine`; for TorchRL's engines as for `torchrl_ext.sync.engines.rlvllm.connect_torchrls`.
 
     Raises:
