@@ -104,7 +104,8 @@ class Turns:
         self._ends.callback(sender.shutdown)
 
         def send(model):
-            assert sender.update_weights(model).verified
+            report = sender.update_weights(model)
+            assert report.verified or route == "sharded"  # slices can be rehearsed only before anything was loaded
 
         return send
 

@@ -202,7 +202,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
 worker = WorkerBase("/start")
 worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
-TorchRLExtEngine.invalidate = lambda engine: print("noticed")
+TorchRLExtEngine.invalidate = lambda engine, whole: print("noticed")
 worker.reload_weights("/other")
 print(worker.started_with, WorkerBase.pull_weights.__module__)
 """

@@ -46,6 +46,8 @@ _TESTED = "0.5.23"
 _workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _started_with: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """The checkpoint that each model was loaded from first: SGLang's own record is of the last one."""
+_held: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Schedulers that `_hold_parts` paused."""
 _loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models that SGLang loaded past us before they had a worker of ours."""
 _unseen: list[str] = []
@@ -87,6 +89,7 @@ def _register_hooks() -> None:
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         **sglang_adapters.HOOKS,
         **sglang_routes.HOOKS,
+        f"{_MANAGER}.update_weights_from_disk": load_from_disk,
         **({} if torch.accelerator.is_available() else _WITHOUT_GPU),
     }
     absent = []
@@ -152,6 +155,32 @@ def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any
         scheduler._engine_paused = True  # not so before, where requests were aborted
         return None
     return original(scheduler, *args, **kwargs)
+
+
+def load_from_disk(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Wrap the scheduler's part of ``/update_weights_from_disk``: after one that failed, no part of it is served."""
+    try:
+        return sglang_routes.load(original, manager, request)
+    finally:
+        _hold_parts(manager)
+
+
+def _hold_parts(manager: Any) -> None:
+    """Pause a server in which a load has failed half-way, so that it serves no part of a version.
+
+    The next load that arrives whole lets it go on, unless a caller paused it.
+    """
+    try:
+        scheduler = manager.scheduler
+        if _united(lambda: _refuse_parts(scheduler)):
+            if not scheduler._engine_paused:
+                _held.add(scheduler)
+            scheduler._engine_paused = True
+        elif scheduler in _held:
+            _held.discard(scheduler)
+            scheduler._engine_paused = False
+    except Exception:  # it would end the server
+        log.exception("it is not known whether this server holds a part of a weight update")
 
 
 def _refuse_parts(scheduler: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.messages import CHANNEL, Land, Message, Poll, Pull, answers_in, merged
 
-__all__ = ["HOOKS", "announced"]
+__all__ = ["HOOKS", "announced", "load"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -136,9 +136,7 @@ async def _ask(manager: Any, message: Message) -> dict[str, Any]:
 
 
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_LOADS: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.__init__": init,
     f"{_MANAGER}.update_weights_from_disk": update,
-    f"{_LOADS}.update_weights_from_disk": load,
 }

@@ -59,7 +59,7 @@ def _add_pull() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     begin = WorkerBase.__init__
-    if begin.__module__ == __name__:
+    if getattr(begin, "__module__", "") == __name__:
         return  # wrapped by an earlier call
 
     def init(worker: Any, *args: Any, **settings: Any) -> None:
