@@ -1,6 +1,7 @@
 """What a trainer says to an engine's workers: written, read back, and refused where it is something else."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +9,21 @@ import torch
 import torchrl_ext
 from torchrl_ext import messages
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.messages import Join, Load, Message, Poll, Prefetch, Verify, answers_in, loading, merged, read
+from torchrl_ext.messages import (
+    ANSWERS,
+    Join,
+    Load,
+    Message,
+    Poll,
+    Prefetch,
+    Verify,
+    answers_in,
+    escaped,
+    loading,
+    merged,
+    read,
+    unescaped,
+)  # fmt: skip
 from torchrl_ext.types import ParamMeta, Part
 
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
@@ -37,6 +52,20 @@ EVERY = [
     messages.Keep(),
     messages.Leave(),
 ]
+
+
+def test_paths_in_the_words_of_a_worker_get_past_the_server_of_vllm():
+    """`vllm.entrypoints.serve.exception_handling.utils.sanitize_message` (0.32)."""
+
+    def sanitised(words):
+        words = re.sub(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+", "<path>", words)
+        return re.sub(r"(?:/[\w\-]+)+/[\w\-]+\.\w+", "<path>", words)
+
+    answer = {"root": "/root/a/b", "file": "/shared/a/model.safetensors", "odd": "\\/"}
+    words = f"StoreError: /tmp/root and /shared/a/b.json are not there, {ANSWERS}{json.dumps(answer)}"
+    assert sanitised(words).count("<path>") == 4
+    assert unescaped(sanitised(escaped(words))) == words
+    assert answers_in(escaped(words)) == [answer]
 
 
 def test_every_message_survives_json():

@@ -8,7 +8,7 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.servers import CONFIG, GOOD, Resting, bare, failed, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.messages import ANSWERS, OPEN_UPDATE
+from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, escaped
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
 
@@ -256,6 +256,14 @@ def test_a_prefetch_that_never_ends_reaches_its_deadline():
         pytest.raises(DeadlineError, match=r"longer than 0\.3 s"),
     ):
         VLLMEngine(server.url, load_timeout_s=0.3).prefetch(3)
+
+
+def test_a_path_in_the_words_of_a_worker_is_whole():
+    words = escaped("StoreError: /root/a/weight_v000031 is not there")
+    told = "500: StoreError: /root/a/weight_v000031 is not there"
+    answers = {"POST /init_weight_transfer_engine": failed(words)}
+    with running({**Resting().answers, **answers}) as server, pytest.raises(EngineRefusedError, match=told):
+        VLLMEngine(server.url).connect(JOIN)
 
 
 def test_a_server_without_dev_routes_gets_the_hint():

@@ -25,9 +25,11 @@ from torchrl_ext.messages.routes import (
     TAKE_OVER,
     answers_in,
     bears_key,
+    escaped,
     merged,
     refusal,
     replaced_by,
+    unescaped,
 )
 from torchrl_ext.messages.steps import (
     CheckAdapter,
@@ -62,6 +64,6 @@ __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "REPLACED", "TAKE_OVER", "CheckAdapter",
     "CheckLoaded", "Connected", "Finish", "Flush", "Inspect", "Join", "Keep", "Land", "Leave", "ListAdapters", "Load",
     "Message", "Poll", "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start",
-    "State", "UnloadAdapter", "Verify", "answers_in", "bears_key", "loading", "merged", "read", "refusal",
-    "replaced_by", "stamped",
+    "State", "UnloadAdapter", "Verify", "answers_in", "bears_key", "escaped", "loading", "merged", "read", "refusal",
+    "replaced_by", "stamped", "unescaped",
 ]  # fmt: skip

@@ -22,7 +22,18 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import EngineError, ManifestError
-from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, CheckAdapter, Finish, Join, Message, Start, read, stamped
+from torchrl_ext.messages import (
+    ANSWERS,
+    OPEN_UPDATE,
+    CheckAdapter,
+    Finish,
+    Join,
+    Message,
+    Start,
+    escaped,
+    read,
+    stamped,
+)
 from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree
@@ -164,12 +175,12 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             answer = step()
         except Exception as error:
             if self._is_last:
-                raise EngineError(words_of(error)) from error
+                raise EngineError(escaped(words_of(error))) from error
             return False
         if answer:
             answers = told_all(ANSWERS + json.dumps(answer))
             if self._is_last:
-                raise EngineError(joined(answers))
+                raise EngineError(escaped(joined(answers)))
         return True
 
 

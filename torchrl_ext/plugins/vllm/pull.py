@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.messages import Pull
+from torchrl_ext.messages import Pull, escaped
 from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine, told_all
 from torchrl_ext.sync.worker_end import joined, pull, words_of
 from torchrl_ext.transports.delta.hooks import PRE_READ_HOOK
@@ -45,7 +45,7 @@ def pulled(worker: Any, base: str, told: Info, hook: str | None) -> Info:
     failures = told_all(words)
     parallel = worker.vllm_config.parallel_config
     if any(failures) and parallel.rank == parallel.world_size - 1:
-        raise EngineError(joined(failures))
+        raise EngineError(escaped(joined(failures)))
     return {"success": not any(failures), "weight_version": str(told.get("target_version"))}
 
 

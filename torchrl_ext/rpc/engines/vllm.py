@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.messages import ADAPTERS_ROUTE, ANSWERS, BACKEND, Message, answers_in
+from torchrl_ext.messages import ADAPTERS_ROUTE, ANSWERS, BACKEND, Message, answers_in, unescaped
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
@@ -319,7 +319,7 @@ class VLLMRoutes(HTTPEngine):
             try:
                 answer = self._http.post(route, body, **how)
             except EngineRefusedError as error:
-                raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
+                raise restated(error, unescaped(_EXECUTORS.sub(r"\g<words>", error.what))) from error
         found = answer if isinstance(answer, dict) else {}
         if body is None:
             self.told = found
@@ -399,7 +399,7 @@ class VLLMEngine(VLLMRoutes):
         try:
             return self._http.post(ADAPTERS_ROUTE, message.to_json(), timeout_s=self._load_timeout_s)
         except EngineRefusedError as error:
-            raise restated(error, _EXECUTORS.sub(r"\g<words>", error.what)) from error
+            raise restated(error, unescaped(_EXECUTORS.sub(r"\g<words>", error.what))) from error
 
 
 @final

@@ -28,6 +28,7 @@ from torchrl_ext.messages import (
     Verify,
     answers_in,
     merged,
+    unescaped,
 )  # fmt: skip
 from torchrl_ext.registry import scorers
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -331,7 +332,8 @@ class VLLMHost(Host):
                 if TAKE_OVER in str(error)
                 else None
             )
-            raise EngineRefusedError(f"vLLM's workers refused {method}: {error}", hint=hint) from error
+            words = unescaped(str(error))
+            raise EngineRefusedError(f"vLLM's workers refused {method}: {words}", hint=hint) from error
 
     def _label(self, version: str) -> None:
         """Label the weights in service with a version, and drop what was cached of older ones."""
@@ -368,7 +370,7 @@ class VLLMHost(Host):
         except WeightSyncError:
             raise
         except Exception as error:
-            raise EngineRefusedError(f"vLLM refused {call.__name__}: {error}") from error
+            raise EngineRefusedError(f"vLLM refused {call.__name__}: {unescaped(str(error))}") from error
 
     def _done(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
