@@ -44,6 +44,12 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
+def cast_hint(dtype: torch.dtype) -> str:
+    """Return what to do where a trainer's weights are of another dtype than the ``dtype`` that an engine takes."""
+    name = dtype_name(dtype)
+    return f"give WeightSender dtype=torch.{name}, `torchrl-ext push` --dtype {name}, or the engine another --dtype"
+
+
 @dataclass(frozen=True)
 class ParamMeta:
     """One parameter in checkpoint coordinates: its name, dtype and full (unsharded) shape."""

@@ -293,6 +293,14 @@ def test_an_engine_of_another_model_or_dtype_is_found(checkpoint, tmp_path, caps
     assert "bfloat16" in finding(told, "dtype", server.url, "warning")["found"]
 
 
+def test_an_engine_that_computes_in_another_dtype_than_its_checkpoint_is_found_without_a_model(checkpoint, capsys):
+    info = {"engine": "embedded", "version": "1", "model": str(checkpoint), "dtype": "bfloat16", "parallel_config": {}}
+    with running(get_server_info=(200, info | {"transports": ["disk"]})) as server:
+        row = finding(examined(capsys, server.url), "dtype", server.url, "warning")
+    assert "bfloat16" in row["found"] and "float32" in row["expected"]
+    assert "dtype=torch.bfloat16" in row["remedy"] and "--dtype bfloat16" in row["remedy"]
+
+
 def test_a_full_disk_is_found_before_it_is_full(checkpoint, engine, tmp_path, capsys):
     """The root's filesystem is a small one where this machine lets us have it; else the model is said to be large."""
     from torchrl_ext.cli.doctor.shared import SharedChecks

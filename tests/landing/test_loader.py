@@ -61,7 +61,10 @@ def test_a_mapping_and_a_nested_tensordict_are_filled_in_place():
         ({"weight": torch.zeros(3, 2)}, "missing from the update, first 'bias'"),
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(3), "x": torch.zeros(1)}, "no parameter 'x'"),
         ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, r"'weight' arrives as weight float32\[2, 3\]"),
-        ({"weight": torch.zeros(3, 2), "bias": torch.zeros(3).half()}, "'bias' arrives as bias float16"),
+        (
+            {"weight": torch.zeros(3, 2), "bias": torch.zeros(3).half()},
+            "'bias' arrives as bias float16.*WeightSender dtype=torch.float32, .* --dtype float32",
+        ),
     ],
 )
 def test_what_cannot_land_is_named_before_anything_is_touched(params, said):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import ParamMeta, cast_hint
 from torchrl_ext.weights.groups import Group
 from torchrl_ext.weights.source import full, is_distributed, same_memory
 
@@ -79,11 +79,13 @@ class Spelling:
         for meta in params:
             if meta.name not in known:
                 raise ManifestError(f"the model has no parameter {meta.name!r}", state="nothing was changed")
-            if known[meta.name] != meta:
+            own = known[meta.name]
+            if own != meta:
                 raise ManifestError(
                     f"parameter {meta.name!r} arrives as {meta}",
-                    expected=str(known[meta.name]),
+                    expected=str(own),
                     state="nothing was changed",
+                    hint=cast_hint(own.dtype) if own.shape == meta.shape else None,
                 )
         given = {meta.name for meta in params}
         absent = self._absent(given)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.types import ParamMeta, cast_hint, dtype_name
 
 __all__ = ["UNCHANGED", "absent", "guest", "incomplete", "misshapen", "rebalanced", "rounded", "together", "unknown"]
 
@@ -77,7 +77,7 @@ def rounded(meta: ParamMeta, own: torch.dtype) -> ManifestError:
         f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
         expected=f"{dtype_name(own)}, in which the engine computes",
         state=UNCHANGED,
-        hint=f"give WeightSender dtype=torch.{dtype_name(own)}, or the engine another --dtype",
+        hint=cast_hint(own),
     )
 
 

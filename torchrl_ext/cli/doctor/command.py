@@ -17,7 +17,7 @@ from rich.table import Table
 from torchrl_ext import registry
 from torchrl_ext.cli.doctor.engines import compare, examine
 from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding, Notes
-from torchrl_ext.cli.doctor.shared import SharedChecks, compare_checkpoint, read_checkpoint
+from torchrl_ext.cli.doctor.shared import SharedChecks, compare_checkpoint, compare_own_checkpoint, read_checkpoint
 from torchrl_ext.cli.main import add_api_key
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.rpc.discovery import discover
@@ -130,6 +130,8 @@ def _look(
             _tidy(shared, one, args.api_key)
             if dtype:
                 compare_checkpoint(args.model, dtype, one)
+            elif not args.model:
+                compare_own_checkpoint(one)
     return every
 
 

@@ -19,9 +19,9 @@ from torchrl_ext.messages import Inspect
 from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.stores import Store, open_store
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import Info, dtype_name
+from torchrl_ext.types import Info, cast_hint, dtype_from_name, dtype_name
 
-__all__ = ["SharedChecks", "compare_checkpoint", "own_address", "read_checkpoint"]
+__all__ = ["SharedChecks", "compare_checkpoint", "compare_own_checkpoint", "own_address", "read_checkpoint"]
 
 _COPIES = 3
 """Full versions that lie in a root at the same time: the one in service, the one being written, and one to spare."""
@@ -214,8 +214,17 @@ def compare_checkpoint(directory: str, dtype: str, one: Examined) -> None:
         told, wanted = (", ".join(f"{key} {config[key]}" for key in other) for config in (theirs, own))
         one.notes.failure("model", told, wanted, "start the engine with the trainer's checkpoint, or name another one")
     if one.dtype not in ("", "auto", dtype):
-        remedy = f"start the engine with --dtype {dtype}, or send with WeightSender(dtype=torch.{one.dtype})"
-        one.notes.warning("dtype", f"the engine computes in {one.dtype}", f"{dtype}, as the checkpoint", remedy)
+        found = f"the engine computes in {one.dtype}: it refuses weights of another dtype, or rounds them"
+        one.notes.warning("dtype", found, f"{dtype}, as in {directory}", cast_hint(dtype_from_name(one.dtype)))
+
+
+def compare_own_checkpoint(one: Examined) -> None:
+    """Note where an engine computes in another dtype than its checkpoint, from which a trainer may start as well."""
+    if one.info is None or not Path(one.info.model).is_dir():
+        return
+    _, dtype = read_checkpoint(one.info.model, Notes(one.address))
+    if dtype:
+        compare_checkpoint(one.info.model, dtype, one)
 
 
 def _config(directory: str) -> dict[str, Any]:
