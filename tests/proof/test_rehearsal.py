@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
 import torchrl_ext as tx
 from tests.sync.processed import PROBE, ProcessedLoader, Sabotage, checkpoint, outputs
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.landing.runtime import reachable
+from torchrl_ext.proof.known_weights import changed, places
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 
@@ -139,3 +142,31 @@ def test_no_saboteur_ends_verified(tmp_path):
             caught[sabotage.way] += engine.rehearsed[0]["changes"] == "by reload"  # and lands as a whole from there on
         sender.shutdown()
     assert sum(min(1, count) for count in caught.values()) == len(Sabotage.WAYS), caught
+
+
+class Slotted:
+    __slots__ = ("packed",)
+
+    def __init__(self):
+        self.packed = torch.ones(4)
+
+
+def test_what_is_not_followed_below_a_module_is_named():
+    model, cuts = nn.Linear(2, 2), set()
+    model.kernel, model.many, deep = Slotted(), [torch.ones(1) for _ in range(4097)], {}
+    model.deep = deep
+    for _ in range(6):
+        deep["in"] = {}
+        deep = deep["in"]
+    deep["w"] = torch.ones(8)
+    found = {reading.name for reading in reachable(model, cuts)}
+    assert {"weight", "bias", "many.4095"} <= found
+    assert cuts == {"kernel", "many", "deep" + 5 * ".in"}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_complex_tensor_is_changed_and_taken_back(dtype):
+    tensor = torch.randn(30, 30).to(dtype)
+    _, after = changed("w", tensor)
+    where = places("w", tensor)
+    assert where.numel() and (after.reshape(-1)[where] != tensor.reshape(-1)[where]).all()

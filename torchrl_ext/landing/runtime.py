@@ -51,13 +51,19 @@ class Reading:
         return f"{self.layer}.{self.name}" if self.layer else self.name
 
 
-def reachable(model: nn.Module) -> Iterator[Reading]:
+def reachable(model: nn.Module, cuts: set[str] | None = None) -> Iterator[Reading]:
     """Yield every tensor that can be reached from the modules of a model.
 
     Parameters and buffers come under each of their names; what is none of these, and lies below attributes, kernels,
     containers and closures, comes once. Left out are keys and values of requests, settings, and tensors without data
     (the meta device, no elements).
+
+    Args:
+        model: the model.
+        cuts: takes the paths below which tensors may lie that are not followed: deeper than 5 steps, after the first
+            4,096 entries of a container, or in an object without a ``__dict__``.
     """
+    cuts = set() if cuts is None else cuts
     seen: set[Any] = set()
     modules = list(model.named_modules())
     for layer, module in modules:
@@ -69,20 +75,27 @@ def reachable(model: nn.Module) -> Iterator[Reading]:
     for layer, module in modules:
         for name, value in list(vars(module).items()):
             if name not in _OWN:
-                for path, tensor in _below(name, value, seen, _DEPTH):
+                for path, tensor in _below(name, value, seen, _DEPTH, (layer, cuts)):
                     yield Reading(layer=layer, name=path, tensor=tensor, derived=True)
 
 
-def _below(path: str, value: Any, seen: set[Any], depth: int) -> Iterator[tuple[str, Tensor]]:
+def _below(
+    path: str, value: Any, seen: set[Any], depth: int, cut: tuple[str, set[str]]
+) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if _is_new(value, seen):
             yield path, value
         return
-    if depth == 0 or id(value) in seen or any(part in path.rpartition(".")[2] for part in _NOT_WEIGHTS):
+    if id(value) in seen or any(part in path.rpartition(".")[2] for part in _NOT_WEIGHTS):
         return
-    for name, part in _parts(value):
+    parts = _parts(value)
+    slotted = not parts and not _foreign(value) and bool(getattr(type(value), "__slots__", ()))
+    longer = isinstance(value, (list, tuple, dict)) and len(value) > _ENTRIES
+    if slotted or longer or (depth == 0 and parts):
+        cut[1].add(f"{cut[0]}.{path}" if cut[0] else path)
+    for name, part in parts if depth else ():
         seen.add(id(value))
-        yield from _below(f"{path}.{name}", part, seen, depth - 1)
+        yield from _below(f"{path}.{name}", part, seen, depth - 1, cut)
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
@@ -106,9 +119,13 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, nn.Module):  # one that no other module has registered
         own = [(name, part) for name, part in vars(value).items() if name not in _OWN]
         return [*value._parameters.items(), *value._buffers.items(), *value._modules.items(), *own]
-    if isinstance(value, (type, types.ModuleType)) or type(value).__module__.split(".")[0] in _FOREIGN:
+    if _foreign(value):
         return []
     return [(name, part) for name, part in getattr(value, "__dict__", {}).items() if name not in _OWN]
+
+
+def _foreign(value: Any) -> bool:
+    return isinstance(value, (type, types.ModuleType)) or type(value).__module__.split(".")[0] in _FOREIGN
 
 
 def _content(cell: Any) -> Any:

@@ -29,12 +29,14 @@ class EngineLoader(WeightLoader):
         repairs: steps that `finish` and `commit` take after the engine's own processing, by name.
         vouches: digests of what is loaded will be asked for.
         takes_slices: the transport brings slices of tensors (`torchrl_ext.landing.sliced`).
+        cuts: paths below which `runtime` did not look, though tensors may lie there.
     """
 
     def __init__(self) -> None:
         self.touched, self.vouches = False, True
         self.repairs: frozenset[str] = frozenset(self.known_repairs())
         self.takes_slices = False
+        self.cuts: set[str] = set()
         self._rehearsals: dict[bool, Rehearsal] = {}  # by whether slices came
         self._rehearsing = False
 

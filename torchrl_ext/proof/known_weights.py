@@ -64,9 +64,9 @@ def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     """
     where = places(name, tensor)
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    if where.numel() and tensor.is_floating_point():
+    if where.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         factor = 0.5 + 0.25 * ((where * 7919) % _PERIOD) / _PERIOD
-        old = flat[where].to(torch.float64)
+        old = flat[where].to(torch.complex128 if tensor.is_complex() else torch.float64)
         flat[where] = torch.where(old == 0, 0.01 * factor, old * factor).to(tensor.dtype)
     elif where.numel():
         flat[where] = flat[where] ^ 1

@@ -73,6 +73,7 @@ class Rehearsal:
         restored: the engine holds what it was started with.
         seconds: its duration.
         loads: loads of the whole model.
+        unseen: paths in the model below which nothing was looked at, though tensors may lie there.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -81,6 +82,7 @@ class Rehearsal:
     restored: bool = True
     seconds: float = 0.0
     loads: int = 0
+    unseen: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Layer, ...]:
@@ -97,7 +99,8 @@ class Rehearsal:
             for (verdict, kernel, why), names in groups.items()
         ]
         rest = asdict(self) | {"layers": rows[:most]}
-        return {**rest, "repairs": list(self.repairs), "seconds": round(self.seconds, 3)}
+        few = {"repairs": list(self.repairs), "unseen": list(self.unseen[:most])}
+        return {**rest, **few, "seconds": round(self.seconds, 3)}
 
 
 def rehearse(loader: EngineLoader) -> Rehearsal:
@@ -126,6 +129,7 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         restored=attempt.restored,
         seconds=time.perf_counter() - began,
         loads=loads,
+        unseen=tuple(sorted(loader.cuts)),
     )
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger("torchrl_ext")
 _ROWS = 4
 
 
-def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
+def readings(model: nn.Module, dtype: torch.dtype, cuts: set[str]) -> Iterator[Reading]:
     """Yield every tensor that can be reached, and the outputs of packed and quantised linear layers for a fixed input.
 
     oneDNN keeps packed weights in memory of its own (vLLM on a CPU), behind a handle that does not show them.
@@ -31,8 +31,9 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
     Args:
         model: a worker's model.
         dtype: in which the engine computes.
+        cuts: as for `reachable`.
     """
-    yield from reachable(model)
+    yield from reachable(model, cuts)
     for path, layer in model.named_modules():
         multiplies = isinstance(layer, (vllm.LinearBase, vllm.ParallelLMHead))
         if multiplies and (_multiplies_packed(layer) or _is_quantised(layer)):
