@@ -8,7 +8,7 @@ import torch
 
 from tests.codecs.data import DTYPES, random_bits
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.kernels.base import BITS, Piece, flat_bits, kernels, kernels_on
+from torchrl_ext.kernels.base import BITS, Piece, _known, flat_bits, kernels, kernels_on
 
 SIZES = (0, 1, 63, 1024, 1025, 2500)
 DENSITIES = (0.0, 0.02, 0.5, 1.0)
@@ -191,5 +191,20 @@ def test_triton_is_chosen_on_a_gpu():
 def test_without_triton_torch_takes_its_place(monkeypatch, caplog):
     make = kernels.make
     monkeypatch.setattr(kernels, "make", lambda name: 1 / 0 if name == "triton" else make(name))
-    assert kernels_on.__wrapped__(torch.device("cuda")).name == "torch"
+    assert _known.__wrapped__(torch.device("cuda")).name == "torch"
     assert "Triton does not work here" in caplog.text
+
+
+def test_a_device_without_room_for_the_probe_is_probed_again(monkeypatch):
+    make, probed = kernels.make, []
+
+    def full(name):
+        probed.append(name)
+        if name == "triton":
+            raise torch.OutOfMemoryError("no room")
+        return make(name)
+
+    monkeypatch.setattr(kernels, "make", full)
+    for _ in range(2):
+        assert kernels_on(torch.device("cuda", 7)).name == "torch"
+    assert probed.count("triton") == 2

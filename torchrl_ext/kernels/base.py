@@ -182,13 +182,20 @@ kernels.register("torch", "torchrl_ext.kernels.torch_ops:TorchKernels", "torch's
 kernels.register("triton", "torchrl_ext.kernels.cuda:TritonKernels", "Triton programs on a CUDA device")
 
 
-@functools.cache
 def kernels_on(device: torch.device) -> Kernels:
     """Return the kernels for tensors on ``device``: numba's on the host, Triton's on CUDA where it works, else torch's.
 
     Raises:
         ConfigError: ``device`` is the host, and numba cannot be imported.
     """
+    try:
+        return _known(device)
+    except torch.OutOfMemoryError:  # in the probe: there may be room when the next one is made
+        return kernels.make("torch")
+
+
+@functools.cache
+def _known(device: torch.device) -> Kernels:
     if device.type == "cpu":
         return kernels.make("numba")
     if device.type == "cuda":
@@ -197,6 +204,8 @@ def kernels_on(device: torch.device) -> Kernels:
             probe = torch.zeros(1, dtype=torch.int32, device=device)
             found.words(Piece(destination=probe, offset=0, strides=(1,)))  # it needs a C compiler, and more
             return found
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # whatever is amiss with a compiler, torch's operators do the same
             log.warning("Triton does not work here; torch's own operators take its place, slower", exc_info=True)
     return kernels.make("torch")
