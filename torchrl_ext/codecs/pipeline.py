@@ -166,7 +166,9 @@ def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row:
         olds, news = before.numpy().view(unit.dtype), after.numpy().view(unit.dtype)
         blocks = each(partial(_block, codec, unit, olds, news, size, follow, where), range(0, count, size))
     else:
-        blocks = each(partial(_coded, codec, unit), _listed(unit, kernels, device, before, after, size, follow, where))
+        blocks = each(
+            partial(_coded, codec, unit), _listed(unit, kernels, device, (before, after), size, follow, where)
+        )
     return _Begun(meta, codec, count, blocks)
 
 
@@ -217,25 +219,18 @@ def _coded(codec: Codec, unit: Unit, listed: tuple[Block, int, Words]) -> _Coded
 
 
 def _listed(
-    unit: Unit,
-    kernels: Kernels,
-    device: torch.device,
-    before: Tensor,
-    after: Tensor,
-    size: int,
-    follow: bool,
-    where: Where,
+    unit: Unit, kernels: Kernels, device: torch.device, bits: tuple[Tensor, Tensor], size: int, follow: bool, at: Where
 ) -> list[tuple[Block, int, Words]]:
     """Find what changed in a tensor on an accelerator; neither tensor is needed afterwards.
 
     Returns:
         Blocks, how much changed in each, and what that adds to the digest: all of it with the first one.
     """
-    count, first, second = after.numel(), 0, 0
-    offset = where if isinstance(where, int) else 0
+    count, first, second = bits[1].numel(), 0, 0
+    offset = at if isinstance(at, int) else 0
     lists: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for start in range(0, count, _RANGE):
-        old, new = (bits[start : start + _RANGE] for bits in (before, after))
+        old, new = (every[start : start + _RANGE] for every in bits)
         diff = kernels.diff(old.to(device, non_blocking=True), new.to(device, non_blocking=True), start + offset)
         if not diff.places.numel():
             continue
@@ -249,11 +244,11 @@ def _listed(
     if not lists:
         return []
     every, olds, news = (np.concatenate(each) if len(lists) > 1 else each[0] for each in zip(*lists, strict=True))
-    if not isinstance(where, int):
+    if not isinstance(at, int):
         from torchrl_ext.kernels.host_loops import digest_change
 
         moved = np.zeros(2, np.uint64)
-        digest_change(where(every), olds, news, moved)
+        digest_change(at(every), olds, news, moved)
         first, second = moved.tolist()
     starts = range(0, count, size)
     cuts, found = np.searchsorted(every, [*starts, count]).tolist(), []

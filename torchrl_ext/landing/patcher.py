@@ -79,9 +79,9 @@ class Patcher:
         for name, own in pieces.items():
             for piece in own:
                 sizes[name] += piece.destination.nbytes
-        self._turns: list[list[str]] = []  # the tensors in parts of about the same size
-        for _ in range(READ_BACK_VERSIONS):
-            self._turns.append([])
+        self._turns: list[list[str]] = [
+            [] for _ in range(READ_BACK_VERSIONS)
+        ]  # the tensors, in parts of about one size
         filled = [0] * READ_BACK_VERSIONS
         for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
             turn = filled.index(min(filled))
@@ -148,10 +148,7 @@ class Patcher:
                     writes.append(_Write(patch.meta.name, kernels, target, offsets, values))
             staged[patch.meta.name] = digest, count
         self._writes, self._staged = writes, staged
-        found = dict[str, Coverage]()
-        for name in self.pieces:
-            found[name] = staged[name] if name in staged else self._coverage(name)
-        return found
+        return {name: staged[name] if name in staged else self._coverage(name) for name in self.pieces}
 
     def _wanted(self, name: str) -> bool:
         if name in self.pieces:
@@ -187,17 +184,10 @@ class Patcher:
         if damage is not None:
             self.forget()
             raise damage
-        large, devices = 0, set[torch.device]()
-        for write in writes:
-            large += write.values.numel() if write.offsets is not None and write.kernels.on_host else 0
-            devices.add(write.target.device)
+        large = sum(write.values.numel() for write in writes if write.offsets is not None and write.kernels.on_host)
         threads = min(_THREADS, torch.get_num_threads()) if large > _MOST else 1
-        pool, parts = (
-            ThreadPoolExecutor(threads, thread_name_prefix="torchrl-ext-commit"),
-            list[tuple[str, Future[Tensor]]](),
-        )
-        landed = list[tuple[str, Tensor]]()
-        with pool:
+        parts, landed = list[tuple[str, Future[Tensor]]](), list[tuple[str, Tensor]]()
+        with ThreadPoolExecutor(threads, thread_name_prefix="torchrl-ext-commit") as pool:
             for write in writes:  # no two of them meet
                 name, kernels, target, offsets, values = write
                 if threads > 1 and offsets is not None and kernels.on_host and values.numel() >= _LEAST:
@@ -206,11 +196,10 @@ class Patcher:
                 else:
                     landed.append((name, write.put()))
             landed += [(name, part.result()) for name, part in parts]
-        for device in devices:
+        self._held.update(staged)
+        for device in {write.target.device for write in writes}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        self._held.update(staged)
-        for device in devices:
             names, flags = zip(*(row for row in landed if row[1].device == device), strict=True)
             fits = torch.stack(flags).tolist()
             if not all(fits):
