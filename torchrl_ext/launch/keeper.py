@@ -94,9 +94,8 @@ class Keeper:
         except BaseException:
             self.stop()
             raise
-        for kept in self.engines if interval_s > 0 else ():
-            arguments = (kept, first_wait_s, interval_s)
-            threading.Thread(target=self._watch, args=arguments, name=f"keeper {kept.plan.name}", daemon=True).start()
+        if interval_s > 0:
+            self._watch_all(first_wait_s, interval_s)
 
     def recover(self) -> tuple[Kept, ...]:
         """Check every engine now, start again those that have ended or do not answer, and return what was started.
@@ -151,6 +150,11 @@ class Keeper:
                     raise
         finally:
             self.engines += tuple(start.result() for start in starts if start.exception() is None)
+
+    def _watch_all(self, *waits_s: float) -> None:
+        for kept in self.engines:
+            name = f"keeper {kept.plan.name}"
+            threading.Thread(target=self._watch, args=(kept, *waits_s), name=name, daemon=True).start()
 
     def _watch(self, kept: Kept, first_wait_s: float, interval_s: float) -> None:
         """Look at an engine until all is over: in intervals, and at once where its process has ended."""

@@ -22,10 +22,7 @@ from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
 
 __all__ = ["Asked", "Requests", "Target", "targets"]
 
-log = logging.getLogger("torchrl_ext")
-
-_SILENCE_S = 60.0  # a request that is sent again and again is heard of this often
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
 _PASSING = (429, 500, 502, 503, 504)  # too many requests, or something is broken; 501 and 505 are final (RFC 9110)
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # by which vLLM's router knows a session, and SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
@@ -78,12 +75,11 @@ class Asked:
 class Requests:
     """Gives each request to the target with the fewest in work; belongs to the event loop that first asks.
 
-    If a target cannot be reached, or says that it is broken or busy (HTTP 500, 502 to 504, 429), the request goes
-    to another target, from the start, and the failed one is left alone for a while. Once all targets have failed,
-    the request fails; or, with ``persistent``, it is asked again until its deadline, with a warning in the log each
-    minute: an answer that was lost can be sampled anew, and a router may have found another engine by then. Any
-    other refusal is raised at once. A request that an engine aborts (an update that pauses with mode ``abort``)
-    goes on with the tokens that it has, on any target.
+    If a target cannot be reached, or says that it is broken or busy (HTTP 500, 502 to 504, 429), the request goes to
+    another target, from the start, and the failed one is left alone for a while. Once all targets have failed, the
+    request fails; or, with ``persistent``, it is asked again until its deadline (a warning each minute says so): an
+    answer that was lost can be sampled anew, and a router may have found another engine by then. Any other refusal is
+    raised at once. A request that an engine aborts (pause mode ``abort``) goes on with its tokens, on any target.
 
     Args:
         targets: at least one.
@@ -107,8 +103,7 @@ class Requests:
         self._in_work = dict.fromkeys(self._targets, 0)
         self._retired_until = dict.fromkeys(self._targets, 0.0)
         self._freed, self._warned = asyncio.Condition(), float("-inf")
-        connections = number_from("SKYRL_HTTP_CONNECTION_LIMIT", 0)
-        self.session = AsyncSession(api_key=api_key, connection_limit=connections)
+        self.session = AsyncSession(api_key=api_key, connection_limit=number_from("SKYRL_HTTP_CONNECTION_LIMIT", 0))
 
     async def generations(self, asked: Sequence[Asked], until: float) -> list[list[Generation]]:
         """Return every prompt's continuations, in order, each complete; the first error cancels the other requests.
@@ -249,7 +244,7 @@ class Requests:
                     raise why
                 if time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
-                    log.warning("requests get no answer, and are sent again until their deadline: %s", why)
+                    logging.getLogger("torchrl_ext").warning("requests get no answer, and are sent again: %s", why)
                 await pauses.wait(why)
                 failed.clear()
 

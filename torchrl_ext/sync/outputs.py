@@ -259,9 +259,8 @@ def _asked_one(engine: EngineClient, asked: _Asked, bound: float | None) -> _Fin
     try:
         largest, mean = gaps(trainer, engine.logprobs(prompts))
     except Exception as error:
-        known = isinstance(error, WeightSyncError)  # then its words suffice
-        log.warning("engine %s gave no log-probabilities: %s", engine.url, error, exc_info=not known)
         finding = _Finding(error=f"{engine.url} gave no log-probabilities: {error}")
+        log.warning("%s", finding.error, exc_info=not isinstance(error, WeightSyncError))
     else:
         if bound is None or largest <= bound:
             return _Finding(largest=largest, mean=mean)
