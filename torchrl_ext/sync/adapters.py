@@ -10,9 +10,9 @@ import torch
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.outgoing import drives
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.ranks import drives
 from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.adapter import as_adapter
 

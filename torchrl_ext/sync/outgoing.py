@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError
+from torchrl_ext.errors import DeadlineError, ManifestError
 from torchrl_ext.sync.parts import PartSource
+from torchrl_ext.transports.ranks import shared_store, store_gone
 from torchrl_ext.types import Info, ParamMeta, Part
 from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
@@ -21,7 +22,7 @@ from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.shards.blocks import Shard, checked_shards
 from torchrl_ext.weights.source import WeightSource, checked
 
-__all__ = ["Outgoing", "Ranks", "bump", "drives"]
+__all__ = ["Outgoing", "Ranks", "bump"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -76,7 +77,7 @@ class Outgoing(WeightSource):
         self.begins: Callable[[], bool] = lambda: True
         self.digests: dict[str, str] = {}
         self._stream: Iterator[tuple[str, Tensor]] | None = None
-        self.store = _shared_store()
+        self.store = shared_store()
         self.version = self.count = self.bytes = self.model_bytes = 0
         held, empty = source.held(), []
         for meta in self._params:
@@ -220,7 +221,7 @@ class Ranks:
 
     def _tell(self, what: str, *words: Any) -> None:
         """Put the words under a key; a store that is gone is logged, not raised."""
-        store = _shared_store()
+        store = shared_store()
         if store is None or not (self._name or self._model):  # of weights that are none
             return
         said = self._said.setdefault(what, deque(maxlen=_REMEMBERED))
@@ -242,26 +243,15 @@ class Ranks:
         return None if base is None else int(base)
 
     def ended(self, version: int) -> tuple[int, int]:
-        """Wait until the update is over.
-
-        Args:
-            version: to be returned where nobody drives.
-
-        Returns:
-            The version that the engines serve now, and how many updates were accepted since this was called last.
-        """
+        """Wait until the update is over, and return the version that the engines serve now (``version`` where no store
+        is shared), and how many updates were accepted since this was called last."""
         version, accepted = self._heard("end", version, self._accepted + 1)
         news, self._accepted = accepted - self._accepted, accepted
         return int(version), int(news)
 
     def _heard(self, what: str, *alone: Any) -> list[Any]:
-        """Return the words of rank 0 on this call, or on the first one after it that is remembered.
-
-        Args:
-            what: the key.
-            alone: to be returned where no store is shared.
-        """
-        store = _shared_store()
+        """Return the words of rank 0 on this call, or on a later one; ``alone`` where no store is shared."""
+        store = shared_store()
         if store is None:
             return list(alone)
         key = self._key(what)
@@ -286,26 +276,7 @@ class Ranks:
         except DeadlineError:
             raise
         except RuntimeError as error:
-            raise NotConnectedError(
-                f"the store of torch's process group is gone: {error}",
-                state="this rank does not know which version the engines serve",
-                hint="look at trainer rank 0, which keeps it as a rule",
-            ) from error
-
-
-def drives(rank: int | None) -> bool:
-    """Return whether a trainer rank drives updates, as rank 0 does; None stands for torch's, 0 without a group."""
-    return (torch.distributed.get_rank() if rank is None and _grouped() else rank or 0) == 0
-
-
-def _grouped() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _shared_store() -> Any | None:
-    """Return the store of torch's process group; None where this process is the only rank."""
-    shared = _grouped() and torch.distributed.get_world_size() > 1
-    return torch.distributed.distributed_c10d._get_default_store() if shared else None
+            raise store_gone(error) from error
 
 
 def bump(collectors: Iterable[Callable[[], Any]]) -> None:

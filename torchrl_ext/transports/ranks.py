@@ -33,7 +33,7 @@ from torchrl_ext.errors import (
 from torchrl_ext.types import Info
 from torchrl_ext.waiting import wait_until
 
-__all__ = ["TrainerRanks"]
+__all__ = ["TrainerRanks", "drives", "shared_store", "store_gone"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -67,12 +67,12 @@ class TrainerRanks:
     @property
     def rank(self) -> int:
         """This process's rank in the trainer; 0 where it is the only one."""
-        return torch.distributed.get_rank() if self._grouped() else 0
+        return torch.distributed.get_rank() if _grouped() else 0
 
     @property
     def size(self) -> int:
         """The number of the trainer's ranks."""
-        return torch.distributed.get_world_size() if self._grouped() else 1
+        return torch.distributed.get_world_size() if _grouped() else 1
 
     # rank 0
 
@@ -196,9 +196,6 @@ class TrainerRanks:
 
     # both
 
-    def _grouped(self) -> bool:
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
-
     def _store(self) -> Any:
         return torch.distributed.distributed_c10d._get_default_store()
 
@@ -217,7 +214,7 @@ class TrainerRanks:
                 self._store().set(f"{key}/{number}", part)
             self._store().set(key, f"{len(parts)} {parts[0]}")  # last, as it is what readers look for
         except RuntimeError as error:
-            raise self._gone(error) from error
+            raise store_gone(error) from error
         return len(parts)
 
     def _wait(self, key: str, rank: int, timeout_s: float) -> Info:
@@ -242,22 +239,40 @@ class TrainerRanks:
         except DeadlineError:
             raise
         except RuntimeError as error:
-            raise self._gone(error) from error
+            raise store_gone(error) from error
         return dict(found)
 
     def _there(self, key: str) -> bool:
         try:
             return bool(self._store().check([self._key(key)]))
         except RuntimeError as error:
-            raise self._gone(error) from error
+            raise store_gone(error) from error
 
     def _remove(self, key: str, count: int) -> None:
         with suppress(RuntimeError):  # some stores remove nothing
             for part in (key, *(f"{key}/{number}" for number in range(1, count))):
                 self._store().delete_key(part)
 
-    def _gone(self, error: Exception) -> NotConnectedError:
-        return NotConnectedError(
-            f"the store of the trainer's process group is gone: {error}",
-            hint="look at trainer rank 0, which keeps it as a rule",
-        )
+
+def drives(rank: int | None) -> bool:
+    """Return whether a trainer rank drives updates, as rank 0 does; None stands for torch's, 0 without a group."""
+    return (torch.distributed.get_rank() if rank is None and _grouped() else rank or 0) == 0
+
+
+def shared_store() -> Any | None:
+    """Return the store of torch's process group; None where this process is the only rank."""
+    shared = _grouped() and torch.distributed.get_world_size() > 1
+    return torch.distributed.distributed_c10d._get_default_store() if shared else None
+
+
+def store_gone(error: Exception) -> NotConnectedError:
+    """Return the error to raise where the store of torch's process group failed with ``error``."""
+    return NotConnectedError(
+        f"the store of the trainer's process group is gone: {error}",
+        state="this rank does not know what became of the update",
+        hint="look at trainer rank 0, which keeps it as a rule",
+    )
+
+
+def _grouped() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
