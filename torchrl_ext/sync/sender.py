@@ -22,14 +22,15 @@ from torchrl_ext.errors import (
     TransportError,
     UpdateError,
     WeightSyncError,
+    why,
 )
-from torchrl_ext.rpc.client import EngineClient, NullEngine
-from torchrl_ext.sync.connection import Connection, Spans
-from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump, drives
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
+from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.parts import Only, chosen, trainable
 from torchrl_ext.transports.base import TransferStats, Transport
-from torchrl_ext.transports.standalone import StandaloneTransport
+from torchrl_ext.transports.ranks import drives
 from torchrl_ext.types import PROOFS, ParamMeta, Part, SyncReport, least
 from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.derived import as_mapper, converted
@@ -52,7 +53,8 @@ class WeightSender:
 
     Args:
         transport: moves the bytes.
-        engine: tells engines what to do and when (a client or a fleet); None for the data layer alone.
+        engine: tells engines what to do and when (a client or a fleet), or the address of an engine, which rank 0
+            connects to; None for the data layer alone.
         mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
         dtype: cast floating-point tensors to this dtype on the way out.
         verify: every engine compares a digest of each tensor with the trainer's before a version is in service; engines
@@ -80,6 +82,7 @@ class WeightSender:
 
     Raises:
         ConfigError: settings that cannot work.
+        EngineError, DeadlineError: no engine answers at the address.
 
     Example:
         >>> sender = tx.WeightSender(tx.make_transport("delta", root=root), tx.connect(address))
@@ -93,7 +96,7 @@ class WeightSender:
     def __init__(
         self,
         transport: Transport,
-        engine: EngineClient | None = None,
+        engine: EngineClient | str | None = None,
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
@@ -105,15 +108,9 @@ class WeightSender:
     ) -> None:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
-        self._verify, self._rehearse = bool(verify) and engine is not None, rehearse
-        if engine is None:
-            if not isinstance(transport, StandaloneTransport):
-                raise ConfigError(
-                    f"workers of a {transport.name} transport hear of a version from an engine alone",
-                    expected="an engine",
-                    hint="give an engine, or derive the transport from StandaloneTransport",
-                )
-            engine = NullEngine(on_load=transport.announce)
+        self._wanted, self._rehearse = bool(verify), rehearse
+        self._verify = self._wanted and engine is not None
+        engine = client_of(transport, engine, rank)
         self._transport = transport
         self._mapper, self._dtype, self._rank = mapper, dtype, rank
         self._outputs = Outputs.wanted(verify, max_gap, probe)
@@ -162,7 +159,7 @@ class WeightSender:
             vllm_engine: an engine client, in place of the one given at construction.
         """
         if vllm_engine is not None:
-            self._verify = True
+            self._verify = self._wanted
             self._connect_to(vllm_engine)
         if model_metadata is None:
             params = self._outgoing(None).params()
@@ -244,6 +241,7 @@ class WeightSender:
 
     def _drive(self, source: Outgoing, weights: Any, started: float, names: frozenset[str] | None = None) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
+        source.version = max(self.version, self._attempted) + 1  # until the transport and the engines say more
         try:
             if self._outputs is not None:
                 compared = self._outputs.compared(self.engine, source, weights, self._model())
@@ -258,9 +256,10 @@ class WeightSender:
         except Exception as error:
             report = self._report(source.version, source, started, failed=True)
             raise UpdateError(  # whatever it is, the caller learns which engine serves what
-                f"weights version {source.version} did not reach every engine: {error}",
+                f"weights version {source.version} did not reach every engine: {why(error)}",
                 report=report,
                 rows=report.engines,
+                **parts_of(error, report.engines),
             ) from error
         self.version = self._connection.delivered = source.version
         return self._report(self.version, source, started)
@@ -351,7 +350,10 @@ class WeightSender:
             with in_background(self.engine.load, info, self._transport.abort):
                 handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
             self.engine.verify(source.digests)
-        handoff.acknowledge(self.engine.oldest(version))
+        try:
+            handoff.acknowledge(self.engine.oldest(version))
+        except Exception:
+            log.error("weights version %d is in service, but its transport raised afterwards", version, exc_info=True)
 
     # its helpers
 
