@@ -89,6 +89,14 @@ def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
     return job
 
 
+def _append(error: BaseException, cause: BaseException) -> None:
+    """Let the chain of causes of ``error`` end with ``cause``."""
+    while error is not cause and error.__cause__ is not None:
+        error = error.__cause__
+    if error is not cause:
+        error.__cause__ = cause
+
+
 @contextmanager
 def in_background(call: Callable[..., None], info: Any, abort: Callable[[], None]) -> Iterator[None]:
     """Run ``call(info, abort)`` in a thread beside the block.
@@ -125,6 +133,8 @@ def in_background(call: Callable[..., None], info: Any, abort: Callable[[], None
         thread.join()
         if failures and not late:
             raise failures[0] from error
+        for other in failures:
+            _append(error, other)
         raise
     thread.join()
     if failures:

@@ -438,6 +438,75 @@ def test_a_sender_lets_go_of_its_transport_also_where_the_engine_does_not_let_go
     other.shutdown()
 
 
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (
+                lambda: (InProcessEngine(nn.Linear(2, 2)), tx.MemoryTransport()),
+                "engine is a transport.*swap them",
+            ),
+            (lambda: ("memory", None), "transport is a str"),
+            (lambda: (tx.MemoryTransport(), nn.Linear(2, 2)), "engine is a Linear"),
+        ],
+    )
+    def test_something_else_than_a_transport_or_an_engine_is_refused_by_its_name(self, arguments, words):
+        with pytest.raises(ConfigError, match=words):
+            tx.WeightSender(*arguments())
+
+    @pytest.mark.parametrize(("rank", "connects"), [(0, True), (1, False)])
+    def test_rank_0_connects_to_an_engine_that_is_given_by_its_address(self, monkeypatch, rank, connects):
+        engine, asked = InProcessEngine(nn.Linear(2, 2)), []
+        monkeypatch.setattr("torchrl_ext.sync.connection.connect", lambda *urls: asked.append(urls) or engine)
+        sender = tx.WeightSender(tx.MemoryTransport(), "host:8000", rank=rank)
+        assert (asked, sender.engine is engine) == ([("host:8000",)] if connects else [], connects)
+
+    def test_a_sender_that_shall_not_verify_does_not_verify_an_engine_that_comes_later(self):
+        sender, policy = tx.WeightSender(tx.MemoryTransport(), verify=False), nn.Linear(2, 2)
+        sender.register_model(policy)
+        sender.init_all_workers_group(vllm_engine=InProcessEngine(nn.Linear(2, 2)))
+        assert not sender.update_weights().verified
+
+
+def test_a_transport_that_raises_once_the_version_is_in_service_makes_no_failure_of_it(caplog):
+    class Raising(tx.MemoryTransport):
+        def prepare(self, source, version):
+            def acknowledge(oldest):
+                raise OSError("cannot remove old files")
+
+            return replace(super().prepare(source, version), acknowledge=acknowledge)
+
+    sender = tx.WeightSender(Raising(), InProcessEngine(nn.Linear(2, 2)))
+    assert sender.update_weights(nn.Linear(2, 2)).version == sender.version == 1
+    assert "version 1 is in service" in caplog.text and "cannot remove old files" in caplog.text
+
+
+def test_a_root_that_is_no_directory_fails_with_the_version_that_was_tried(tmp_path):
+    root = tmp_path / "file"
+    root.touch()
+    sender = tx.WeightSender(tx.DiskTransport(root), InProcessEngine(nn.Linear(2, 2)))
+    with pytest.raises(UpdateError, match="weights version 1 did not reach every engine") as told:
+        sender.update_weights(nn.Linear(2, 2))
+    assert told.value.report.version == 1
+
+
+@pytest.mark.parametrize("fleet", [False, True])
+def test_the_message_of_a_failed_update_of_one_engine_has_one_state(transport, fleet):
+    stubborn, engine = stubborn_engine(nn.Linear(2, 2))
+    stubborn.refusing = True
+    sender = tx.WeightSender(transport, Fleet([engine]) if fleet else engine)
+    with pytest.raises(UpdateError) as told:
+        sender.update_weights(nn.Linear(2, 2))
+    assert str(told.value).count("State:") == 1 and "the engine is paused" in told.value.state
+    assert "the others" not in str(told.value)
+
+
+def test_an_engine_keeps_no_copy_in_a_memory_channel():
+    transport = tx.MemoryTransport()
+    tx.WeightSender(transport, InProcessEngine(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
+    assert not transport._channel.versions
+
+
 class TestFleet:
     def test_every_engine_serves_the_version(self, transport):
         served = [nn.Linear(3, 2) for _ in range(3)]
@@ -498,3 +567,36 @@ class TestFleet:
         assert (tmp_path / "weight_v000001").is_dir()
         assert (tmp_path / "weight_v000002").is_dir()
         sender.shutdown()
+
+
+def test_an_engine_that_says_why_after_the_broadcast_broke_is_heard(transport):
+    broke = threading.Event()
+
+    class Late(InProcessEngine):
+        def load(self, info, on_failure=lambda: None):
+            assert broke.wait(WAIT_S)
+            raise RuntimeError("worker 3: CUDA out of memory")
+
+    class Broken(tx.MemoryTransport):
+        def prepare(self, source, version):
+            return replace(super().prepare(source, version), transfer=self.fail)
+
+        def fail(self):
+            try:
+                raise OSError("reset")
+            except OSError as error:
+                raise TransportError("a peer closed its connection") from error
+
+        def abort(self):
+            broke.set()
+
+    with pytest.raises(UpdateError, match="a peer closed") as told:
+        tx.WeightSender(Broken(), Late(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
+    causes, error = [], told.value
+    while error is not None:
+        causes.append(str(error))
+        error = error.__cause__
+    assert [word for word in ("reset", "out of memory") if any(word in cause for cause in causes)] == [
+        "reset",
+        "out of memory",
+    ], causes

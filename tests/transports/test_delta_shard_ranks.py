@@ -125,6 +125,34 @@ if rank == 0:
     assert same(tx.DeltaTransport(root).receive_weights(60), own)
 """
 
+FAILED_ONCE = """
+how = sys.argv[5]
+from torchrl_ext.errors import WeightSyncError
+trainer = tx.DeltaTransport(root, by_shard=True, timeout_s=2 if how == "rank 1 sends nothing" else 100)
+source = Blocks(own, rank, world)  # a gather has a deadline of its own
+wrong = {"on rank 1": [1], "on rank 0": [0], "on both": [0, 1]}.get(how, [])
+if rank in wrong:
+    said = failed(lambda: trainer.send_weights("policy", 3))
+    assert "a int holds no weights" in said, said
+elif not (rank == 1 and how == "rank 1 sends nothing"):
+    said = failed(lambda: trainer.send_weights(source))
+    other = "said nothing within 2 s" if how == "rank 1 sends nothing" else "ConfigError: trainer rank"
+    assert other in said, said
+dist.barrier()
+for version in (1, 2):
+    trainer.send_weights(source)
+    step(own, version)
+if rank == 0:
+    assert Chain(LocalStore(root)).newest() >= 2
+"""
+
+RANK_OF_ITS_OWN = """
+trainer = tx.DeltaTransport(root, by_shard=True)
+if rank == 1:
+    said = failed(lambda: trainer.prepare(source, 1))
+    assert "was called on rank 1. Expected: rank 0" in said, said
+"""
+
 LONG = """
 from torchrl_ext.transports.ranks import TrainerRanks
 ranks, text = TrainerRanks("test", 30), "x" * (9 << 20)  # more than one value of the store takes
@@ -172,6 +200,13 @@ class TestRanks:
 
     def test_what_differs_or_fails_is_said_on_every_rank_and_the_next_version_is_whole(self, root):
         on_ranks(2, DISAGREE, root)
+
+    @pytest.mark.parametrize("how", ["on rank 1", "on rank 0", "on both", "rank 1 sends nothing"])
+    def test_a_call_that_fails_before_it_sends_fails_once_and_for_all_ranks(self, root, how):
+        on_ranks(2, FAILED_ONCE, root, how)
+
+    def test_a_rank_that_does_not_drive_is_named(self, root):
+        on_ranks(2, RANK_OF_ITS_OWN, root)
 
     def test_orders_of_any_length_pass_and_what_was_read_is_gone(self, root):
         on_ranks(2, LONG, root)

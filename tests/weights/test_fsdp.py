@@ -197,10 +197,14 @@ for kind in (StoreError, ConcurrentUpdateError):
         transport.down = rank == 0 and kind is StoreError
         try:
             sender.update_weights()
+        except StoreError as error:
+            raise AssertionError("the report is lost") from error
+        except ConcurrentUpdateError:
+            assert kind is ConcurrentUpdateError
         except tx.WeightSyncError as error:
-            assert rank == 0 and ("is down" in str(error) or isinstance(error, ConcurrentUpdateError)), error
+            assert rank == 0 and "is down" in str(error), error
         else:
-            assert rank == 1
+            assert rank == 1 and kind is StoreError
     transport.down = False
     dist.barrier()
 assert sender.update_weights().version == sender.version == 1
@@ -250,6 +254,89 @@ for source in (sharded(), plain()):  # gathered, and replicated as under DDP
     assert (sender.version, collector.version) == (8, 2)
     sender.shutdown()
     dist.barrier()
+""",
+    "a call that fails before anything is sent counts on every rank, and nobody waits for it": """
+import time
+from torchrl_ext.errors import ConfigError, ManifestError
+
+class Counted:
+    version = 0
+    def increment_version(self):
+        self.version += 1
+
+meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in plain().state_dict().items()}
+for source, gathers in ((sharded(), True), (plain(), False)):
+    sender = tx.WeightSender(tx.MemoryTransport(timeout_s=600), InProcessEngine(plain()) if rank == 0 else None)
+    collector = Counted()
+    sender.register_model(source)
+    sender.register_collector(collector)
+    told = []
+    wrongs = [{0: meta}, {0: 3, 1: 3}, {}] + ([] if gathers else [{1: meta}, {1: 3}]) + [{}]
+    for wrong in wrongs:
+        try:
+            told.append(sender.update_weights(wrong.get(rank)).version)
+        except (ConfigError, ManifestError):
+            assert rank in wrong
+            told.append("failed")
+        dist.barrier()  # a rank is early, or late; here all are early
+    expected = {0: ["failed", "failed", 1], 1: [0, "failed", 1]}[rank]
+    if not gathers:
+        expected += {0: [2, 3], 1: ["failed", "failed"]}[rank]
+    accepted = 2 if gathers else 4
+    assert told == [*expected, accepted], told
+    assert (sender.version, collector.version) == (accepted, accepted), (sender.version, collector.version)
+    sender.shutdown()
+    dist.barrier()
+""",
+    "an update that is refused beside another one says nothing of it to other ranks": """
+import threading
+from torchrl_ext.errors import ConcurrentUpdateError
+
+class Slow(tx.MemoryTransport):
+    def prepare(self, source, version):
+        inside.set()
+        assert go_on.wait(60)
+        return super().prepare(source, version)
+
+inside, go_on, refused = threading.Event(), threading.Event(), []
+sender = tx.WeightSender(Slow(), InProcessEngine(plain()) if rank == 0 else None)
+policy = plain()
+
+def beside():
+    assert inside.wait(60)
+    try:
+        sender.update_weights(policy)
+    except ConcurrentUpdateError:
+        refused.append(1)
+    go_on.set()
+
+if rank == 0:
+    threading.Thread(target=beside).start()
+for version in (1, 2):
+    assert sender.update_weights(policy).version == version == sender.version
+    dist.barrier()
+assert len(refused) == (rank == 0)
+""",
+    "a rank waits as long for rank 0 as the timeout of the transport lets it": """
+from torchrl_ext.errors import DeadlineError
+sender = tx.WeightSender(tx.MemoryTransport(timeout_s=0.01), InProcessEngine(plain()) if rank == 0 else None)
+if rank == 1:
+    try:
+        sender.update_weights(nn.Linear(1, 1))  # no other scenario has this model
+    except DeadlineError as error:
+        assert "trainer rank 0 did not say within 0.3 s" in str(error), error
+    else:
+        raise AssertionError("rank 0 sent nothing")
+""",
+    "the store keeps no more the longer a trainer runs": """
+sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(plain()) if rank == 0 else None)
+policy, store, counts = plain(), dist.distributed_c10d._get_default_store(), []
+for _ in range(4):
+    sender.update_weights(policy)
+    dist.barrier()
+    counts.append(store.num_keys())
+    dist.barrier()
+assert counts[1] == counts[-1], counts
 """,
     "models that transformers converts travel under the names of their checkpoints": """
 from tests.models import converted_model

@@ -328,12 +328,14 @@ class Fleet(EngineClient):
     def _raise(self, what: str) -> None:
         missed = {**self._lost, **self._failed}
         self._told.update(missed)
+        if len(self.engines) == 1:
+            raise missed[self.engines[0]]
         lines = "; ".join(f"{engine.url}: {error}" for engine, error in missed.items())
         raise EngineError(
             f"{what}: {lines}",
             rows=self.rows(),
-            state="the rows say whether these engines serve an older version, are paused, or do not answer; the others "
-            "serve the new one",
+            state="the rows say whether these engines serve an older version, are paused, or do not answer"
+            + ("; the others serve the new one" if len(missed) < len(self.engines) else ""),
             hint="mend the cause and call update_weights again: engines that answer then take part",
         )
 

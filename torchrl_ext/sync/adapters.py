@@ -12,6 +12,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.ranks import drives
 from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.adapter import as_adapter
 
@@ -33,7 +34,7 @@ class AdapterSender:
         keep_files: never remove old versions.
         dtype: cast the adapter's tensors to this dtype on the way out.
         timeout_s: deadline of every wait of the data layer, in seconds.
-        rank: this trainer process's rank. Only rank 0 talks to engines and writes files; others call `load` too.
+        rank: as in `WeightSender`. Only rank 0 talks to engines and writes files; others call `load` too.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model
@@ -52,7 +53,7 @@ class AdapterSender:
         keep_files: bool = False,
         dtype: torch.dtype | None = None,
         timeout_s: float = 60.0,
-        rank: int = 0,
+        rank: int | None = None,
     ) -> None:
         self._root, self._engine, self._rank = Path(root), engine, rank
         self._keep_files, self._dtype, self._timeout_s = keep_files, dtype, timeout_s
@@ -87,7 +88,7 @@ class AdapterSender:
         sender = self._senders.pop(name, None)
         if sender is not None:
             sender.shutdown()
-        if self._rank == 0:
+        if drives(self._rank):
             self._engine.adapter(name).unload()
 
     def version(self, name: str) -> int:

@@ -12,21 +12,25 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
-from torchrl_ext.errors import ConcurrentUpdateError, UpdateError, WeightSyncError
-from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, UpdateError, WeightSyncError
+from torchrl_ext.rpc.client import EngineClient, NullEngine
+from torchrl_ext.rpc.discovery import connect
+from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.ranks import drives
 from torchrl_ext.transports.roots import PublishedRoot
-from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.transports.standalone import StandaloneTransport
+from torchrl_ext.types import EngineRow, Handoff, Info, ParamMeta
 from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import tensor_digest
 
-__all__ = ["Connection", "HandedOn", "Spans"]
+__all__ = ["Connection", "HandedOn", "Spans", "client_of", "parts_of"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -227,3 +231,49 @@ class HandedOn:
     def close(self) -> None:
         """Close the engine's client; the engine keeps serving what it has."""
         self._engine.close()
+
+
+def client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:
+    """Return the client that a sender drives.
+
+    Args:
+        transport, engine, rank: as for `WeightSender`.
+
+    Raises:
+        ConfigError: they are something else, or workers of ``transport`` need an engine.
+        EngineError, DeadlineError: no engine answers at the address.
+    """
+    if not isinstance(transport, Transport):
+        swapped = isinstance(engine, Transport)
+        raise ConfigError(
+            f"transport is a {type(transport).__name__}" + (", and engine is a transport" if swapped else ""),
+            expected="WeightSender(transport, engine)",
+            hint="swap them" if swapped else "make the transport with make_transport",
+        )
+    if isinstance(engine, EngineClient):
+        return engine
+    if isinstance(engine, str):
+        return connect(engine) if drives(rank) else NullEngine()
+    if engine is not None:
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}",
+            expected="an engine client, an address, or None",
+            hint="make a client with make_engine or connect",
+        )
+    if not isinstance(transport, StandaloneTransport):
+        raise ConfigError(
+            f"workers of a {transport.name} transport hear of a version from an engine alone",
+            expected="an engine",
+            hint="give an engine, or derive the transport from StandaloneTransport",
+        )
+    return NullEngine(on_load=transport.announce)
+
+
+def parts_of(error: Exception, rows: Sequence[EngineRow]) -> dict[str, str | None]:
+    """Return the further parts of the message of an update that failed with ``error``; ``rows`` have the state."""
+    known = error if isinstance(error, WeightSyncError) else WeightSyncError("")
+    state = known.state if not rows else "the rows say which engines serve which version"
+    if len(rows) == 1:
+        version = "" if rows[0].version is None or rows[0].state == "unreachable" else f", at version {rows[0].version}"
+        state = f"the engine is {rows[0].state}{version}"
+    return {"expected": known.expected, "state": state, "hint": known.hint}

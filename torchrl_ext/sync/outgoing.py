@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchrl_ext.errors import DeadlineError, ManifestError, NotConnectedError
+from torchrl_ext.errors import DeadlineError, ManifestError
 from torchrl_ext.sync.parts import PartSource
+from torchrl_ext.transports.ranks import shared_store, store_gone
 from torchrl_ext.types import Info, ParamMeta, Part
 from torchrl_ext.waiting import wait_until
-from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper, converted
+from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.shards.blocks import Shard, checked_shards
-from torchrl_ext.weights.source import MappingSource, WeightSource, checked
+from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["Outgoing", "Ranks", "bump"]
 
 log = logging.getLogger("torchrl_ext")
 
-_DEADLINE_S = 1800.0  # as long as torch's own ranks wait for each other in a gather over gloo
+_PHASES = 30  # for how many timeouts a rank waits for rank 0: an update has phases, each with its own deadline
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two looks
+
+_REMEMBERED = 64  # updates
 
 _senders: Counter[str] = Counter()  # by a digest of the model's names, in this process
 
@@ -35,7 +39,6 @@ class Outgoing(WeightSource):
 
     Args:
         source: what is sent.
-        registered: the registered model, of any kind, or None; a module's own names become those of its checkpoint.
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
 
@@ -50,6 +53,7 @@ class Outgoing(WeightSource):
         decided: the other trainer ranks were told whether a part is sent.
         told: the part of which workers are told before they get it; None where everything is sent.
         onto: says in a handoff which version the part that workers get builds on; empty without one.
+        begins: waits until rank 0 gathers too; returns False where it never will.
         store: the store of torch's process group; None where this process is the only rank, and can make another pass
             by itself.
 
@@ -60,25 +64,20 @@ class Outgoing(WeightSource):
     def __init__(
         self,
         source: WeightSource,
-        registered: Any = None,
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
-            source = converted(source, registered)
-        self._origin = source
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self.whole = self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
         self._gathers = self.digesting = self.decided = False
         self.told: Part | None = None
         self.onto: Info = {}
+        self.begins: Callable[[], bool] = lambda: True
         self.digests: dict[str, str] = {}
         self._stream: Iterator[tuple[str, Tensor]] | None = None
-        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        shared = grouped and torch.distributed.get_world_size() > 1
-        self.store: Any | None = torch.distributed.distributed_c10d._get_default_store() if shared else None
+        self.store = shared_store()
         self.version = self.count = self.bytes = self.model_bytes = 0
         held, empty = source.held(), []
         for meta in self._params:
@@ -110,10 +109,6 @@ class Outgoing(WeightSource):
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
-
-    def own_names(self) -> list[str]:
-        """Return the names as the trainer has them, before any mapper."""
-        return [meta.name for meta in self._origin.params()]
 
     def held(self) -> Mapping[str, Tensor]:
         return self._source.held()
@@ -155,7 +150,7 @@ class Outgoing(WeightSource):
         return iter(self._source) if self.part is None else self._source.pairs(self.part.names)
 
     def replay(self) -> None:
-        for _ in self._begin() if self._gathers else ():
+        for _ in self._begin() if self._gathers and self.begins() else ():
             pass
 
     def drain(self) -> None:
@@ -173,47 +168,104 @@ class Outgoing(WeightSource):
 
 
 class Ranks:
-    """Tells the trainer ranks that only take part in the gathers how an update ended, through torch's store.
+    """Tells the trainer ranks that only take part in the gathers how an update goes, through torch's store.
 
-    It is no collective: the rank that drives writes the result however its update ends, and waits for nobody. Senders
-    of the same model are matched across ranks by the order in which each process first used them, so that ranks that
-    do not drive need not be given the transport, the mapper or the engine.
+    It is no collective: the rank that drives says what holds however its update ends, and waits for nobody. Every call
+    of `update_weights` counts on every rank from its beginning on, whatever it fails with. The store keeps the words of
+    the last updates, for ranks that lag behind. Senders of the same model are matched across ranks by the order in
+    which each process first used them, so that ranks that do not drive need not be given the transport, the mapper or
+    the engine.
+
+    Args:
+        timeout_s: deadline of one phase of an update, in seconds.
     """
 
-    def __init__(self) -> None:
-        self._name = ""
-        self._updates = 0
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = _PHASES * timeout_s
+        self._name = self._model = ""
+        self._calls = self._accepted = 0
+        self._said: dict[str, deque[list[Any]]] = {}
 
-    def tell(self, source: Outgoing, store: Any, version: int, accepted: bool) -> None:
-        """Tell the other ranks that the update that sent ``source`` is over, and which version the engines serve now.
+    def call(self) -> None:
+        """Count a call of `update_weights`, before anything in it can fail."""
+        self._calls, self._model = self._calls + 1, ""
 
-        A store that is gone is logged, not raised.
-        """
+    def join(self, source: Callable[[], WeightSource]) -> None:
+        """Say which model this call sends; by the names of its tensors other ranks find this sender when it speaks."""
+        if not self._name and not self._model:
+            names = sorted(meta.name for meta in source().params())
+            self._model = hashlib.sha256("\n".join(names).encode()).hexdigest()[:32]
+
+    def _key(self, what: str) -> str:
+        if not self._name:
+            self._name = f"torchrl_ext/{self._model}/{_senders[self._model]}"
+            _senders[self._model] += 1
+        return f"{self._name}/{what}"
+
+    # the rank that drives
+
+    def begin(self) -> None:
+        """Let the other ranks begin: this one is ready to gather."""
+        self._tell("begun", True)
+
+    def tell_part(self, part: Part | None) -> None:
+        """Say, before the first gather, which version a part builds on; None where everything is sent."""
+        self._tell("part", None if part is None else part.base)
+
+    def end(self, version: int, *, begun: bool, accepted: bool) -> None:
+        """Say which version the engines serve now that this update is over, and whether it put that in service."""
+        if not begun:
+            self._tell("begun", False)
+        self._accepted += accepted
+        self._tell("end", version, self._accepted)
+
+    def _tell(self, what: str, *words: Any) -> None:
+        """Put the words under a key; a store that is gone is logged, not raised."""
+        store = shared_store()
+        if store is None or not (self._name or self._model):  # of weights that are none
+            return
+        said = self._said.setdefault(what, deque(maxlen=_REMEMBERED))
+        said.append([self._calls, *words])
         try:
-            store.set(self._next(source), f"{version} {int(accepted)}")
+            store.set(self._key(what), json.dumps(list(said)))
         except RuntimeError as error:
-            log.warning("the other trainer ranks were not told of weights version %d: %s", version, error)
+            log.warning("the other trainer ranks were not told how an update goes: %s", error)
 
-    def hear(self, source: Outgoing, store: Any) -> tuple[int, bool]:
-        """Wait until the update that sends ``source`` is over.
+    # the other ranks; each method raises DeadlineError where rank 0 says nothing, NotConnectedError without a store
 
-        Returns:
-            The version that the engines serve now, and whether this update put it in service.
+    def begins(self) -> bool:
+        """Wait until rank 0 is ready to gather; return False where it failed before."""
+        return self._heard("begun", True)[0] is True
 
-        Raises:
-            DeadlineError: the rank that drives said nothing within 30 minutes.
-            NotConnectedError: torch's store is gone.
-        """
-        version, accepted = self._heard(self._next(source), store).split()
-        return int(version), accepted == "1"
+    def hear_part(self) -> int | None:
+        """Wait until it is known whether a part is sent, and return the version on which it builds; else None."""
+        base = self._heard("part", None)[0]
+        return None if base is None else int(base)
 
-    def _heard(self, update: str, store: Any) -> str:
+    def ended(self, version: int) -> tuple[int, int]:
+        """Wait until the update is over, and return the version that the engines serve now (``version`` where no store
+        is shared), and how many updates were accepted since this was called last."""
+        version, accepted = self._heard("end", version, self._accepted + 1)
+        news, self._accepted = accepted - self._accepted, accepted
+        return int(version), int(news)
+
+    def _heard(self, what: str, *alone: Any) -> list[Any]:
+        """Return the words of rank 0 on this call, or on a later one; ``alone`` where no store is shared."""
+        store = shared_store()
+        if store is None:
+            return list(alone)
+        key = self._key(what)
+
+        def look() -> list[Any]:
+            said = json.loads(store.get(key)) if store.check([key]) else []
+            return next((words for call, *words in said if call >= self._calls), [])
+
         try:
-            wait_until(
-                lambda: store.check([update]),
-                _DEADLINE_S,
+            return wait_until(
+                look,
+                self._timeout_s,
                 lambda: DeadlineError(
-                    f"trainer rank 0 did not say within {_DEADLINE_S:g} s what became of an update",
+                    f"trainer rank 0 did not say within {self._timeout_s:g} s how an update goes",
                     expected="update_weights on every trainer rank, the same number of times",
                     state="this rank does not know which version the engines serve",
                     hint="look at rank 0; make the same senders in the same order on every rank",
@@ -221,53 +273,10 @@ class Ranks:
                 shortest_s=_SHORTEST_S,
                 longest_s=_LONGEST_S,
             )
-            return str(store.get(update).decode())
         except DeadlineError:
             raise
         except RuntimeError as error:
-            raise NotConnectedError(
-                f"the store of torch's process group is gone: {error}",
-                state="this rank does not know which version the engines serve",
-                hint="look at trainer rank 0, which keeps it as a rule",
-            ) from error
-
-    def tell_part(self, source: Outgoing, store: Any) -> None:
-        """Tell the other ranks, before the first gather, whether the update that begins sends a part.
-
-        A store that is gone is logged, not raised.
-        """
-        told = "" if source.part is None else str(source.part.base)
-        try:
-            store.set(f"{self._next(source)}/part", told)
-        except RuntimeError as error:
-            log.warning("the other trainer ranks were not told which weights are sent: %s", error)
-        self._updates -= 1
-
-    def hear_part(self, source: Outgoing, store: Any) -> int | None:
-        """Wait until it is known whether the update that begins sends a part.
-
-        Returns:
-            The version that the part builds on; None where everything is sent.
-
-        Raises:
-            DeadlineError, NotConnectedError: as `hear`.
-        """
-        told = self._heard(f"{self._next(source)}/part", store)
-        self._updates -= 1
-        return int(told) if told else None
-
-    def skip(self) -> None:
-        """Count an update of which this rank need not hear: it knows that it failed."""
-        self._updates += 1
-
-    def _next(self, source: Outgoing) -> str:
-        """Return the store's key for this sender's next update; the same on every rank."""
-        if not self._name:
-            model = hashlib.sha256("\n".join(sorted(source.own_names())).encode()).hexdigest()[:32]
-            self._name = f"torchrl_ext/{model}/{_senders[model]}"
-            _senders[model] += 1
-        self._updates += 1
-        return f"{self._name}/{self._updates}"
+            raise store_gone(error) from error
 
 
 def bump(collectors: Iterable[Callable[[], Any]]) -> None:

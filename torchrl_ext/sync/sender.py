@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -16,26 +16,33 @@ import torch
 from torch import nn
 
 from torchrl_ext.errors import (
-    ConcurrentUpdateError,
     ConfigError,
     DeadlineError,
     NotConnectedError,
     TransportError,
     UpdateError,
     WeightSyncError,
+    why,
 )
 from torchrl_ext.messages import REPLACED
-from torchrl_ext.rpc.client import EngineClient, NullEngine
-from torchrl_ext.sync.connection import Connection, Spans
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
 from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.parts import Only, chosen, trainable
 from torchrl_ext.transports.base import TransferStats, Transport
-from torchrl_ext.transports.standalone import StandaloneTransport
+from torchrl_ext.transports.ranks import drives
 from torchrl_ext.types import PROOFS, ParamMeta, Part, SyncReport, least
 from torchrl_ext.waiting import in_background
-from torchrl_ext.weights.derived import as_mapper
-from torchrl_ext.weights.source import WeightSource, as_source, inner_model, is_tensordict_module, source_of_module
+from torchrl_ext.weights.derived import as_mapper, converted
+from torchrl_ext.weights.source import (
+    MappingSource,
+    WeightSource,
+    as_source,
+    inner_model,
+    is_tensordict_module,
+    source_of_module,
+)
 
 __all__ = ["WeightSender"]
 
@@ -47,7 +54,8 @@ class WeightSender:
 
     Args:
         transport: moves the bytes.
-        engine: tells engines what to do and when (a client or a fleet); None for the data layer alone.
+        engine: tells engines what to do and when (a client or a fleet), or the address of an engine, which rank 0
+            connects to; None for the data layer alone.
         mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
         dtype: cast floating-point tensors to this dtype on the way out.
         verify: every engine compares a digest of each tensor with the trainer's before a version is in service; engines
@@ -59,8 +67,9 @@ class WeightSender:
             cold start (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update;
             ``"never"``, and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every
             connection before which nothing was loaded.
-        rank: this trainer process's rank. Only rank 0 talks to engines and moves bytes; other ranks call
-            `update_weights` too, replay the same gathers, and learn from rank 0 which version is in service.
+        rank: this trainer process's rank; None takes that of torch, or 0. Only rank 0 talks to engines
+            and moves bytes; other ranks call `update_weights` too, replay the same gathers, and learn from rank 0 which
+            version is in service.
         max_gap: of ``verify="outputs"``: the largest accepted difference of a log-probability, in nats; ``"dtype"``
             takes `torchrl_ext.sync.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
             and refuses nothing.
@@ -74,6 +83,7 @@ class WeightSender:
 
     Raises:
         ConfigError: settings that cannot work.
+        EngineError, DeadlineError: no engine answers at the address.
 
     Example:
         >>> sender = tx.WeightSender(tx.make_transport("delta", root=root), tx.connect(address))
@@ -87,31 +97,25 @@ class WeightSender:
     def __init__(
         self,
         transport: Transport,
-        engine: EngineClient | None = None,
+        engine: EngineClient | str | None = None,
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
         verify: bool | str = True,
         rehearse: str = "once",
-        rank: int = 0,
+        rank: int | None = None,
         max_gap: float | str | None = "dtype",
         probe: Compute | Probe | None = None,
     ) -> None:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
-        self._verify, self._rehearse = bool(verify) and engine is not None, rehearse
-        if engine is None:
-            if not isinstance(transport, StandaloneTransport):
-                raise ConfigError(
-                    f"workers of a {transport.name} transport hear of a version from an engine alone",
-                    expected="an engine",
-                    hint="give an engine, or derive the transport from StandaloneTransport",
-                )
-            engine = NullEngine(on_load=transport.announce)
+        self._wanted, self._rehearse = bool(verify), rehearse
+        self._verify = self._wanted and engine is not None
+        engine = client_of(transport, engine, rank)
         self._transport = transport
         self._mapper, self._dtype, self._rank = mapper, dtype, rank
         self._outputs = Outputs.wanted(verify, max_gap, probe)
-        self._ranks = Ranks()
+        self._ranks = Ranks(transport.timeout_s)
         self._model: Callable[[], Any] = lambda: None
         self._read: Callable[[Any], WeightSource] = as_source
         self._collectors: list[weakref.ref[Any]] = []
@@ -156,13 +160,13 @@ class WeightSender:
             vllm_engine: an engine client, in place of the one given at construction.
         """
         if vllm_engine is not None:
-            self._verify = True
+            self._verify = self._wanted
             self._connect_to(vllm_engine)
         if model_metadata is None:
             params = self._outgoing(None).params()
         else:
             params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-        if self._rank == 0:
+        if drives(self._rank):
             self._connection.ensure(params, self._spans)
 
     def update_weights(self, weights: Any = None, *, only: Only | None = None) -> SyncReport:
@@ -182,26 +186,11 @@ class WeightSender:
             ManifestError, ConfigError: ``only`` means none of the tensors, or names one that is not sent.
             WeightSyncError: the update failed; the message says which engines serve what.
         """
-        started = time.perf_counter()
-        source = self._outgoing(weights)
-        names = None if only is None else chosen(only, source, self._trained(weights))
-        if self._rank != 0:
-            return self._follow(source, weights, names)
-        accepted, failure = False, None
-        try:
-            report = self._drive(source, weights, started, names)
-            accepted = True
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            if names is not None and not source.decided:
-                self._decide(source, None)
-            self._transport.dismiss(source, failure)
-            if source.store is not None:
-                self._ranks.tell(source, source.store, self.version, accepted)
-        log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
-        bump(self._collectors)
+        with self._transport.exclusive("update_weights"), self._connection.turn():
+            self._ranks.call()
+            report, accepted = self._lead(weights, only) if drives(self._rank) else self._follow(weights, only)
+        for _ in range(accepted):
+            bump(self._collectors)
         return report
 
     def check_connection(self) -> bool:
@@ -224,51 +213,80 @@ class WeightSender:
         """
         self._held = version
 
+    def _lead(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
+        """Drive an update, and return its report, and that one more was accepted; tell the other ranks how it ends."""
+        started, begun, failure = time.perf_counter(), None, None
+        try:
+            source, names = self._begun(weights, only)
+            begun = source
+            self._ranks.begin()
+            report = self._drive(source, weights, started, names)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            if begun is not None and only is not None and not begun.decided:
+                self._decide(begun, None)
+            self._transport.dismiss(begun, failure)
+            self._ranks.end(self.version, begun=begun is not None, accepted=failure is None)
+        log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
+        return report, 1
+
+    def _begun(self, weights: Any, only: Only | None) -> tuple[Outgoing, frozenset[str] | None]:
+        registered = self._model()
+        if registered is not None:
+            with suppress(WeightSyncError):  # which is raised where it matters
+                self._ranks.join(lambda: self._read(registered))
+        source = self._outgoing(weights)
+        return source, None if only is None else chosen(only, source, self._trained(weights))
+
     def _drive(self, source: Outgoing, weights: Any, started: float, names: frozenset[str] | None = None) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
+        source.version = max(self.version, self._attempted) + 1  # until the transport and the engines say more
         try:
             if self._outputs is not None:
                 compared = self._outputs.compared(self.engine, source, weights, self._model())
-            with self._transport.exclusive("update_weights"), self._connection.turn():
-                self._spans, self._transport.stats = Spans(), TransferStats()
-                try:
-                    source.version = self._next_version()
-                    with compared:
-                        self._deliver(source, names)
-                except BaseException:
-                    self._connection.drop()  # what is left of a group or a half-made update is not built upon
-                    raise
-        except BaseException as error:
-            if isinstance(error, ConcurrentUpdateError) or not isinstance(error, Exception):
+            self._spans, self._transport.stats = Spans(), TransferStats()
+            try:
+                source.version = self._next_version()
+                with compared:
+                    self._deliver(source, names)
+            except BaseException:
+                self._connection.drop()  # what is left of a group or a half-made update is not built upon
                 raise
+        except Exception as error:
             report = self._report(source.version, source, started, failed=True)
             raise UpdateError(  # whatever it is, the caller learns which engine serves what
-                f"weights version {source.version} did not reach every engine: {error}",
+                f"weights version {source.version} did not reach every engine: {why(error)}",
                 report=report,
                 rows=report.engines,
+                **parts_of(error, report.engines),
             ) from error
         self.version = self._connection.delivered = source.version
         return self._report(self.version, source, started)
 
-    def _follow(self, source: Outgoing, weights: Any, names: frozenset[str] | None) -> SyncReport:
-        """Take part in the gathers, on a rank that does not drive, and wait for what became of the update."""
-        if self._outputs is not None:
-            self._outputs.asked(weights, self._model())
+    def _follow(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
+        """Take part in the gathers, on a rank that does not drive, and wait for what became of the update.
+
+        Returns:
+            A report, and how many updates were accepted since this rank last heard of one.
+        """
         try:
-            if names is not None and source.store is not None:
-                base = self._ranks.hear_part(source, source.store)
+            source, names = self._begun(weights, only)
+            source.begins = self._ranks.begins
+            if self._outputs is not None and source.begins():
+                self._outputs.asked(weights, self._model())
+            if names is not None and source.store is not None and source.begins():
+                base = self._ranks.hear_part()
                 source.limit(None if base is None else Part(base=base, names=names))
-            self._transport.follow(source)
-        except BaseException:
-            self._ranks.skip()
+        except BaseException as error:
+            self._transport.dismiss(None, error)
             raise
-        told = None if source.store is None else self._ranks.hear(source, source.store)
-        self.version, accepted = told or (self.version + 1, True)
-        if accepted:
-            bump(self._collectors)
-        else:
+        self._transport.follow(source)
+        self.version, accepted = self._ranks.ended(self.version + 1)
+        if not accepted:
             log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
-        return SyncReport(version=self.version, transport=self._transport.name)
+        return SyncReport(version=self.version, transport=self._transport.name), accepted
 
     def _deliver(self, source: Outgoing, names: frozenset[str] | None) -> None:
         """Send one version to every engine that answers.
@@ -321,8 +339,7 @@ class WeightSender:
             told = not self._transport.parts or self.engine.takes_parts
             if self._connection.all_serve(base) and told and self._transport.builds_on(base):
                 source.limit(Part(base=base, names=names), narrow=self._transport.parts)
-        if source.store is not None:
-            self._ranks.tell_part(source, source.store)
+        self._ranks.tell_part(source.part)
 
     def _refused(self, source: Outgoing, error: WeightSyncError) -> bool:
         """Return whether engines did not take a part, of which no other trainer rank was told, and changed nothing."""
@@ -343,7 +360,10 @@ class WeightSender:
             with in_background(self.engine.load, info, self._transport.abort):
                 handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
             self.engine.verify(source.digests)
-        handoff.acknowledge(self.engine.oldest(version))
+        try:
+            handoff.acknowledge(self.engine.oldest(version))
+        except Exception:
+            log.error("weights version %d is in service, but its transport raised afterwards", version, exc_info=True)
 
     # its helpers
 
@@ -365,7 +385,10 @@ class WeightSender:
                 "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
             )
         source = self._read(registered) if weights is None else as_source(weights)
-        return Outgoing(source, registered, mapper=self._mapper, dtype=self._dtype)
+        if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
+            source = converted(source, registered)  # a module's own names become those of its checkpoint
+        self._ranks.join(lambda: source)
+        return Outgoing(source, mapper=self._mapper, dtype=self._dtype)
 
     def _next_version(self) -> int:
         """Return the next version number, which neither a failed attempt nor another sender has used."""

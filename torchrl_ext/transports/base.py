@@ -162,12 +162,15 @@ class Transport(ABC):
         """
         source.replay()
 
-    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
-        """Let the other trainer ranks go, which are in `follow`: an update is over, or failed with ``error``.
+    def dismiss(self, source: WeightSource | None, error: BaseException | None = None) -> None:
+        """End an update: on the rank that drives, which lets the others go that are in `follow`, and on another rank
+        that failed before it followed.
 
-        Where that is a `ConcurrentUpdateError`, ranks that follow orders are in the update that goes on, and stay.
+        Args:
+            source: what is sent; None where the update failed before any rank could gather.
+            error: what the update failed with on this rank.
         """
-        if error is not None:
+        if error is not None and source is not None:
             source.drain()
 
     def latest_version(self) -> int:

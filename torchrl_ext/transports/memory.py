@@ -66,7 +66,13 @@ class MemoryTransport(StandaloneTransport):
         self._channel.versions = {version: tensors}
         self._channel.newest = max(self._channel.newest, version)
         self._connected = True
-        return Handoff(info={"transport": self.name, "version": version, "params": params})
+        info = {"transport": self.name, "version": version, "params": params}
+        return Handoff(info=info, acknowledge=self._release)
+
+    def _release(self, oldest: int | None) -> None:
+        """Drop the copies that no engine needs; receivers without a control layer may still come for them."""
+        for version in [version for version in self._channel.versions if oldest is not None and version <= oldest]:
+            del self._channel.versions[version]
 
     def latest_version(self) -> int:
         return self._channel.newest

@@ -67,10 +67,15 @@ class StandaloneTransport(Transport):
         if weights is None:
             model_id, weights = "policy", model_id
         with self.exclusive("send_weights"):
-            source, failure = as_source(weights), None
+            try:
+                source = as_source(weights)
+            except BaseException as error:
+                self.dismiss(None, error)
+                raise
             if not self.drives:
                 self.follow(source)
                 return
+            failure = None
             try:
                 version = self._last_version = self.latest_version() + 1  # taken even where it fails: some may get it
                 handoff = self.prepare(source, version)

@@ -195,7 +195,7 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
 """,
     "float32 masters of mixed precision are cast as they are copied, and an update counts them": """
 model = policy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-source = Outgoing(as_source(model), model, mapper={"(.*)weight": r"it.\\1w"}, dtype=torch.bfloat16)
+source = Outgoing(as_source(model), mapper={"(.*)weight": r"it.\\1w"}, dtype=torch.bfloat16)
 shards = require_assembled(source)
 assert "it.embed.w" in [meta.name for meta in source.params()]
 list(source.shards())

@@ -9,7 +9,7 @@ import torch
 
 from torchrl_ext.codecs.auto import AutoCodec
 from torchrl_ext.codecs.base import Codec
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Store
 from torchrl_ext.transports.ranks import TrainerRanks
 from torchrl_ext.versions.shards.copies import RankCopies, steps
@@ -81,9 +81,8 @@ class ByShard:
         self.ranks.serve(steps(self.own, source, self._store, self.ranks.rank, self._base))
 
     def dismiss(self, error: BaseException | None) -> None:
-        """Let the other ranks go; not those of an update that goes on while another one was refused."""
-        if self.ranks.rank == 0 and not isinstance(error, ConcurrentUpdateError):
-            self.ranks.dismiss(error)
+        """As `TrainerRanks.dismiss`."""
+        self.ranks.dismiss(error)
 
 
 def of_blocks(codec: Codec) -> Codec:

@@ -243,16 +243,17 @@ class DeltaTransport(StandaloneTransport, Incremental):
         else:
             self._by_shard.follow(source)
 
-    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
+    def dismiss(self, source: WeightSource | None, error: BaseException | None = None) -> None:
         if self._by_shard is not None:
             self._by_shard.dismiss(error)
         elif error is not None:
             super().dismiss(source, error)
 
     def prepare(self, source: WeightSource, version: int) -> Handoff:
-        if self._rank != 0 or (self._by_shard is not None and self._by_shard.ranks.rank != 0):
+        rank = self._rank if self._by_shard is None else self._by_shard.ranks.rank
+        if rank != 0:
             raise TransportError(
-                f"send_weights was called on rank {self._rank}",
+                f"send_weights was called on rank {rank}",
                 expected="rank 0, the trainer; other ranks receive",
                 state="nothing was sent",
             )

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import (
-    ConcurrentUpdateError,
     ConfigError,
     DeadlineError,
     NotConnectedError,
@@ -282,9 +281,9 @@ class NativeTransport(StandaloneTransport):
         self._stop.set()
         self._leave()
 
-    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
+    def dismiss(self, source: WeightSource | None, error: BaseException | None = None) -> None:
         super().dismiss(source, error)
-        if error is not None and not isinstance(error, ConcurrentUpdateError):
+        if error is not None and source is not None:
             self._leave()  # workers may wait for the rest of what a source could not give
 
     def check_connection(self) -> bool:

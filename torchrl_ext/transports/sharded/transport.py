@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, TransportError
+from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.transports.collective.backends import choose_backend
 from torchrl_ext.transports.collective.meeting import LOBBY
 from torchrl_ext.transports.sharded.agents import load_nixl
@@ -208,9 +208,8 @@ class ShardedTransport(StandaloneTransport):
     def follow(self, source: WeightSource) -> None:
         self._trainer.follow(source)
 
-    def dismiss(self, source: WeightSource, error: BaseException | None = None) -> None:
-        if not isinstance(error, ConcurrentUpdateError):
-            self._trainer.ranks.dismiss(error)
+    def dismiss(self, source: WeightSource | None, error: BaseException | None = None) -> None:
+        self._trainer.ranks.dismiss(error)
 
     def announce(self, info: Info) -> None:
         self._trainer.member.announcements().put(info)
