@@ -80,7 +80,7 @@ for name in sys.argv[2:]:
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory as files")
 def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_path):
-    port, stem = free_port(), f"/dev/shm/torchrl_ext_test_{os.getpid()}"
+    port, stem = free_port(), f"/dev/shm/left_behind_{os.getpid()}"
     mine, other = Path(f"{stem}_mine"), Path(f"{stem}_other")
     command = [sys.executable, "-c", MAPPING, str(port), str(mine), str(other)]
     settings = {"name": "toy", "url": f"http://127.0.0.1:{port}", "shared_memory": (mine.name,)}

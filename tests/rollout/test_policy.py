@@ -254,7 +254,7 @@ def test_a_call_that_failed_lets_others_start_in_its_place(server, tokenizer):
 
 
 def test_a_policy_with_a_pacer_can_be_sent_to_another_process_and_counts_there_anew(server, tokenizer):
-    pacer = Pacer(functools.partial(int, 4), max_lag=1, turns_per_version=2, timeout_s=WAIT_S)
+    pacer = Pacer(functools.partial(int, 4), max_lag=1, turns_per_version=2, timeout_s=1.0)
     policy = remote(server, tokenizer, pacer=pacer)
     policy(prompts("tokens", tokenizer))
     again = pickle.loads(pickle.dumps(policy))
