@@ -53,7 +53,7 @@ def test_a_process_of_the_two_starts_no_others(monkeypatch):
 
 
 def test_files_that_the_table_names_exist():
-    assert not [name for name in [*beside.SECONDS, *beside.SHORT] if not (ROOT / "tests" / name).exists()]
+    assert not [name for name in [*beside.SECONDS, *beside.SHORT, *beside.RAY] if not (ROOT / "tests" / name).exists()]
 
 
 def test_what_takes_longest_begins_first_and_short_deadlines_never_run_beside_each_other():
@@ -63,7 +63,7 @@ def test_what_takes_longest_begins_first_and_short_deadlines_never_run_beside_ea
             for one in ids:
                 self.workqueue.setdefault(self._split_scope(one), {})[one] = False
 
-    first = max(beside.SECONDS.keys() - beside.SHORT, key=beside.SECONDS.get)
+    first = max(beside.SECONDS.keys() - beside.SHORT - beside.RAY, key=beside.SECONDS.get)
     short, other = sorted(beside.SHORT)[:2]
     ids = ["tests/a.py::one", f"tests/{short}::one", f"tests/{other}::one", f"tests/{first}::one", "tests/a.py::two"]
     queue = Queue(*ids)
