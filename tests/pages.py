@@ -191,21 +191,13 @@ def named(page, folder):
     return names | _MORE.get(page, dict)()
 
 
-def _workers():
-    """An environment and a policy of TorchRL's common kind."""
-    from tests.collectors.collecting import Walk, make_policy
-
-    return {"make_env": Walk, "actor": make_policy()}
-
-
 def _collectors():
-    """The same as ``policy``, and a chat environment whose dialogs end."""
-    from tests.collectors.collecting import train
+    """An environment and a policy of TorchRL's common kind, and a chat environment whose dialogs end."""
+    from tests.collectors.collecting import Walk, make_policy, train
 
-    workers = _workers()
     return {
-        "make_env": workers["make_env"],
-        "policy": workers["actor"],
+        "make_env": Walk,
+        "policy": make_policy(),
         "train": lambda policy, batch: train(policy, 1),
         "env": _chat(),
     }
@@ -233,14 +225,16 @@ def _loop():
 
 def _on_ray():
     """What actors call is found by its name in a module; ``policy`` is the causal LM, ``actor`` TorchRL's kind."""
+    from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
+
     from tests import models
     from tests.collectors import collecting
     from tests.collectors.test_ray_collector import make_env
-    from tests.sync.test_rlvllm import ModuleEngine
+    from tests.sync.vllm_objects import LLM
 
     return {
         "make_policy": functools.partial(models.tiny_model, 0),
-        "async_vllm": ModuleEngine(models.tiny_model(1)),
+        "async_vllm": LocalLLMWrapper(LLM(models.tiny_model(1), "nccl"), 1, "policy"),
         "make_env": make_env,
         "make_gym_env": collecting.Walk,
         "actor": collecting.make_policy(),
@@ -278,7 +272,7 @@ def _megatron():
 
 
 _MORE = {
-    "README": _workers,
+    "README": _loop,
     "in_a_collector": _collectors,
     "quickstart": _loop,
     "rollouts": lambda: {"train_on": lambda batch: 0.0},

@@ -5,6 +5,7 @@ import inspect
 import operator
 import os
 import re
+import runpy
 import textwrap
 from contextlib import ExitStack
 
@@ -15,6 +16,7 @@ from tests.models import tiny_checkpoint
 from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import WAIT_S, python, running_python
 from tests.rpc.ray_cluster import two_nodes
+from torchrl_ext.registry import transports
 from torchrl_ext.testing import free_port
 
 RUN = [page for page in PAGES if any(not block.needs and not block.shows for block in blocks(page))]
@@ -122,3 +124,24 @@ def test_each_hop_of_one_weight_is_a_function_where_the_page_says():
         source = (ROOT / "torchrl_ext" / path).read_text()
         for part in name.split("."):
             assert re.search(rf"\b(?:def|class) {part}\b", source), f"{name} in {path}"
+
+
+def test_the_picture_of_an_update_is_what_its_script_draws():
+    script = runpy.run_path(str(ROOT / "docs" / "draw_update.py"))
+    assert script["TARGET"].read_text() == script["drawn"](), "run draw_update.py"
+
+
+def test_readme_has_a_row_for_every_transport():
+    table = (ROOT / "README.md").read_text().partition("\n| transport |")[2].partition("\n\n")[0]
+    ours = {name for name in transports.names() if transports.load(name).__module__.startswith("torchrl_ext.")}
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == ours
+
+
+def test_every_link_of_readme_leads_to_a_heading_or_a_file():
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / "README.md").read_text()):
+        path, _, heading = target.partition("#")
+        page = ROOT / (path or "README.md")
+        assert page.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], target

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
+from importlib.metadata import entry_points
+
 import pytest
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
+from tests.processes import WAIT_S
 from tests.rpc.servers import KNOWN, running
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import Registry, transports
+from torchrl_ext.sync import inspection
 
 PIGEON = """
 from torchrl_ext.transports.disk import DiskTransport
@@ -61,7 +66,8 @@ def site(tmp_path, monkeypatch):
     (site / "birds-1.0.dist-info").mkdir(parents=True)
     (site / "birds.py").write_text(PIGEON)
     (site / "birds-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: birds\nVersion: 1.0\n")
-    points = "[torchrl_ext.transports]\npigeon = birds:PigeonTransport\ndisk = birds:PigeonTransport\n"
+    names = {"pigeon": "PigeonTransport", "disk": "PigeonTransport", "dodo": "DodoTransport"}
+    points = "\n".join(["[torchrl_ext.transports]", *(f"{name} = birds:{found}" for name, found in names.items())])
     (site / "birds-1.0.dist-info" / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(site)
     return site
@@ -78,7 +84,38 @@ def test_a_transport_of_another_package_reaches_an_engine_by_its_name(site, tmp_
         assert (report.transport, report.verified) == ("pigeon", True)
         assert set(engine.info().transports) == {"collective", "delta", "disk", "ipc", "native", "pigeon", "sharded"}
         sender.shutdown()
-    assert ours.names() == {"disk": "files", "pigeon": "of package birds"}  # a name that is taken stays whose it is
+    # a name that is taken stays whose it is
+    assert ours.names() == {"disk": "files", "pigeon": "of package birds", "dodo": "of package birds"}
+
+
+@pytest.mark.parametrize("module", ["birds:DodoTransport", "nowhere:Transport", "that_raises:Transport", "birds"])
+def test_a_transport_whose_class_cannot_be_had_is_named_and_the_others_are_followed(site, monkeypatch, module):
+    (site / "that_raises.py").write_text("raise RuntimeError('no licence')")
+    ours = Registry("transport")
+    ours.register("lost", module, "of package birds")
+    ours.register("disk", "torchrl_ext.transports.disk:DiskTransport", "files")
+    with pytest.raises(ConfigError, match="transport 'lost' cannot be imported: ") as raised:
+        ours.load("lost")
+    assert "nowhere" in module or f"{module} is what its package names" in str(raised.value)
+    monkeypatch.setattr(inspection.registry, "transports", ours)
+    assert inspection.followed() == ["disk"]
+
+
+def test_transports_of_other_packages_are_found_after_a_look_that_failed_and_beside_one_that_runs(site, monkeypatch):
+    looks, ours = [], Registry("transport", group="torchrl_ext.transports")
+
+    def look(**how):
+        looks.append(pool.submit(ours.names))  # another thread, in the middle of this look
+        wait(looks, 0.5)
+        if len(looks) == 1:
+            raise OSError("too many open files")
+        return entry_points(**how)
+
+    monkeypatch.setattr("importlib.metadata.entry_points", look)
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.raises(OSError, match="too many open files"):
+            ours.names()
+        assert all("pigeon" in found for found in (ours.names(), *(one.result(WAIT_S) for one in looks)))
 
 
 def test_what_a_trainer_registered_is_not_said_to_be_known_by_an_engine():

@@ -13,6 +13,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import threading
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,7 +42,7 @@ class Registry:
     """
 
     def __init__(self, kind: str, group: str | None = None) -> None:
-        self._kind, self._group = kind, group
+        self._kind, self._group, self._looking = kind, group, threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._aliases: dict[str, str] = {}
 
@@ -71,7 +72,7 @@ class Registry:
         """Import and return the class behind ``name``.
 
         Raises:
-            ConfigError: nobody registered the name, or its imports fail.
+            ConfigError: nobody registered the name, its imports fail, or its module has no such class.
         """
         if self._group is not None:
             self._look_around(self._group)
@@ -92,6 +93,11 @@ class Registry:
             raise ConfigError(
                 f"{self._kind} {name!r} cannot be imported: {error}",
                 hint="install the package that the message names",
+            ) from error
+        except Exception as error:  # whatever another package's module raises while it is imported
+            raise ConfigError(
+                f"{self._kind} {name!r} cannot be imported: {error}",
+                hint=f"{entry.path} is what its package names: install a release of it that has this class",
             ) from error
 
     def make(self, name: str, **settings: Any) -> Any:
@@ -114,16 +120,19 @@ class Registry:
 
     def _look_around(self, group: str) -> None:
         """Add what installed packages have in the entry-point group, once; a name that is taken keeps its class."""
-        self._group = None
         from importlib.metadata import entry_points  # imported late: its call scans all installed packages
 
-        for point in entry_points(group=group):
-            package = "another package" if point.dist is None else f"package {point.dist.name}"
-            known = self._entries.setdefault(point.name, Entry(point.value, f"of {package}"))
-            if known.path != point.value:
-                log.warning(
-                    "%s %r of %s is left out: the name is taken by %s", self._kind, point.name, package, known.path
-                )
+        with self._looking:
+            if self._group is None:  # another thread was first
+                return
+            for point in entry_points(group=group):
+                package = "another package" if point.dist is None else f"package {point.dist.name}"
+                known = self._entries.setdefault(point.name, Entry(point.value, f"of {package}"))
+                if known.path != point.value:
+                    log.warning(
+                        "%s %r of %s is left out: the name is taken by %s", self._kind, point.name, package, known.path
+                    )
+            self._group = None
 
 
 transports = Registry("transport", group="torchrl_ext.transports")

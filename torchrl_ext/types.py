@@ -256,7 +256,8 @@ class SyncReport:
         bytes: bytes of weights that the transport moved or published (payload, once, whatever the fan-out).
         model_bytes: bytes of the whole model, so ``bytes / model_bytes`` is what the transport saved.
         density: changed elements / all elements; 1.0 for a full update.
-        spans: seconds by phase: ``encode``, ``publish``, ``prefetch``, ``pause``, ``load``, ``commit``, ``total``.
+        spans: seconds by phase: ``connect`` and ``rehearse`` (before a first update), ``prepare`` (it contains
+            ``publish``), ``prefetch``, ``pause`` (it contains ``transfer``), ``probe``, and ``total``.
         engines: one row per engine.
         verified: every engine compared digests with the trainer's, and `proof` is ``"in place"`` or more.
         proof: the least that an engine proves. ``"sent"``: it confirms the bytes that it was handed. ``"in place"``:

@@ -12,6 +12,7 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.transports.chains import checkpoint, folder, published, step, weights
 from tests.versions.test_slime_chains import renumber, settle, write_slime
+from torchrl_ext.cli import chain
 from torchrl_ext.cli.main import main
 from torchrl_ext.testing import same_bits
 
@@ -43,7 +44,36 @@ def test_ls_names_kind_base_bytes_encoding_and_density(root, capsys):
     assert [rows[n]["base"] for n in (1, 2, 3, 4)] == [None, 1, 2, 3]
     assert rows[2]["encoding"] == ["ulp"] and rows[2]["density"] == 1 / 150 and 0 < rows[2]["bytes"] < 100
     assert main(["chain", "ls", str(root)]) == 0
-    assert "keyframe+delta" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "keyframe+delta" in shown
+    assert main(["chain", "list", str(root)]) == 0 and capsys.readouterr().out == shown
+    assert main(["chain", "--json", "ls", str(root)]) == 0 and json.loads(capsys.readouterr().out) == found
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [(["chain", "lst", "root"], "'list'"), (["chain", "verfy", "root"], "'verify'"), (["chian"], "'chain'")],
+)
+def test_a_wrong_command_is_answered_with_the_one_that_was_likely_meant(argv, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_written_is_one_line_and_one_document(root, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["chain", "materialize", str(root), "2", str(tmp_path / "file" / "a" / "b"), "--json"]) == 1
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["type"] == "NotADirectoryError" and str(tmp_path / "file") in told["error"]
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_a_fault_of_ours_gets_its_document_beside_the_traceback(root, monkeypatch, capsys):
+    monkeypatch.setitem(chain._ACTIONS, "ls", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["chain", "ls", str(root), "--json"])
+    assert json.loads(capsys.readouterr().out) == {"error": "division by zero", "type": "ZeroDivisionError"}
 
 
 def test_what_somebody_began_to_write_is_no_version(root, capsys):

@@ -21,7 +21,7 @@ from tests.processes import COMMAND, WAIT_S, finished, python, running_python
 from tests.rpc.servers import CONFIG, running
 from tests.weights.shards.ranks import outcomes_of, require_passed
 from torchrl_ext.cli.demo import command
-from torchrl_ext.cli.demo.training import Trainer
+from torchrl_ext.cli.demo.training import Trainer, read_rollouts, write_rollouts
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.tiny import make_tiny_lm
@@ -77,13 +77,13 @@ def test_a_sharded_trainer_of_two_ranks_learns_and_proves_the_same(server):
 STEP_ON_RANKS = """
 from pathlib import Path
 from tensordict import set_list_to_stack
-from torchrl_ext.cli.demo.training import Trainer
+from torchrl_ext.cli.demo.training import Trainer, read_rollouts
 
 def step(mesh):
     where = Path(folder).parent
     with set_list_to_stack(True):
         trainer = Trainer(where / "model", group=16, mesh=mesh)
-        trainer.step(torch.load(where / "rollouts.pt", weights_only=False))
+        trainer.step(read_rollouts(where / "rollouts.safetensors"))
     return trainer.whole()
 """
 
@@ -107,8 +107,12 @@ def test_ranks_that_share_a_model_take_the_steps_of_one_on_the_same_rollouts(ser
         collector = LLMCollector(
             trainer.task.env(), policy=policy, dialog_turns_per_batch=turns, total_dialog_turns=turns
         )
-        torch.save(next(iter(collector)), tmp_path / "rollouts.pt")
+        rollouts = next(iter(collector))
         collector.shutdown()
+        write_rollouts(tmp_path / "rollouts.safetensors", rollouts)
+        again = Trainer(tmp_path / "model", group=16)
+        assert again.step(read_rollouts(tmp_path / "rollouts.safetensors")) == trainer.step(rollouts)
+    assert all(map(torch.equal, again.model.parameters(), trainer.model.parameters()))
     require_passed("step", outcomes_of({"step": ONE_STEP}, STEP_ON_RANKS, 2, tmp_path), 2)
 
 

@@ -2,13 +2,18 @@
 
 import argparse
 import json
+from contextlib import ExitStack
 
+import httpx
 import pytest
 
 import torchrl_ext as tx
 from tests.models import tiny_checkpoint
+from tests.rpc.test_router import Earlier, serving
 from torchrl_ext.cli.demo import command, stage
+from torchrl_ext.cli.demo.stories import external
 from torchrl_ext.cli.main import main
+from torchrl_ext.rollout import routing
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import SyncReport
 
@@ -87,6 +92,40 @@ def test_an_engine_that_reports_and_switches_nothing_is_found_out(capsys, monkey
     code, document = told(capsys, "--seed", "switching", "--engine", "embedded")
     assert code == 1 and not document["verified"]
     assert {check["what"].partition(":")[0] for check in document["checks"] if not check["held"]} >= {"by path"}
+
+
+class Forwarding(Earlier):
+    """Hands each request to the first engine that it lists."""
+
+    def __init__(self, urls):
+        self.urls = list(urls)
+
+    def answer(self, method, path, query, body):
+        if not path.endswith("/generate"):
+            return super().answer(method, path, query, body)
+        answer = httpx.post(f"{self.urls[0]}{path}", json=body, timeout=60)
+        return answer.status_code, answer.json()
+
+
+class Router:
+    """Stands in for the process of a router, which this tier does not install."""
+
+    def __init__(self, workers, **_):
+        self._ends = ExitStack()
+        self.url = self._ends.enter_context(serving(Forwarding(workers))).url
+
+    def alive(self):
+        return True
+
+    def stop(self):
+        self._ends.close()
+
+
+def test_engines_that_a_story_starts_from_a_yaml_follow_and_its_frozen_model_does_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(routing, "RouterProcess", Router)
+    with stage.Stage(kind="embedded", urls=(), model=None, seed=0, folder=tmp_path) as own:
+        external._owned(own)
+    assert own.verified and own.syncs, own.checks
 
 
 STORIES = {

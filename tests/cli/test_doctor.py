@@ -163,6 +163,11 @@ def test_a_router_is_recognised_and_named_as_none_to_talk_to(listing, capsys):
             "plugin",
             "--weight-transfer-config",
         ),
+        (
+            {"get_server_info": (200, {"vllm_config": CONFIG | {"load_config": {"load_format": "ipc_cache"}}})},
+            "plugin",
+            "another --load-format",
+        ),
         ({"get_server_info": (401, {"error": "no"})}, "routes", "api_key"),
     ],
 )  # fmt: skip
@@ -327,8 +332,9 @@ def test_options_that_cannot_work_together_are_a_failure(flags, words, capsys):
     assert row["level"] == "failure" and words in row["found"]
 
 
-def test_options_of_the_job_name_transport_root_and_engines(engine, tmp_path, capsys):
-    flags = ["--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path]
+@pytest.mark.parametrize("name", ["--update-weight-disk-dir", "--update-weight-delta-dir"])
+def test_options_of_the_job_name_transport_root_and_engines(name, engine, tmp_path, capsys):
+    flags = ["--update-weight-transport", "disk", name, tmp_path]
     told = examined(capsys, *flags, "--rollout-external-engine-addrs", engine.url, status=0)
     assert "transport 'disk'" in finding(told, "options")["found"]
     assert finding(told, "shared root", engine.url)["level"] == "ok"

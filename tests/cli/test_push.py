@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.rpc.test_stock_clients import BARE, bare_vllm
 from torchrl_ext.cli.main import main
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.stores import open_store
 from torchrl_ext.weights.digests import tensor_digest
 
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
@@ -135,6 +137,17 @@ def test_a_root_is_left_as_it_was_unless_files_are_to_stay(keep, engines, start,
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_files_in_a_bucket_are_removed_unless_they_are_to_stay(keep, engines, start, monkeypatch, capsys):
+    """An engine of another process does not see a bucket in this one's memory, so that the push itself fails."""
+    root = f"memory://{uuid.uuid4().hex}/root"
+    files = ["--keep-files"] if keep else []
+    told = pushed(capsys, start, engines[:1], "--transport", "delta", "--root", root, *files, status=1)
+    assert told["error"]
+    left = open_store(root).list()
+    assert [bool(open_store(f"{root}/{name}").list()) for name in left] == ([True] if keep else [])
+
+
 def test_engines_elsewhere_need_a_root(start, capsys):
     away = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["disk", "delta"]}
     from tests.cli.test_doctor import GONE
@@ -194,11 +207,12 @@ def _failed(capsys, directory, *argv):
         (["127.0.0.1:9", "--base", "x"], "--transport delta"),
         (["127.0.0.1:9", "--transport", "collective", "--root", "x"], "no files"),
         (["127.0.0.1:9", "--keep-files"], "--root"),
+        (["127.0.0.1:9", "--dtype", "float99"], "'float99' is no dtype"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_is_opened(argv, words, start, capsys):
     told = _failed(capsys, start, *argv)
-    assert told["type"] == "ConfigError" and words in told["error"]
+    assert told["type"] in ("ConfigError", "ManifestError") and words in told["error"]
 
 
 @pytest.mark.parametrize(

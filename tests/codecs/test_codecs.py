@@ -7,6 +7,7 @@ import torch
 
 from tests.codecs.contract import CodecContract
 from tests.codecs.data import DTYPES, bytes_of, pairs
+from torchrl_ext.codecs import pipeline
 from torchrl_ext.codecs.base import Codec, codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.pipeline import decode_tensors, encode_tensor, encode_tensors
@@ -139,6 +140,21 @@ def test_tensors_stream_through_threads_in_order_and_equal_to_one_thread(name):
             landed = old.clone()
             apply_patch(patch, landed)
             assert bytes_of(landed) == bytes_of(new)
+
+
+def test_large_tensors_are_not_taken_far_ahead_however_many_threads_there_are(monkeypatch):
+    monkeypatch.setattr(pipeline, "_AHEAD", 4 << 20)
+    tensor, taken, ahead = torch.zeros(1 << 20, dtype=torch.bfloat16), 0, 0
+
+    def model():
+        nonlocal taken
+        for number in range(40):
+            taken += 1
+            yield f"w{number}", tensor, tensor
+
+    for given, _ in enumerate(encode_tensors(model(), make_codec("ulp"), threads=16)):
+        ahead = max(ahead, taken - given)
+    assert ahead <= 3
 
 
 def test_an_error_in_a_worker_reaches_the_caller_and_a_stopped_stream_leaves_no_thread():

@@ -126,6 +126,25 @@ class TestWhatOthersSay:
                 assert hub.links.pop(0, None) is None or hello | {"worker": 0} == hello
         hub.close()
 
+    @pytest.mark.parametrize("token", ["\u00e9", "\ud800"])
+    def test_a_token_of_any_signs_is_another_trainers(self, token):
+        hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
+        with pytest.raises(NotConnectedError, match="another trainer's address"):
+            dial(hub.address, "policy", 0, token, WAIT_S)
+        hub.close()
+
+    def test_a_stranger_is_not_listened_to_at_length(self):
+        hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
+        with socket.create_connection(hub.address, timeout=WAIT_S) as stranger:
+            stranger.sendall((1 << 20).to_bytes(4, "big"))
+            assert stranger.recv(1) == b""  # at once, and not when its time is over
+        link, _ = dial(hub.address, "policy", 0, hub.token, WAIT_S)
+        answer = {"params": "x" * 8192}
+        hub.wait(WAIT_S)
+        link.send(answer, deadline(WAIT_S))
+        assert hub.links[0].read(deadline(WAIT_S)) == answer
+        hub.close()
+
     def test_a_trainer_takes_any_answer(self):
         draw = random.Random(4)
         for _ in range(60):

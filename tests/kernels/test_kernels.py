@@ -146,7 +146,7 @@ def test_changes_land_where_the_view_has_them(way, ordered):
         case = (name, width)
         assert torch.equal(target.cpu(), memory) and landed.words == words, case
         assert sorted(landed.offsets.tolist()) == sorted(where), case
-        own.scatter(piece.memory, landed.offsets, landed.values)
+        assert own.scatter(piece.memory, landed.offsets, landed.values)
         assert torch.equal(target.cpu(), expected), case
 
 
@@ -171,7 +171,7 @@ def test_nothing_lands_from_an_empty_list(way):
     target = torch.arange(12, dtype=torch.int16).to(device)
     none = torch.empty(0, dtype=torch.int32)
     landed = own.land(piece_of("one", target), none, none.to(torch.int16), True)
-    own.scatter(target, landed.offsets, landed.values)
+    assert own.scatter(target, landed.offsets, landed.values)
     assert landed.words == (0, 0) and target.tolist() == list(range(12))
 
 

@@ -9,7 +9,8 @@ from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
 from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.kernels.base import kernels_on
-from torchrl_ext.landing.patcher import Patcher, Piece, as_bits, compare, identity
+from torchrl_ext.kernels.torch_ops import TorchKernels
+from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
 from torchrl_ext.landing.placement import record
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, position_digest
@@ -219,6 +220,74 @@ def test_a_patcher_follows_step_after_step_and_its_digests_stay_those_of_the_byt
         assert all(torch.equal(as_bits(live[name]), as_bits(tensor)) for name, tensor in new.items())
         assert {name: digest.hex() for name, (digest, _) in patcher.held().items()} == step.digests
         old = new
+
+
+class Watched(TorchKernels):
+    """Kernels that count the elements that they digest, and can lose a write."""
+
+    digested, losing = 0, False
+
+    def words(self, piece):
+        self.digested += piece.destination.numel()
+        return super().words(piece)
+
+    def scatter(self, target, offsets, values):
+        kept = target.clone()
+        super().scatter(target, offsets, values)
+        if self.losing:
+            target.copy_(kept)
+        return (target[offsets] == values).all()
+
+
+def test_a_commit_digests_nothing_and_all_tensors_are_read_back_before_pauses():
+    generator, old, kernels = np.random.default_rng(0), state(1), Watched()
+    patcher = Patcher(identity({name: tensor.clone() for name, tensor in old.items()}), kernels)
+    patcher.held()
+    kernels.digested = 0
+    for turn in range(READ_BACK_VERSIONS):
+        new = {name: patched_copy(tensor, 0.01, generator) for name, tensor in old.items()}
+        patcher.stage(Step(old, new))
+        before_pause = kernels.digested
+        patcher.commit()
+        assert kernels.digested == before_pause, turn
+        old = new
+    assert kernels.digested == sum(tensor.numel() for tensor in old.values())
+
+
+def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_is_written():
+    old = state(1)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    as_bits(new["a"]).view(-1)[5] ^= 1
+    live = {name: tensor.clone() for name, tensor in old.items()}
+    patcher, step, back = Patcher(identity(live)), Step(old, new), Step(new, old)
+    patcher.held()
+    as_bits(live["b"]).view(-1)[17] ^= 1
+    steps = 0
+    with pytest.raises(IntegrityError, match="tensor 'b'"):
+        while steps < READ_BACK_VERSIONS:
+            taken, steps = (back if steps % 2 else step), steps + 1
+            compare({name: digest for name, (digest, _) in patcher.stage(taken).items()}, taken.digests)
+            patcher.drop()  # the update of another worker failed, say: this one still has to end
+            compare({name: digest for name, (digest, _) in patcher.stage(taken).items()}, taken.digests)
+            before = {name: as_bits(tensor).clone() for name, tensor in live.items()}
+            patcher.commit()
+    assert all(torch.equal(as_bits(live[name]), bits) for name, bits in before.items())
+    patcher.forget()  # a whole version comes
+    live["b"].copy_(old["b"])
+    taken = back if torch.equal(as_bits(live["a"]), as_bits(new["a"])) else step
+    compare({name: digest for name, (digest, _) in patcher.stage(taken).items()}, taken.digests)
+    patcher.commit()
+
+
+def test_a_write_that_is_lost_is_found_in_the_pause_and_named():
+    old = state(1)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    as_bits(new["b"]).view(-1)[5] ^= 1
+    patcher = Patcher(identity({name: tensor.clone() for name, tensor in old.items()}), Watched())
+    patcher.stage(Step(old, new))
+    patcher._kernels.losing = True
+    with pytest.raises(IntegrityError, match="tensor 'b'"):
+        patcher.commit()
 
 
 def test_another_base_is_found_while_staging_and_named():

@@ -147,3 +147,12 @@ def test_a_live_copy_that_a_layer_derives_keeps_its_values():
     placement = record(load, [ParamMeta("w", torch.float32, (4, 6))], {"weight": weight})
     assert [landing.param for landing in placement.landings["w"]] == ["weight"]
     assert torch.equal(derived, torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("spread", [lambda tensor: tensor.expand(4, 3), lambda tensor: tensor.unfold(0, 2, 1)])
+def test_a_copy_that_lands_an_element_in_several_places_is_no_exact_one(spread):
+    source = ParamMeta("scale", torch.float32, (3,))
+    target = meta(*spread(torch.empty(3)).shape)
+    placement = record(lambda pairs: [target.copy_(spread(tensor)) for _, tensor in pairs], [source], {"own": target})
+    (landing,) = placement.landings["scale"]
+    assert not landing.exact and landing.param == "own" and placement.written["own"] == target.numel()

@@ -220,3 +220,26 @@ def test_a_start_that_fails_gives_up_the_others_and_says_why():
     with pytest.raises(EngineError, match="no such model"):
         keeper(Scripted("", [lambda _: well, slow, refusing(EngineError("no such model"))]), count=3)
     assert given_up == [True] and not well.alive()
+
+
+def test_an_engine_that_ends_while_another_is_started_again_is_started_again_at_once():
+    leave = threading.Event()
+
+    class Slow(Scripted):
+        def launch(self, plan, encoders=(), *, cancel=None):
+            engine = super().launch(plan)
+            if self.count > 2 and plan.name.endswith("/0"):
+                leave.wait(WAIT_S)
+            return engine
+
+    with answering({"/health": 200}) as url:
+        launcher = Slow(url)
+        with keeper(launcher, count=2, first_wait_s=300, interval_s=300) as kept:
+            slow, other = kept.engines
+            slow.engine.runs = False
+            until(lambda: launcher.count == 3)
+            other.engine.runs = False
+            until(lambda: other.restarts == 1)
+            assert slow.restarts == 0
+            leave.set()
+            until(lambda: slow.restarts == 1)

@@ -10,11 +10,12 @@ from tests.models import tiny_checkpoint
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.launchers import LocalLauncher, named_devices
 from torchrl_ext.launch.topology import EnginePlan
+from torchrl_ext.registry import launchers
 
 
-def plan(path="/nowhere", gpus=(0,), **more):
+def plan(path="/nowhere", gpus=(0,), kind="embedded", **more):
     return EnginePlan(
-        name="a/regular/0", model="a", kind="embedded", worker_type="regular", model_path=str(path), gpus=gpus, **more
+        name="a/regular/0", model="a", kind=kind, worker_type="regular", model_path=str(path), gpus=gpus, **more
     )
 
 
@@ -41,3 +42,15 @@ def test_devices_are_called_what_the_jobs_own_variable_calls_them():
     assert named_devices(2, "GPU-8e1b, GPU-07aa") == ("GPU-8e1b", "GPU-07aa")
     assert named_devices(1, "4,-1,5") == ("4",)
     assert named_devices(0, "") == named_devices(0, "4,5") == named_devices(0, None) == ()
+
+
+def test_a_setting_that_a_plan_makes_false_reaches_vllm(monkeypatch):
+    given = {}
+    monkeypatch.setattr(launchers.load("vllm"), "__init__", lambda self, model, **settings: given.update(settings))
+    LocalLauncher(devices=()).launch(plan(kind="vllm", overrides={"enable_prefix_caching": False}))
+    assert given["extra_args"] == ("--no-enable-prefix-caching",)
+
+
+def test_a_setting_that_a_plan_makes_false_is_refused_where_no_argument_says_so():
+    with pytest.raises(ConfigError, match=r"a/regular/0: .*'sglang' has no argument that makes enable_x false"):
+        LocalLauncher(devices=()).launch(plan(kind="sglang", overrides={"enable_x": False}))

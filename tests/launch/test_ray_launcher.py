@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -16,6 +18,7 @@ from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from tests.rpc.ray_cluster import two_nodes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
+from torchrl_ext.launch import ray
 from torchrl_ext.launch.ray import RayLauncher
 from torchrl_ext.launch.topology import EnginePlan
 from torchrl_ext.rollout.serving import OwnedEngines
@@ -105,6 +108,27 @@ def test_an_engine_gets_what_ray_gave_its_actor_and_is_started_again_on_its_node
         assert environ[API_KEY_VARIABLE] == launcher.api_key and len(launcher.api_key) > 30  # it made one
         engine.stop()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_engine_is_opened_to_other_nodes_by_an_argument_alone(kind, monkeypatch):
+    context = SimpleNamespace(get_accelerator_ids=dict, get_node_id=lambda: "node")
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.2")
+    monkeypatch.setattr(ray, "_ray", lambda: SimpleNamespace(get_runtime_context=lambda: context, util=util))
+    given = []
+    monkeypatch.setattr(ray, "LocalLauncher", lambda **settings: given.append(settings.get("host")) or Silent())
+    asked = replace(plan("/m"), kind=kind)
+    for home in (None, "10.0.0.2"):
+        ray._Node({}, home).launch(asked, ())
+    assert given == ["10.0.0.2", None]
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 of node 10\.0\.0\.2.*expose=True"):
+        ray._Node({}, "10.0.0.1").launch(asked, ())
+    assert len(given) == 2
+
+
+class Silent:
+    def launch(self, plan, encoders):
+        return SimpleNamespace(url="http://there:1")
 
 
 def test_a_start_that_is_given_up_ends_its_actor(cluster, tmp_path):

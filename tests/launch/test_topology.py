@@ -121,4 +121,5 @@ def test_devices_have_to_add_up_and_a_path_has_to_come_from_somewhere(tmp_path):
 
 def test_overrides_that_no_setting_takes_become_arguments():
     settings = {"swap_space": 4, "enable_x": True, "disable_y": False, "kv": {"a": 1}, "urls": ["b", "c"], "z": None}
-    assert _arguments(settings) == ["--swap-space", "4", "--enable-x", "--kv", '{"a": 1}', "--urls", "b", "c"]
+    flags = ["--swap-space", "4", "--enable-x", "--no-disable-y", "--kv", '{"a": 1}', "--urls", "b", "c"]
+    assert _arguments(settings) == flags

@@ -281,3 +281,17 @@ def test_the_command_shows_a_page_with_reasons_and_break_evens(capsys):
     page = capsys.readouterr().out
     for words in ("rejected", "cannot form a process group", "equally long", "benchmarks", "--update-weight-mode"):
         assert words in page
+
+
+@pytest.mark.parametrize("reach", [{"group": False, "shared_path": "memory://plan"}, {"shared_path": None}])
+def test_the_settings_of_a_plan_choose_encodings_for_the_link_that_was_planned_for(reach):
+    slow, fast = (
+        tx.recommend(**LARGE | reach, network_bytes_s=speed, disk_bytes_s=speed, cores=64) for speed in (1e7, 1e9)
+    )
+    for plan in (slow, fast):
+        assert (plan.chosen.transport, plan.chosen.encoding) == ("delta", "auto")
+        told = WeightUpdateConfig(**plan.options).transport_config().settings
+        assert told["settings"] == plan.settings["settings"]
+        tx.make_transport("delta", **plan.settings).shutdown()  # which takes them
+    speeds = [plan.settings["settings"]["link_bytes_s"] for plan in (slow, fast)]
+    assert speeds[0] <= 1e7 and 10 * speeds[0] <= speeds[1] <= 1e9

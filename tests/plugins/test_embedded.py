@@ -286,8 +286,9 @@ def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
         engine.load({"verify": {name: tensor_digest(tensor) for name, tensor in source}})
     with pytest.raises(EngineRefusedError):
         engine.commit(1)
-    with pytest.raises(EngineRefusedError, match="half an update"):
+    with pytest.raises(EngineRefusedError, match="a part of a version"):
         engine.resume()
+    assert http.post("/resume").status_code == 409  # nor by anybody else
     assert http.get("/is_paused").json()["is_paused"]
     with sender_to(server, "disk", tmp_path) as sender:
         assert sender.update_weights(good).verified
@@ -383,11 +384,18 @@ def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another
     absent.shutdown()
 
 
-def test_an_update_needs_a_pause_and_a_start(http, in_service):
+def test_an_update_needs_a_pause_and_a_start(server, http, tmp_path):
+    with sender_to(server, "disk", tmp_path) as sender:
+        sender.update_weights(model(0))
+        assert http.post("/start_weight_update").status_code == 409
+        with pytest.raises(EngineRefusedError, match="start_weight_update"):
+            sender.engine.load({"verify": {"x": "00"}})
+
+
+def test_steps_of_nobody_who_joined_are_refused_before_anything_is_touched(http, in_service):
     in_service(0)
-    assert http.post("/start_weight_update").status_code == 409
     answer = http.post("/update_weights", json={"update_info": Seal().to_json()})
-    assert answer.status_code >= 400 and "start_weight_update" in answer.json()["error"]["message"]
+    assert answer.status_code == 409 and "has to join again" in answer.json()["error"]["message"]
 
 
 def test_what_the_engine_says_of_itself(server, checkpoint):

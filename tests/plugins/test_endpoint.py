@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.hostile import HOSTILE
 from tests.processes import WAIT_S
 from tests.transports.chains import checkpoint, folder, published, same, weights
 from tests.versions.test_slime_chains import renumber
@@ -85,7 +86,8 @@ class Engine:
             raise RuntimeError("out of memory")
         if method in ("pull_weights", "reload_weights"):
             return
-        message = {"start_weight_update": Start(), "finish_weight_update": Finish(version=1)}.get(method)
+        own = {"connection": self.end.receiver.connection}  # as the plugin takes it for routes without a body
+        message = {"start_weight_update": Start(**own), "finish_weight_update": Finish(version=1, **own)}.get(method)
         answer = self.end.handle(read(next(iter(kwargs.values()))) if message is None else message)
         if answer:
             raise RuntimeError(ANSWERS + json.dumps(answer))
@@ -113,12 +115,15 @@ class Server:
         return await self._asked(self._routes.pull, told)
 
     async def _asked(self, route, body):
+        status, told = await self._ask(route, body)
+        assert told["success"] == (status == 200)
+        return status, told["message"]
+
+    async def _ask(self, route, body):
         async def parsed():
             return body
 
-        status, told = await route(SimpleNamespace(json=parsed))
-        assert told["success"] == (status == 200)
-        return status, told["message"]
+        return await route(SimpleNamespace(json=parsed))
 
 
 @pytest.fixture(scope="module")
@@ -234,5 +239,21 @@ def test_workers_are_told_of_a_checkpoint_that_was_loaded_past_them(endpoint, ma
         async with Server(endpoint, engine, base) as server:
             assert (await server.update(base, weight_version="3"))[0] == 200
         assert told == [Reset(weights="reloaded")] and engine.label == "3" and not engine.paused
+
+    run(test())
+
+
+def test_any_body_gets_an_answer(endpoint, made):
+    _, base, _ = made
+    engine = Engine(weights())
+    bodies = [*HOSTILE, *({"model_path": value, "load_format": "delta"} for value in HOSTILE)]
+
+    async def test():
+        async with Server(endpoint, engine, base) as server:
+            routes = server._routes
+            for route in (routes.update, routes.pull, routes._adapters.answer):
+                for body in bodies:
+                    status, _ = await server._ask(route, body)
+                    assert status == 400
 
     run(test())

@@ -69,7 +69,13 @@ def test_a_vllm_that_takes_no_backend_starts_and_says_so_once(tmp_path, files, w
     assert words in said and "follows no trainer" in said
 
 
-WHOLE = {"vllm/__init__.py": "__version__ = '0.33.0'", FACTORY: REGISTERING, WORKERS: "class WorkerBase: pass"}
+CORE = "vllm/v1/engine/core.py"
+WHOLE = {
+    "vllm/__init__.py": "__version__ = '0.33.0'",
+    FACTORY: REGISTERING,
+    WORKERS: "class WorkerBase: pass",
+    CORE: "class EngineCore:\n def resume_scheduler(self): pass",
+}
 
 
 def test_a_vllm_that_has_everything_is_found_without_a_warning(tmp_path):
@@ -122,7 +128,7 @@ engine = TorchRLExtEngine(Some(backend="torchrl_ext"), config, torch.device("cpu
 join = Join.of({"transport": "disk", "params": [], "rank_offset": 0}).to_json()
 for step in (
     lambda: engine.init_transfer_engine(engine.parse_init_info(join)),
-    engine.start_weight_update, engine.finish_weight_update, engine.invalidate, engine.shutdown,
+    engine.start_weight_update, engine.finish_weight_update, lambda: engine.invalidate(whole=True), engine.shutdown,
 ):
     try:
         step()
@@ -146,8 +152,8 @@ def stand_in(*absent):
     return {**files, "vllm/config/__init__.py": CONFIG}
 
 
-def started(tmp_path, *absent):
-    done = finished(WORKER, tmp_path / "site", "vllm", json.dumps(stand_in(*absent)))
+def started(tmp_path, *absent, worker=WORKER):
+    done = finished(worker, tmp_path / "site", "vllm", json.dumps(stand_in(*absent)))
     assert done.returncode == 0 and done.stdout.split()[-1] == "registered", done.stderr
     return done
 
@@ -159,6 +165,13 @@ def test_a_vllm_that_lands_no_weights_serves_and_refuses_every_trainer_before_an
     assert joined.startswith("EngineError ConfigError: this vLLM lacks ") and "it lands no weights" in joined
     assert all(name in joined for name in absent) and "the engine serves what it served" in done.stdout
     assert done.stderr.count("WARNING") == 1 and all(name in done.stderr for name in absent)
+
+
+def test_a_vllm_that_maps_the_weights_of_a_daemon_refuses_every_trainer(tmp_path):
+    done = started(tmp_path, worker=WORKER.replace('load_format="auto"', 'load_format="ipc_cache"'))
+    joined = done.stdout.splitlines()[0]
+    assert joined.startswith("EngineError ConfigError: this engine maps weights that a daemon owns")
+    assert "the engine serves what it served" in joined
 
 
 def test_a_vllm_whose_adapters_are_others_still_lands_weights_and_says_what_it_does_not_take(tmp_path):
@@ -176,6 +189,31 @@ def test_a_name_that_moved_is_found_where_an_earlier_release_has_it(tmp_path):
     for folder in ("vllm", "vllm/attention", "vllm/model_executor", "vllm/model_executor/layers"):
         (tmp_path / folder / "__init__.py").touch()
     assert python(code + "print(names.MLAAttention.__module__)", tmp_path).strip() == "vllm.attention.layer"
+
+
+VIME = """
+class WorkerBase:
+    def __init__(self, model): self.model_config = SimpleNamespace(model=model)
+    def reload_weights(self, path): return path
+"""
+RELOADED = """
+from types import SimpleNamespace
+from vllm.v1.worker.worker_base import WorkerBase
+from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+worker = WorkerBase("/start")
+worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
+TorchRLExtEngine.invalidate = lambda engine, whole: print("noticed")
+worker.reload_weights("/other")
+print(worker.started_with, WorkerBase.pull_weights.__module__)
+"""
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_reload_is_noticed_once_whether_or_not_vimes_patch_is_there(tmp_path, patched):
+    workers = "from types import SimpleNamespace" + VIME + patched * "    def pull_weights(self): 1"
+    done = finished(REGISTER + RELOADED, tmp_path / "site", "vllm", json.dumps({**stand_in(), WORKERS: workers}))
+    pull = "vllm.v1.worker.worker_base" if patched else "torchrl_ext.plugins.vllm.register"
+    assert done.stdout.split("registered\n")[1:] == [f"noticed\n/start {pull}\n"], done.stderr
 
 
 REGISTRY = """

@@ -4,9 +4,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
@@ -127,7 +129,12 @@ store = distributed.TCPStore("127.0.0.1", int(sys.argv[2]), 2, rank == 0)
 distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 group = distributed.group.WORLD
 assert agree("" if rank else "cannot", group) == ["cannot", ""]
-assert agree("x" * 5000, group)[1] == "x" * 4096
+assert agree("", group) == ["", ""]
+assert agree("\\0é" * 5000 if rank else "short", group) == ["short", "\\0é" * 5000]
+assert agree("x" * (2 << 20), group)[1] == "x" * (1 << 20)
+alone = [distributed.new_group([one]) for one in range(2)][rank]  # a group inside another
+assert agree(f"worker {rank}", alone, group) == ["worker 0", "worker 1"]
+assert agree("cannot" if rank else "", alone, group) == ["", "cannot"]
 
 full = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 rows = full[2 * rank : 2 * rank + 2].clone()
@@ -153,3 +160,33 @@ def test_workers_agree_and_their_shares_add_up():
     port = str(free_port())
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rank: python(TOGETHER, str(rank), port), range(2)))
+
+
+class Deriving(nn.Module):
+    """A layer whose loader derives a parameter, a buffer, a module and attributes from the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(2, 2), requires_grad=False), 1.0
+
+    def load(self):
+        self.weight_t = nn.Parameter(self.weight.data.t(), requires_grad=False)
+        self.register_buffer("sums", self.weight.data.sum(0), persistent=False)
+        self.derived, self.absorbed, self.scale = self.weight.data * 2, nn.Linear(2, 2, device="meta"), 2.0
+
+
+def test_nothing_that_a_loader_derives_from_stand_ins_stays(monkeypatch):
+    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader", "sglang.srt.model_loader.loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang.srt.model_loader.loader"].DefaultModelLoader = object
+    monkeypatch.delitem(sys.modules, "torchrl_ext.plugins.sglang.loader", raising=False)
+    loader = import_module("torchrl_ext.plugins.sglang.loader")
+    monkeypatch.delitem(sys.modules, "torchrl_ext.plugins.sglang.loader")
+    layer = Deriving()
+    before, weight = set(vars(layer)), layer.weight
+    with loader._stand_ins(layer):
+        layer.load()
+        assert layer.weight_t.is_meta and layer.derived.is_meta
+    assert set(vars(layer)) == before and layer.weight is weight and layer.scale == 1.0
+    assert [*layer.state_dict(keep_vars=True)] == ["weight"] and not [*layer.buffers(), *layer.children()]
+    assert not layer._non_persistent_buffers_set

@@ -1,9 +1,10 @@
 """What an aborted generation takes with it to the next engine."""
 
 import pytest
+import torch
 
 from torchrl_ext.rollout.completions import ChatContinuation, TextContinuation
-from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest, VersionSpan
+from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest, VersionSpan, checked_prompt
 
 
 def part(*tokens, reason="abort", version="1"):
@@ -198,3 +199,8 @@ def test_a_stop_string_over_the_seam_of_two_texts_is_no_part_of_an_answer():
     assert request.take({"choices": [{"text": "so E", "finish_reason": "abort"}], "usage": usage}) is None
     assert request.take({"choices": [{"text": "ND of it", "finish_reason": "length"}], "usage": usage}) is None
     assert request.body() == body
+
+
+def test_the_tokens_of_a_prompt_on_a_device_are_read_at_once(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "__iter__", lambda self: pytest.fail("one token after the other"))
+    assert checked_prompt(torch.tensor([3, 4]), 0) == (3, 4)

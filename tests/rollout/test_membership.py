@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.rpc.servers import Resting, running
 from tests.rpc.test_router import Earlier, Engine, Gateway, serving
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.launchers import EngineLauncher
@@ -240,17 +241,37 @@ def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, pro
     assert ("--disable-retries" in started.split()) is ("sglang" in module)
 
 
-def test_a_jobs_own_engines_are_registered_with_a_router_that_is_given(urls):
+def owned(urls, router, kind):
+    """A job of one frozen model whose engines run at ``urls``."""
+
     class Launcher(EngineLauncher):
         def launch(self, plan, encoders=(), *, cancel=None):
             return SimpleNamespace(url=urls[plan.gpus[0]], alive=lambda: True, log=str, stop=lambda: None)
 
-    group = {"worker_type": "regular", "num_gpus": 3}
-    topology = Topology.parse({"sglang": [{"name": "a", "model_path": "/m", "server_groups": [group]}]})
+    group = {"worker_type": "regular", "num_gpus": len(urls)}
+    topology = Topology.parse({kind: [{"name": "a", "model_path": "/m", "server_groups": [group]}]})
+    return OwnedEngines(topology, launcher=Launcher(), router={"router": router.url})
+
+
+def test_a_jobs_own_engines_give_memory_back_though_others_do_not_answer():
+    resting = Resting()
     with (
+        running({**resting.answers, "GET /health": (200, {})}) as well,
         serving(Many()) as router,
-        OwnedEngines(topology, launcher=Launcher(), router={"router": router.url}) as job,
+        ExitStack() as ends,
     ):
+        gone = ends.enter_context(serving(Engine())).url
+        with owned([gone, well.url], router, "vllm") as job, owned([gone], router, "vllm") as another:
+            ends.close()
+            another.offload()
+            job.offload()
+            assert resting.asleep == {"weights", "kv_cache"}
+            job.onload()
+            assert not resting.asleep and not resting.paused
+
+
+def test_a_jobs_own_engines_are_registered_with_a_router_that_is_given(urls):
+    with serving(Many()) as router, owned(urls, router, "sglang") as job:
         assert job.model("a").url == router.url and listed(router.url) == set(urls)
         assert job.model("a").withdraw(urls[0]).removed == (urls[0],)
         assert job.model("a").restore(urls[0]).added == (urls[0],)

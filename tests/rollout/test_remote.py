@@ -53,6 +53,35 @@ def test_what_may_pass_is_asked_again_and_what_may_not_is_not(server, client):
             client.run(client.tokenize(["a"]))
 
 
+@pytest.mark.parametrize(("silence_s", "warnings"), [(60, 1), (0, 3)])
+def test_requests_that_are_sent_again_are_heard_of(server, client, caplog, monkeypatch, silence_s, warnings):
+    monkeypatch.setattr("torchrl_ext.rollout.requests._SILENCE_S", silence_s)
+    server.answers["POST /tokenize"] = [*[(503, {"detail": "nobody is behind this router"})] * 3, GOOD]
+    assert client.run(client.tokenize(["a"])) == [[1]]
+    found = [record.getMessage() for record in caplog.records if "get no answer" in record.getMessage()]
+    assert len(found) == warnings and server.url in found[0] and "nobody is behind" in found[0]
+
+
+def test_a_request_that_is_in_work_at_a_teardown_ends_with_an_error_of_ours(server, client):
+    arrived, leave = threading.Event(), threading.Event()
+
+    def slow(body):
+        arrived.set()
+        leave.wait(WAIT_S)
+        return GOOD
+
+    async def torn_down():
+        asked = asyncio.ensure_future(client.tokenize(["a"]))
+        assert await asyncio.to_thread(arrived.wait, WAIT_S)
+        await client.teardown()
+        with pytest.raises(EngineError, match=f"{server.url}.* the client was closed"):
+            await asked
+
+    server.answers["POST /tokenize"] = slow
+    asyncio.run(torn_down())
+    leave.set()
+
+
 def test_closing_ends_a_call_of_another_thread(server, client):
     arrived, leave, said = threading.Event(), threading.Event(), []
 

@@ -57,6 +57,7 @@ def failed(words):
 def bare(message):
     """A message without what says whose it is, and without fields that are as they are by default."""
     plain = {"rank_offset": 1, "world_size": None, "compares": True, "unproved": False, "params": [], "offer": {}}
+    plain |= {"connection": "", "sender": ""}
     own = {name: value for name, value in message.items() if name not in ("format", "release")}
     return {name: value for name, value in own.items() if plain.get(name, message) != value}
 

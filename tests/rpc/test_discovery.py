@@ -8,14 +8,15 @@ import ssl
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
+import traceback
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 import torchrl_ext as tx
 from tests.rpc.servers import CONFIG, GOOD, running
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rpc.http import AsyncSession, HTTPSession
 
 FLAT = {
@@ -198,6 +199,51 @@ def test_one_silent_address_does_not_keep_the_others_error_free_answers_back_bey
         pytest.raises(DeadlineError, match=str(silent.getsockname()[1])),
     ):
         tx.discover(f"127.0.0.1:{server.port}", f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.4)
+
+
+def dead(count):
+    """Addresses where nobody listens."""
+    with ExitStack() as ends:
+        return [ends.enter_context(running()).url for _ in range(count)]
+
+
+@pytest.mark.parametrize("ask", [tx.discover, tx.connect])
+def test_every_address_that_fails_is_in_the_one_error(ask):
+    gone = dead(2)
+    with running() as well, running(get_server_info=(200, {})) as strange:
+        with pytest.raises(EngineUnreachableError, match=r"^2 of 3 engines do not say what they are") as caught:
+            ask(gone[0], well.url, gone[1], timeout_s=5)
+        assert all(url in caught.value.what for url in gone) and well.url not in caught.value.what
+        with pytest.raises(EngineError, match=f"(?s){gone[0]}.*{strange.url} does not say what engine it is"):
+            ask(gone[0], well.url, strange.url, timeout_s=5)
+
+
+def test_nobody_at_an_address_is_one_error_without_those_of_other_libraries():
+    with pytest.raises(EngineUnreachableError) as caught:
+        tx.connect(*dead(1), timeout_s=5)
+    assert "direct cause" not in (told := "".join(traceback.format_exception(caught.value))) and "aiohttp" not in told
+
+
+def test_engines_that_do_not_answer_may_belong_to_a_fleet_as_lost(caplog):
+    (gone,) = dead(1)
+    with running() as well, running() as also:
+        fleet = tx.connect(gone, well.url, also.url, missing="lose", timeout_s=5)
+        assert [engine.url for engine in fleet.engines] == [gone, well.url, also.url]
+        assert [row.state for row in fleet.rows()] == ["unreachable", "serving", "serving"]
+        assert fleet.members() == (well.url, also.url) and f"engine {gone} is lost" in caplog.text
+        fleet.pause()
+        assert all("POST /pause" in server.routes() for server in (well, also))
+
+
+@pytest.mark.parametrize(("answer", "error"), [((200, FLAT), EngineUnreachableError), ((200, {}), EngineError)])
+def test_one_is_not_lost_where_its_kind_is_unknown_or_another_refuses(answer, error):
+    (gone,) = dead(1)
+    with running() as well, running(get_server_info=answer) as other, pytest.raises(error, match=gone):
+        tx.connect(gone, well.url, other.url, missing="lose", timeout_s=5)
+    with pytest.raises(EngineUnreachableError):
+        tx.connect(gone, missing="lose", timeout_s=5)
+    with pytest.raises(ConfigError, match="'raise' or 'lose'"):
+        tx.connect(gone, missing="ignore")
 
 
 def test_an_engine_over_ipv6_is_found_under_its_bracketed_address():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rpc.servers import bare, rehearsing, running
+from tests.rpc.servers import Resting, bare, rehearsing, running
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
@@ -31,10 +31,25 @@ def rehearsal(how="once", **answers):
 
 def test_an_engine_is_paused_for_it_and_proves_the_least_of_its_workers():
     engine, failure, calls, asked = rehearsal()
-    assert failure is None and calls == [INIT, "POST /pause", INIT, "POST /resume"]
-    assert asked == [{"kind": "rehearse", "how": "once", "ask": ask} for ask in (True, False)]
+    assert failure is None and calls == [INIT, "POST /pause", INIT, INIT, "POST /resume"]
+    rehearsals = [{"kind": "rehearse", "how": "once", "ask": ask} for ask in (True, False)]
+    assert asked == [*rehearsals, {"kind": "state"}]  # it resumes nothing that is not whole
     assert engine.proof == "in place" and [told["worker"] for told in engine.rehearsed] == [0, 1]
     assert engine.rows()[0].state == "serving" and engine.rows()[0].proof == "in place"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_one_that_others_paused_or_put_to_sleep_stays_so(level):
+    resting, rehearses = Resting(), rehearsing()
+    resting.sleep({"level": level})
+
+    def tell(body):
+        return rehearses(body) if body["init_info"]["kind"] == "rehearse" else resting.tell(body)
+
+    with running(resting.answers, post_init_weight_transfer_engine=tell) as server:
+        VLLMEngine(server.url, timeout_s=5).rehearse()
+        assert resting.paused and resting.asleep == ({"kv_cache"} if level else set())
+        assert "POST /inference/v1/generate" not in server.routes()  # it would not answer
 
 
 def test_one_that_has_nothing_to_show_is_not_paused():

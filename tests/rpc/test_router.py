@@ -194,6 +194,31 @@ def test_a_session_for_control_calls_refuses_a_router_and_asks_an_engine_only_on
         assert [path for _, path, _ in engine.calls].count("/workers") == 1
 
 
+def test_the_look_at_whether_it_is_a_router_is_within_the_deadline_of_the_call():
+    leave = threading.Event()
+
+    class Slow(Engine):
+        def answer(self, *call):
+            leave.wait(20)
+            return super().answer(*call)
+
+    with serving(Slow()) as engine:
+        session, failures = HTTPSession(engine.url, timeout_s=20, check=refuse_router), []
+
+        def ask():
+            with pytest.raises(DeadlineError) as caught:
+                session.get("/health", timeout_s=0.3)
+            failures.append(caught.value)
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]  # one of them waits for the other
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(failures) == 2 and "/health" not in [path for _, path, _ in engine.calls]
+        leave.set()
+
+
 @pytest.mark.parametrize("told", ["<html>", [], {"workers": 3}, {"workers": [{"port": 1}]}, {"urls": [None]}])
 def test_answers_that_list_nobody_are_no_routers(told):
     class Odd:

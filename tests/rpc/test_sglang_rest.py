@@ -52,7 +52,10 @@ class Resting:
     def release(self, asked):
         if not self.paused or self.in_place:
             self.ended = "release_memory_occupation should be called only when server is idle"
-        self.asleep |= set(asked["tags"])
+        tags = set(asked["tags"]) or ALL
+        if tags & self.asleep:
+            self.ended = f"{tags & self.asleep} gave their memory up before"
+        self.asleep |= tags
         return 200, None
 
     def take(self, asked):
@@ -65,6 +68,8 @@ class Resting:
         message = json.loads(asked["action"].removeprefix(CHANNEL))
         self.seen.append((message["kind"], set(self.asleep)))
         self.hollow = message["kind"] == "reset" or (self.hollow and message["kind"] != "finish")
+        if message["kind"] == "rehearse":
+            return plugin(proof="rehearsed", needed=message["ask"], worker=0)
         if message["kind"] == "flush":
             return plugin(flushed=not self.in_place)
         return plugin(paused=self.paused, asleep=sorted(self.asleep), empty=self.hollow)
@@ -163,6 +168,26 @@ def test_an_update_wakes_weights_before_they_are_touched_and_the_cache_last():
         assert not any("weights" in slept[what] for what in ("prefetch", "start", "load", "finish"))
         assert "kv_cache" in slept["finish"]
         assert not resting.asleep and not resting.paused and resting.ended is None
+
+
+@pytest.mark.parametrize(("level", "tags"), [(1, ["kv_cache"]), (1, None), (2, None)])
+def test_a_server_that_is_put_to_sleep_again_gives_up_no_more(level, tags):
+    resting = Resting(enable_weights_cpu_backup=True)
+    with running(resting.answers) as server:
+        for _ in range(2):
+            SGLangEngine(server.url).sleep(level, tags)
+        assert resting.asleep == (ALL if tags is None else {"kv_cache", "cuda_graph"}) and resting.ended is None
+
+
+def test_a_rehearsal_wakes_the_weights_of_a_server_that_others_put_to_sleep_and_leaves_it_paused():
+    resting = Resting(enable_weights_cpu_backup=True)
+    with running(resting.answers) as server:
+        SGLangEngine(server.url).sleep(1)
+        resting.seen.clear()
+        SGLangEngine(server.url).rehearse()
+        rehearsed = [asleep for kind, asleep in resting.seen if kind == "rehearse"]
+        assert rehearsed == [{"kv_cache", "cuda_graph"}] * 2 and resting.asleep == rehearsed[0]
+        assert resting.paused and resting.ended is None
 
 
 def test_a_server_without_weights_does_not_serve():

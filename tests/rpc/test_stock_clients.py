@@ -86,6 +86,20 @@ def test_other_transports_are_refused_by_sglang_with_what_is_missing(checker):
         assert "POST /pause_generation" not in server.routes()
 
 
+@pytest.mark.parametrize("end", [DONE, refused("no weight-update session is open")], ids=["open", "restarted"])
+def test_a_session_that_a_failed_broadcast_left_open_is_ended_before_an_update_by_files(end):
+    with running(BARE, post_update_weights_from_distributed=BROKEN, post_end_weight_update=end) as server:
+        engine = SGLangEngine(server.url)
+        with pytest.raises(EngineRefusedError, match="it broke"):
+            native(engine, JOIN)
+        update(engine)
+        update(engine)
+        calls = said(server)
+        assert calls.count("POST /end_weight_update") == 1
+        assert calls.index("POST /end_weight_update") < calls.index("POST /update_weights_from_disk")
+        assert engine.rows()[0].state == "serving"
+
+
 def test_an_update_of_a_stock_sglang_is_one_call_for_each_broadcast_in_a_session():
     with running(BARE) as server:
         engine = SGLangEngine(server.url)
@@ -199,6 +213,8 @@ INIT = {
         (NONE, ("disk",)),
         ({**NONE, "weight_transfer_config": {"backend": "ipc"}}, ("disk",)),
         ({**NCCL, "load_config": {"load_format": "dummy"}}, ()),
+        ({**NCCL, "load_config": {"load_format": "ipc_cache"}}, ()),
+        ({**CONFIG, "load_config": {"load_format": "ipc_cache"}}, ()),
     ],
 )
 def test_discovery_says_how_a_stock_vllm_follows(config, transports):
@@ -207,6 +223,14 @@ def test_discovery_says_how_a_stock_vllm_follows(config, transports):
         assert (info.transports, info.stock) == (transports, bool(transports))
     with running(GOOD) as server:
         assert not tx.discover(server.url)[0].stock
+
+
+@pytest.mark.parametrize("config", [CONFIG, NCCL, NONE], ids=["our backend", "nccl", "no backend"])
+def test_a_vllm_that_maps_the_weights_of_a_daemon_is_refused_before_anything_reaches_it(config):
+    with bare_vllm({**config, "load_config": {"load_format": "ipc_cache"}}) as server:
+        with pytest.raises(ConfigError, match=r"maps weights that a daemon owns.*--load-format"):
+            VLLMEngine(server.url).connect({"transport": "disk", "params": [], "rank_offset": 1})
+        assert not posts(server)
 
 
 def test_an_update_of_a_stock_vllm_clears_what_an_earlier_one_left_and_labels_what_it_sent():

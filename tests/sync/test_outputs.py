@@ -12,7 +12,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import VOCAB, tiny_checkpoint, tiny_model
-from torchrl_ext.errors import ConfigError, UpdateError
+from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError
 from torchrl_ext.rpc.engines.vllm import EmbeddedEngine
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -258,17 +258,20 @@ class TestLiars:
         assert [row.max_gap is None for row in told.value.rows] == [False, False, True]
         assert "computes other outputs" in told.value.rows[1].error
 
-    def test_an_engine_that_gives_no_answer_is_paused(self):
+    @pytest.mark.parametrize(("kind", "traced"), [(RuntimeError, True), (EngineRefusedError, False)])
+    def test_an_engine_that_gives_no_answer_is_paused(self, kind, traced, caplog):
         class Silent(InProcessEngine):
             def logprobs(self, prompts):
                 if prompts:
-                    raise RuntimeError("no room for another request")
+                    raise kind("no room for another request")
                 return []
 
         engine = Silent(tiny_model(0), url="silent")
         with sending(engine) as sender, pytest.raises(UpdateError, match=r"silent gave no log-prob.*no room") as told:
             sender.update_weights(tiny_model(1))
         assert told.value.rows[0].state == "paused" and told.value.rows[0].max_gap is None
+        (record,) = [one for one in caplog.records if "silent gave no log-prob" in one.getMessage()]
+        assert bool(record.exc_info) == traced and "no room" in record.getMessage()
 
     def test_a_kind_of_engine_without_log_probabilities_is_refused_while_it_serves_what_it_served(self):
         class Mute(InProcessEngine):

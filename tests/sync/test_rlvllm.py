@@ -1,75 +1,39 @@
-"""TorchRL's `RLvLLMEngine` as an engine of ours: every transport feeds it by the methods of that interface."""
+"""TorchRL's vLLM engines (`RLvLLMEngine`) as engines of ours: the vLLM inside is driven, and none of their methods."""
 
 from __future__ import annotations
 
-import threading
+import json
 
 import pytest
-import torch
-from torch import nn
 from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
 
 import torchrl_ext as tx
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, UpdateError
-from torchrl_ext.messages import TAKE_OVER
+from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
+from torchrl_ext.messages import ANSWERS, TAKE_OVER
 from torchrl_ext.sync.engines import actors
-from torchrl_ext.sync.engines.rlvllm import RLvLLMClient
 from torchrl_ext.waiting import wait_until
-from torchrl_ext.weights.digests import tensor_digest
 
 
-class ModuleEngine(RLvLLMEngine):
-    """Implements TorchRL's interface over a module of this process."""
+class Other(RLvLLMEngine):
+    """Implements TorchRL's interface, and counts how often anything of it is called."""
 
-    def __init__(self, model):
-        self.model = model
-        self.groups = self.resets = 0
+    calls = 0
 
-    def get_tp_size(self):
-        return 1
+    def _count(self, *args):
+        self.calls += 1
 
-    def get_model_metadata(self):
-        return {name: (tensor.dtype, tensor.shape) for name, tensor in self.model.state_dict().items()}
-
-    def get_master_address(self):
-        return "localhost"
-
-    def get_master_port(self):
-        return 0
-
-    def init_weight_update_group(self):
-        self.groups += 1
-
-    def update_weights(self, weights):
-        held = self.model.state_dict()
-        for name, tensor in weights:
-            held[name].copy_(tensor)
-
-    def reset_prefix_cache(self):
-        self.resets += 1
+    get_tp_size = get_model_metadata = get_master_address = get_master_port = _count
+    init_weight_update_group = update_weights = reset_prefix_cache = _count
 
 
-class FullEngine(ModuleEngine):
-    def update_weights(self, weights):
-        next(weights)
-        raise OSError("no memory left in the engine")
+class Busy(LLM):
+    """Never joins: it says so whenever it is asked."""
 
-
-class FrozenEngine(ModuleEngine):
-    def __init__(self, model):
-        super().__init__(model)
-        self.thawed = threading.Event()
-
-    def update_weights(self, weights):
-        self.thawed.wait()
-
-
-def net(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    def _rpc(self, method, timeout=None, args=(), kwargs=None):
+        raise RuntimeError(ANSWERS + json.dumps({"working": True}))
 
 
 def sender_to(engine, name, tmp_path, policy):
@@ -79,73 +43,26 @@ def sender_to(engine, name, tmp_path, policy):
     return sender
 
 
-@pytest.mark.parametrize("transport", sorted(tx.transports()))
-def test_every_transport_feeds_it(transport, tmp_path):
-    engine, policy = ModuleEngine(net(0)), net(1)
-    sender = sender_to(tx.make_engine("ray", engine=engine), transport, tmp_path, policy)
-    for version in (1, 2):
-        report = sender.update_weights()
-        assert (report.version, report.engines[0].state) == (version, "serving")
-        for name, tensor in policy.state_dict().items():
-            assert torch.equal(engine.model.state_dict()[name], tensor)
-        assert (engine.groups, engine.resets) == (1, version)
-        with torch.no_grad():
-            policy[0].weight.add_(1)
-    sender.shutdown()
+@pytest.mark.parametrize("make", [as_engine, lambda engine: tx.make_engine("ray", engine=engine)])
+def test_another_implementation_of_torchrls_interface_is_refused_untouched(make):
+    with pytest.raises(ConfigError, match="Other implements RLvLLMEngine"):
+        make(engine := Other())
+    assert engine.calls == 0
 
 
-@pytest.mark.parametrize(("transport", "verify"), [("disk", True), ("disk", False), ("delta", True)])
-def test_tensors_are_summed_in_the_pause_only_where_somebody_compares(tmp_path, monkeypatch, transport, verify):
-    summed = []
-    monkeypatch.setattr(
-        "torchrl_ext.sync.engines.rlvllm.tensor_digest",
-        lambda tensor: (summed.append(tensor), tensor_digest(tensor))[1],
-    )
-    engine, policy = RLvLLMClient(ModuleEngine(net(0))), net(1)
-    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), engine, verify=verify)
-    sender.update_weights(policy)
-    assert len(summed) == (len(policy.state_dict()) if verify and transport == "disk" else 0)
-    sender.shutdown()
+@pytest.mark.parametrize(
+    "limits", [{"timeout_s": 0.3}, {"timeout_s": 50.0, "load_timeout_s": 0.3, "start_timeout_s": 70.0}]
+)
+def test_deadlines_reach_an_llm_in_torchrls_wrapper(limits):
+    engine = tx.make_engine("ray", engine=LocalLLMWrapper(Busy(talker(0), "torchrl_ext"), 1, "net"), **limits)
+    sender = sender_to(engine, "memory", None, policy := talker(1))
+    with pytest.raises(UpdateError, match=r"takes vLLM longer than 0\.3 s"):
+        sender.update_weights(policy)
 
 
-def test_deadlines_reach_every_kind_of_engine_behind_the_name_ray():
-    engine, policy = FrozenEngine(net(0)), net(1)
-    for settings in ({"timeout_s": 0.3}, {"timeout_s": 50.0, "load_timeout_s": 0.3, "start_timeout_s": 70.0}):
-        sender = sender_to(tx.make_engine("ray", engine=engine, **settings), "memory", None, policy)
-        with pytest.raises(UpdateError, match=r"did not take weights within 0\.3 s"):
-            sender.update_weights()
-    engine.thawed.set()
-    with pytest.raises(ConfigError, match="pause_mode"):
-        tx.make_engine("ray", engine=engine, pause_mode="keep")
-
-
-def test_a_sender_takes_it_as_vllm_engine(tmp_path):
-    assert isinstance(as_engine(ModuleEngine(net(0))), RLvLLMClient)
-
-
-def test_an_engine_with_other_parameters_is_refused_before_it_is_touched(tmp_path):
-    engine, policy = ModuleEngine(net(0)), nn.Sequential(nn.Linear(4, 9))
-    with pytest.raises(UpdateError, match=r"0\.weight"):
-        sender_to(tx.make_engine("ray", engine=engine), "memory", tmp_path, policy).update_weights()
-    assert engine.groups == 0
-
-
-def test_what_the_engine_raises_is_in_the_error(tmp_path):
-    sender = sender_to(RLvLLMClient(FullEngine(net(0))), "memory", tmp_path, policy := net(1))
-    with pytest.raises(UpdateError, match=r"FullEngine.* did not take weights: OSError: no memory left"):
-        sender.update_weights()
-    assert policy is not None
-
-
-def test_an_engine_that_hangs_is_named_at_the_deadline(tmp_path):
-    engine, policy = FrozenEngine(net(0)), net(1)
-    sender = sender_to(RLvLLMClient(engine, timeout_s=0.5), "memory", tmp_path, policy)
-    try:
-        with pytest.raises(UpdateError, match=r"FrozenEngine.* did not take weights within 0.5 s") as failure:
-            sender.update_weights()
-        assert isinstance(failure.value.__cause__, DeadlineError)
-    finally:
-        engine.thawed.set()
+def test_a_setting_that_torchrls_engines_do_not_take_is_named():
+    with pytest.raises(ConfigError, match="take no loop"):
+        tx.make_engine("ray", engine=LocalLLMWrapper(LLM(talker(0)), 1, "net"), loop=None)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +98,7 @@ class Serving:
     """Of an actor that goes on with other calls while one of ours runs."""
 
     def __init__(self):
-        self.model = net(0)
+        self.model = talker(0)
 
     async def generate(self): ...
 

@@ -10,7 +10,7 @@ from tests.transports.chains import checkpoint, folder, published, same
 from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import CheckAdapter, Finish, Load, Prefetch, Reset, Start
+from torchrl_ext.messages import CheckAdapter, Finish, Load, Prefetch, Reset, Start, stamped
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.roots import check_adapter, invited
 from torchrl_ext.transports.roots import locate, parameters, part
@@ -88,9 +88,9 @@ def test_a_label_stands_for_versions_without_changes_unless_the_engine_loaded_by
 
     def lands(version, label):
         files = sorted(path.name for path in folder(root, version).iterdir())
-        receiver.handle(Prefetch(version=version, files=files, label=label))
-        for message in (Start(), Load(version=version, handoff={}), Finish(version=version)):
-            receiver.handle(message)
+        prefetch = Prefetch(version=version, files=files, label=label)
+        for message in (prefetch, Start(), Load(version=version, handoff={}), Finish(version=version)):
+            receiver.handle(stamped(message, receiver.connection))
 
     with invited(str(root), "reader", base, parameters(str(root), 1, base)) as message:
         receiver.connect(message)

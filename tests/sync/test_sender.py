@@ -448,6 +448,19 @@ class TestFleet:
         assert {row.state for row in report.engines} == {"serving"}
         assert all(equal(policy, model) for model in served)
 
+    def test_a_fleet_among_its_engines_stands_for_its_members(self, transport):
+        served = [nn.Linear(3, 2) for _ in range(3)]
+        a, b, c = (InProcessEngine(model, url=f"engine {i}") for i, model in enumerate(served))
+        fleet = Fleet([Fleet([a, b]), c])
+        policy = nn.Linear(3, 2)
+        report = tx.WeightSender(transport, fleet).update_weights(policy)
+        assert [row.engine for row in report.engines] == ["engine 0", "engine 1", "engine 2"]
+        assert all(equal(policy, model) for model in served) and fleet.each() == (a, b, c)
+        with pytest.raises(ConfigError, match="engine 1 is listed twice"):
+            Fleet([Fleet([a, b]), b])
+        with pytest.raises(ConfigError, match="data_parallel_size=1"):
+            Fleet([Fleet([a, b], data_parallel_size=2), c])
+
     def test_one_that_fails_has_its_own_row_and_the_others_serve(self, transport):
         served = [nn.Linear(3, 2) for _ in range(3)]
         loader, stubborn = stubborn_engine(served[1], url="engine 1")

@@ -6,23 +6,27 @@ import pytest
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
-from torchrl_ext.errors import StoreError
-from torchrl_ext.transports import disk
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.transports import disk, shared_root
 from torchrl_ext.transports.delta import carriers
 
 MODULES = {"delta": carriers, "disk": disk}
 
 
+@pytest.mark.parametrize("step", ["a version", "the trainer"])
 @pytest.mark.parametrize("name", MODULES)
-def test_an_abort_ends_the_wait_for_a_version_and_a_later_one_neither_ends_nor_spins(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(MODULES[name], "VISIBLE_S", 3 * WAIT_S)
-    transport = tx.make_transport(name, root=str(tmp_path), timeout_s=3 * WAIT_S)
+def test_an_abort_ends_the_wait_of_its_time_and_a_later_wait_neither_ends_nor_spins(tmp_path, monkeypatch, name, step):
+    for module in (MODULES[name], shared_root):
+        monkeypatch.setattr(module, "VISIBLE_S", 3 * WAIT_S)
+    transport, trainer = (tx.make_transport(name, root=str(tmp_path), timeout_s=3 * WAIT_S) for _ in range(2))
+    info = trainer.open(1, ()).info
+    trainer.shutdown()
     looked, said = threading.Event(), []
 
     def wait():
         try:
-            transport.prefetch(3)
-        except StoreError as error:
+            transport.prefetch(3) if step == "a version" else transport.join(info)
+        except WeightSyncError as error:
             said.append(str(error))
 
     pauses = transport._aborted.wait
@@ -35,5 +39,6 @@ def test_an_abort_ends_the_wait_for_a_version_and_a_later_one_neither_ends_nor_s
         assert looked.wait(WAIT_S) and waiting.is_alive() and not transport._aborted.is_set()
         transport.abort()
         waiting.join(WAIT_S)
-        assert len(said) == count and ("weight_v000003" in said[-1] or "version 3" in said[-1])
+        words = ("weight_v000003", "version 3") if step == "a version" else ("joining the trainer was aborted",)
+        assert len(said) == count and any(one in said[-1] for one in words)
     transport.shutdown()

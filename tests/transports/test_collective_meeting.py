@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
 import socket
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import torchrl_ext as tx
+from tests.processes import finished
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Join, loading
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective import group as groups
-from torchrl_ext.transports.collective.backends import torch_store
 from torchrl_ext.transports.collective.handoffs import Announcements
 from torchrl_ext.transports.collective.meeting import Note, host
 from torchrl_ext.transports.collective.meeting import enter as enter_room
 from torchrl_ext.transports.collective.notes import NOTE_BYTES, KeptNotes, RemoteNotes
+from torchrl_ext.transports.collective.sockets import connected, listening
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.weights.source import as_source
 
@@ -348,16 +352,97 @@ def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch)
     assert not trainer.check_connection() and not worker.check_connection()
 
 
-def test_the_store_that_nccl_needs_is_kept_by_rank_0_and_reached_by_all():
+class NCCL:
+    """What `ProcessGroupNCCL` asks its store: rank 0 of a communicator leaves its id there, and the others read it."""
+
+    ID = bytes(range(128, 256))
+    together = threading.Barrier(2)
+
+    class Options: ...
+
+    def __init__(self, store, rank, size, options):
+        self.store, self.rank, self.size = store, rank, size
+
+    def communicate(self, key, first):
+        if first:
+            self.store.set(key, self.ID)
+        assert self.store.get(key) == self.ID
+
+    def allreduce(self, tensors):
+        tensors[0].fill_(self.size * (self.size + 1) / 2)
+        self.communicate("0", self.rank == 0)
+        self.together.wait(WAIT_S)
+        return self
+
+    def is_completed(self):
+        return True
+
+    def wait(self, *_): ...
+
+    def abort(self): ...
+
+
+def test_ids_of_nccl_travel_behind_the_secret_alone_and_leave_with_their_group(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
     with stores() as (trainer, worker):
-        until = time.monotonic() + WAIT_S
-        own, other = beside(lambda: torch_store(trainer, "7", 0, until), lambda: torch_store(worker, "7", 1, until))
-        own.set("id", b"who")
-        assert other.get("id") == b"who"
-        assert listened_at(trainer.get("store/7")) == ["0100007F"]
+        how = {"device": torch.device("cpu"), "backend": "nccl", "timeout_s": WAIT_S}
+        before, peers = set(listening()), {0: "the trainer", 1: "the worker"}
+        own, other = beside(
+            lambda: groups.Group(trainer, "7", 0, peers, **how), lambda: groups.Group(worker, "7", 1, peers, **how)
+        )
+        assert set(listening()) <= before  # no port but that of the notes
+        with pytest.raises(TransportError, match="does not let this worker in"):
+            RemoteNotes("127.0.0.1", trainer.port, "a guess", threading.Event(), timeout_s=WAIT_S)
+        with pytest.raises(RuntimeError):
+            dist.TCPStore("127.0.0.1", trainer.port, None, False, timedelta(seconds=1))
+        for one in (own, other):  # of two ranks, later
+            one._downwards().communicate("0:1", one is own)
+        assert own._downwards().store.multi_get(["0:1"]) == [NCCL.ID]
+        other.sever()
+        own.sever()
+        assert not [key for key in trainer._held if key.startswith("group/")]
+        assert not other._store.check(["exception_dump"])
+    assert not other._store.check(["exception_dump"])  # as NCCL's monitor asks, when the trainer is gone, too
 
 
-# sockets of others
+# sockets and files of others
+
+LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+WRITE = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None).execute('begin immediate')"
+
+
+@pytest.mark.parametrize("look", [listening, lambda: connected(set())])
+def test_a_look_at_the_sockets_of_a_process_keeps_its_locks_on_files(look, tmp_path, monkeypatch):
+    dup, copies, gone = os.dup, [], socket.socket()
+
+    def dup_late(number):
+        if number == gone.fileno():  # as if another thread had closed this socket, and opened the file, since the look
+            os.dup2(file.fileno(), number)
+            copies.append(dup(number))
+            return copies[-1]
+        return dup(number)
+
+    with open(tmp_path / "locked", "w+") as file, gone:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        list(look())
+        assert "BlockingIOError" in finished(LOCK, file.name).stderr
+        monkeypatch.setattr(os, "dup", dup_late)
+        list(look())
+        assert "BlockingIOError" in finished(LOCK, file.name).stderr
+    for copy in copies:
+        os.close(copy)
+
+
+def test_another_process_cannot_write_to_a_locked_database_when_a_group_is_formed_and_moves_weights(tmp_path):
+    path = tmp_path / "runs.db"
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute("begin immediate")
+    with closing(database), group(2) as (trainer, worker):
+        assert "database is locked" in finished(WRITE, path).stderr
+        _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
+        assert same(received, weights())
+        assert worker.receive_weights(0.6) is None
+        assert "database is locked" in finished(WRITE, path).stderr
 
 
 def test_a_default_timeout_of_the_process_neither_harms_a_group_nor_the_sockets_of_others():

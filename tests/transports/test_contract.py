@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 import torchrl_ext as tx
+from torchrl_ext.registry import transports
 from torchrl_ext.testing import SMALL_BYTES, WAIT_S, Ends, TransportContract, free_port
+from torchrl_ext.transports.standalone import StandaloneTransport
+from torchrl_ext.types import Handoff
+from torchrl_ext.weights.source import checked
 
 
 class TestMemory(TransportContract):
@@ -144,3 +151,57 @@ def test_every_registered_transport_is_under_the_contract():
     suites = [*TransportContract.__subclasses__(), *InGroup.__subclasses__()]
     covered = {suite.name for suite in suites if suite is not InGroup}
     assert covered == set(tx.transports())
+
+
+class Shelf(StandaloneTransport):
+    """A transport of another package, whose constructor knows nothing of ours."""
+
+    name = "shelf"
+    newest = None
+
+    def __init__(self):
+        self.connected = False
+
+    def open(self, workers, params):
+        self.connected = True
+        return Handoff(info={"transport": self.name})
+
+    def prepare(self, source, version):
+        self.connected = True
+        params = [meta.to_json() for meta in source.params()]
+        Shelf.newest = {"transport": self.name, "version": version, "params": params}, dict(checked(source))
+        return Handoff(info=Shelf.newest[0])
+
+    def join(self, info):
+        self.connected = True
+
+    def poll(self, timeout_s):
+        return self.newest[0]
+
+    def receive(self, info, into):
+        yield from ((meta.name, tensor) for meta, tensor in self.newest[1].items())
+
+    def check_connection(self):
+        return self.connected
+
+    def shutdown(self):
+        self.connected = False
+
+
+@pytest.fixture
+def shelf():
+    transports.register("shelf", f"{__name__}:Shelf", "a shelf in this process")
+    yield
+    del transports._entries["shelf"]
+
+
+def test_a_transport_whose_constructor_leaves_ours_out_sends_alone_and_to_an_engine(shelf):
+    policy, served = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    Shelf().send_weights(policy)
+    worker = Shelf()
+    assert torch.equal(worker.receive_weights()["weight"], policy.weight)
+    assert (worker.received_version, worker.timeout_s, worker.stats.density) == (1, 60.0, 1.0)
+    sender = tx.WeightSender(Shelf(), tx.make_engine("inprocess", engine=served))
+    report = sender.update_weights(policy)
+    assert report.verified and torch.equal(served.weight, policy.weight)
+    sender.shutdown()

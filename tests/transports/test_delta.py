@@ -122,6 +122,21 @@ class TestVersions:
         reader.receive_weights(WAIT_S)
         assert [("wrote", str(root), "weight_v000001", b"1\n"), ("reads", str(root))] == CALLS
 
+    def test_a_reader_that_waits_calls_its_hook_less_and_less_often(self, root, monkeypatch):
+        CALLS.clear()
+        reader, pauses = trainer_at(root, pre_read_hook=f"{__name__}:reads"), []
+
+        def pause(seconds):
+            pauses.append(seconds)
+            if len(pauses) == 12:
+                reader.abort()
+            return reader._aborted.is_set()
+
+        monkeypatch.setattr(reader._aborted, "wait", pause)
+        assert reader.receive_weights(WAIT_S) is None
+        assert pauses == sorted(pauses) and pauses[-1] > 10 * pauses[0]
+        assert len(CALLS) == len(pauses)
+
     def test_a_hook_that_cannot_be_imported_is_told_whatever_its_module_raises(self, root, tmp_path, monkeypatch):
         (tmp_path / "hook_that_raises.py").write_text("raise RuntimeError('no licence')")
         monkeypatch.syspath_prepend(tmp_path)

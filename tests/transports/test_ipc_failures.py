@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -30,7 +30,8 @@ from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.transports.ipc import transport as ipc
 from torchrl_ext.transports.ipc import worker as ipc_worker
 from torchrl_ext.transports.ipc.host_memory import attach, create
-from torchrl_ext.transports.links import shared_address
+from torchrl_ext.transports.ipc.workers import ConnectedWorkers
+from torchrl_ext.transports.links import new_address, shared_address
 from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make
@@ -164,6 +165,21 @@ class TestFailures:
                 trainer.send_weights(weights())
             with pytest.raises(TransportError, match="another pid namespace"):
                 arriving.result(WAIT_S)
+
+    @pytest.mark.parametrize("moment", ["announce", "begin", "filled"])
+    def test_why_a_worker_leaves_is_known_whatever_the_trainer_does_next(self, moment):
+        segment = create("cpu", 8192)
+        workers = ConnectedWorkers(new_address(), "session", lambda devices: segment, WAIT_S)
+        with socket.socket(socket.AF_UNIX) as leaving, closing(segment), closing(workers):
+            leaving.connect("\0" + workers._listener.address)
+            leaving.sendall(frame(b'{"hello": {"rank": 1, "devices": ["cpu"]}}'))
+            workers.wait_for(1)
+            with pytest.raises(TransportError, match=r"rank 1 .*: it lies in another pid namespace"):
+                for name, value in {"announce": {}, "begin": 1, "filled": 0, "await_taken": 0}.items():
+                    if name == moment:
+                        leaving.sendall(frame(b'{"leaving": "it lies in another pid namespace"}'))
+                        leaving.close()
+                    getattr(workers, name)(value)
 
     def test_who_was_not_let_in_is_named_when_nobody_else_comes(self, make):
         trainer = make(timeout_s=0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,17 +11,19 @@ import torch
 
 from tests.weights.shards.test_sharing import some_block
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.pipeline import encode_tensor
+from torchrl_ext.codecs.pipeline import encode_tensor, encode_tensors
 from torchrl_ext.errors import IntegrityError
+from torchrl_ext.kernels.torch_ops import TorchKernels
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, DeltaPart
 from torchrl_ext.testing import any_bits
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.shards.own import block_words
+from torchrl_ext.versions.shards.own import OwnBlocks, block_words
 from torchrl_ext.versions.shards.parts import flat_positions, read_parts
 from torchrl_ext.weights.digests import PositionDigest, position_digest
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.shards.sharing import without
+from torchrl_ext.weights.source import WeightSource
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
@@ -36,6 +39,61 @@ def test_positions_and_digests_of_blocks_are_those_of_the_whole(dtype):
         for piece in (block, *without([whole], [block])):
             digest = digest.plus(block_words(meta, piece, tensor[piece.within(whole)]))
         assert digest == position_digest(tensor)
+
+
+class Blocks(WeightSource):
+    """One tensor, of which this rank holds these blocks."""
+
+    def __init__(self, tensor, *blocks):
+        self._tensor, self._blocks = tensor, blocks
+
+    def params(self):
+        return (ParamMeta.of("w", self._tensor),)
+
+    def __iter__(self):
+        yield "w", self._tensor
+
+    def shards(self):
+        whole = Block.whole(self._tensor.shape)
+        for block in self._blocks:
+            yield Shard(self.params()[0], block, lambda block=block: self._tensor[block.within(whole)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
+def test_a_rank_digests_the_elements_of_its_blocks_that_changed_and_no_others(dtype, monkeypatch):
+    tensor = any_bits(dtype, 6, 5, 4)
+    meta, whole = ParamMeta.of("w", tensor), Block.whole(tensor.shape)
+    blocks = [Block((2, 0, 0), (5, 5, 4)), Block((0, 1, 0), (2, 3, 4)), Block((5, 0, 1), (6, 5, 3))]
+    source, own = Blocks(tensor, *blocks), OwnBlocks()
+    own.keep(source, {})
+    own.seed(source)
+    monkeypatch.setattr("torchrl_ext.versions.shards.own.block_words", None)  # of all elements
+    for _ in range(2):
+        before = tensor.clone()
+        for block in blocks:
+            tensor[block.within(whole)].neg_()
+        told = own.encode(source, make_codec("ulp"), "rank00000", lambda name, data: None)
+        for row, block in zip(told["parts"], blocks, strict=True):
+            was, now = (
+                PositionDigest().plus(block_words(meta, block, one[block.within(whole)])) for one in (before, tensor)
+            )
+            assert was.plus(tuple(row[-2:])) == now
+
+
+@pytest.mark.parametrize("block", [Block((2, 0), (5, 4)), Block((0, 1), (6, 3))])
+def test_what_changed_in_a_block_is_digested_on_a_device_as_on_the_host(block):
+    meta, whole = ParamMeta("w", torch.float32, (6, 4)), Block.whole((6, 4))
+    old, new = any_bits(torch.float32, 6, 4), any_bits(torch.float32, 6, 4)
+    of_old, of_new = (tensor[block.within(whole)].contiguous() for tensor in (old, new))
+    for kernels in (None, TorchKernels()):
+        (change,) = encode_tensors(
+            [("w", of_old, of_new)],
+            make_codec("ulp"),
+            kernels=kernels,
+            where=lambda: partial(flat_positions, meta, block),
+        )
+        words = PositionDigest().plus(block_words(meta, block, of_old)).plus(change.digest)
+        assert words == PositionDigest().plus(block_words(meta, block, of_new))
 
 
 def two_parts(first, second, blocks):

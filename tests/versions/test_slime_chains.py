@@ -80,6 +80,21 @@ class TestFilesOfOthers:
         write_slime(folder(root, 4), 4, old, own, "xor", "xxh3-128")
         assert same(trainer_at(root).receive_weights(WAIT_S), own)
 
+    @pytest.mark.parametrize("indexed", [False, True])
+    def test_a_full_version_that_another_one_of_the_same_size_replaces_is_read_again(self, root, indexed):
+        name = "model-00001-of-00001.safetensors" if indexed else "model.safetensors"
+        reader = trainer_at(root)
+        for seed in (4, 5):
+            own, made = weights(seed), root / "made"
+            folder(root, 3).mkdir(parents=True, exist_ok=True)
+            if indexed:
+                index = {"metadata": {}, "weight_map": dict.fromkeys(own, name)}
+                (folder(root, 3) / "model.safetensors.index.json").write_text(json.dumps(index))
+            save_file(own, made)
+            made.rename(folder(root, 3) / name)
+            assert same(reader.receive_weights(0.0), own), seed
+            assert reader.receive_weights(0.0) is None
+
     def test_another_base_is_noticed_by_the_checksum(self, tmp_path, root):
         own, other = weights(), weights(5)
         old = {name: tensor.clone() for name, tensor in own.items()}

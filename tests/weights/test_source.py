@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -224,3 +225,23 @@ def test_a_tensordict_of_a_module_sends_tied_tensors_under_the_modules_name():
     model = nn.ModuleDict({"z_embed": nn.Embedding(5, 3), "a_head": nn.Linear(3, 5, bias=False)})
     model["a_head"].weight = model["z_embed"].weight
     assert names(TensorDict.from_module(model)) == names(model) == ["z_embed.weight"]
+
+
+def test_shards_that_are_taken_out_of_order_are_refused_and_do_not_give_another_tensor():
+    first, second = PlainSource().shards()
+    with pytest.raises(ManifestError, match=f"{second.meta.name}.* out of order"):
+        second.take()
+    first, second = PlainSource().shards()
+    assert torch.equal(first.take(), PlainSource.tensors["a"]) and torch.equal(second.take(), PlainSource.tensors["b"])
+
+
+class PlainSource(WeightSource):
+    """A source that has only the methods that it must have."""
+
+    tensors: ClassVar = {"a": torch.ones(2), "b": torch.zeros(2)}
+
+    def params(self):
+        return tuple(ParamMeta.of(name, tensor) for name, tensor in self.tensors.items())
+
+    def __iter__(self):
+        return iter(self.tensors.items())

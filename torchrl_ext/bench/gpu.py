@@ -121,7 +121,7 @@ def _timed(way: Callable[[], None], device: str) -> float:
 
 
 def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
-    """Return the seconds to stage a delta on parameters that hold ``old``, and to commit it and read a part back."""
+    """Return the seconds to stage a delta on parameters that hold ``old``, and to commit it."""
     live = {name: tensor.clone() for name, tensor in old.items()}
     rows = ((name, old[name], tensor) for name, tensor in new.items())
     patches = [

@@ -39,13 +39,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     common.add_argument(
         "--storage-option", action="append", default=[], metavar="KEY=VALUE", help="setting of the fsspec filesystem"
     )
-    common.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+    common.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document on standard output"
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
 
-    def action(name: str, summary: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=summary, parents=[common])
+    def action(name: str, summary: str, *aliases: str) -> argparse.ArgumentParser:
+        found = actions.add_parser(name, help=summary, parents=[common], aliases=aliases)
+        found.set_defaults(action=name)
+        return found
 
-    action("ls", "every version: kind, base, bytes, encoding, density")
+    action("ls", "every version: kind, base, bytes, encoding, density", "list")
     action("show", "one version and its tensors").add_argument("version", type=int)
     action("verify", "recompute every digest; status 1 where a version is damaged or cannot be checked")
     collect = action("gc", "remove what the newest keyframes and readers do not need")

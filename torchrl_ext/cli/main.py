@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torchrl_ext
 from torchrl_ext.errors import WeightSyncError
@@ -54,8 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return importlib.import_module(COMMANDS[command][0]).run(args)
     except WeightSyncError as error:
         return _fail(args, str(error), type(error).__name__, 1)
+    except OSError as error:  # of a path, as a rule, which its words name
+        return _fail(args, str(error) or type(error).__name__, type(error).__name__, 1)
     except KeyboardInterrupt:
         return _fail(args, "interrupted", "KeyboardInterrupt", INTERRUPTED)
+    except Exception as error:
+        if args.json:
+            print(json.dumps({"error": str(error) or type(error).__name__, "type": type(error).__name__}))
+        raise
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +82,7 @@ def add_api_key(parser: argparse.ArgumentParser) -> None:
 
 def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, str]:
     """Return the parser, with the arguments of the one command that ``argv`` names, and that command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="torchrl-ext", description="Keep running inference engines at a TorchRL policy's newest weights."
     )
     parser.add_argument("--version", action="version", version=torchrl_ext.__version__)
@@ -87,6 +96,16 @@ def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, str]:
         with contextlib.suppress(argparse.ArgumentError):  # the command may have declared it itself
             own.add_argument("--json", action="store_true", help="print one JSON document on standard output")
     return parser, command
+
+
+class _Parser(argparse.ArgumentParser):
+    """Adds to the complaint about a wrong choice the one that was likely meant; parsers of commands are of it, too."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+        known = [] if wrong is None else re.findall(r"[\w-]+", wrong[2])
+        meant = difflib.get_close_matches("" if wrong is None else wrong[1], known, 1)
+        super().error(f"{message}; did you mean {meant[0]!r}?" if meant else message)
 
 
 def _fail(args: argparse.Namespace, message: str, kind: str, status: int) -> int:

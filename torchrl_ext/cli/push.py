@@ -24,7 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 from torchrl_ext.cli.main import add_api_key
-from torchrl_ext.errors import ConfigError, UpdateError
+from torchrl_ext.errors import ConfigError, UpdateError, WeightSyncError
+from torchrl_ext.stores import open_store
 from torchrl_ext.types import EngineInfo, ParamMeta, SyncReport, dtype_from_name, is_loopback
 from torchrl_ext.weights.source import WeightSource
 
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         transport = tx.make_transport(args.transport, **_settings(args, found, stack))
         stack.callback(transport.shutdown)
         fleet = tx.connect(*args.engines, api_key=args.api_key, load_timeout_s=args.timeout_s)
-        sender = tx.WeightSender(transport, fleet, dtype=dtype_from_name(args.dtype) if args.dtype else None)
+        sender = tx.WeightSender(transport, fleet, dtype=args.dtype)
         stack.callback(fleet.close)
         bar.say(f"{args.directory} to {len(found)} engine(s) by {args.transport}")
         try:
@@ -152,6 +153,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("what is published is loaded as it is", expected="--published with --base alone")
     if args.published is not None:
         return
+    args.dtype = dtype_from_name(args.dtype) if args.dtype else None
     args.transport = args.transport or "disk"
     if args.transport != "delta" and (args.base or args.encoding != "auto"):
         given = "--base" if args.base else "--encoding"
@@ -199,9 +201,22 @@ def _root(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.E
             )
         return stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-push-"))
     place = f"{args.root.rstrip('/')}/push-{uuid.uuid4().hex[:12]}"
-    if not args.keep_files and "://" not in place:
-        stack.callback(shutil.rmtree, place, ignore_errors=True)
+    if not args.keep_files:
+        stack.callback(_remove, place)
     return place
+
+
+def _remove(place: str) -> None:
+    """Remove what this push put into a place of its own."""
+    if "://" not in place:
+        shutil.rmtree(place, ignore_errors=True)
+        return
+    try:
+        store = open_store(place)
+        for name in store.list():
+            store.delete(name)
+    except WeightSyncError as error:
+        print(f"torchrl-ext push: files of this push are left in {place}: {error}", file=sys.stderr)
 
 
 def _is_here(url: str) -> bool:

@@ -21,16 +21,22 @@ from torchrl_ext.kernels.base import Kernels, Words, flat_bits, kernels_on, unsi
 from torchrl_ext.kernels.host import Part, Search
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["decode_tensors", "encode_tensor", "encode_tensors", "worker_threads"]
+__all__ = ["decode_tensors", "Where", "encode_tensor", "encode_tensors", "worker_threads"]
 
 _SMALL = 1 << 20  # units: smaller tensors share a task, so that handing them over costs less than coding them
 _MOST_SPARE = 4  # several workers of an engine share a host
 _RANGE = 1 << 26  # units: bounds what a list, and the part of a tensor that has to be brought there, take on a device
 _Result = TypeVar("_Result")
-_Row = tuple[ParamMeta, Tensor, Tensor]  # a parameter, its old and its new tensor
+_AHEAD = 1 << 30  # bytes of new tensors that may wait to be coded, beside the two that are due next
+_Row = tuple[ParamMeta, Tensor, Tensor, "Where"]  # a parameter, its old and its new tensor, and where they lie
 _Coded = tuple[bytes, int, Words | None]  # of a block: payload, units that changed, what they add to the digest
 _Map = Callable[..., Iterator[_Coded]]
 """`map`, or that of a pool, which begins at once."""
+
+
+Where = int | Callable[[np.ndarray], np.ndarray]
+"""Where a tensor's units lie in a larger one, for the digest: one after the other from this position on, or a function
+from flat positions in the tensor to those in the larger one."""
 
 
 class _Begun(NamedTuple):
@@ -63,11 +69,12 @@ def encode_tensors(
     threads: int | None = None,
     follow: bool = False,
     kernels: Kernels | None = None,
+    where: Callable[[], Where] = int,
 ) -> Iterator[Encoded]:
     """Code the change of many tensors, on the host or on an accelerator.
 
     Large tensors are cut into the codec's blocks, small ones on the host share a task. ``pairs`` is consumed by the
-    caller's thread, a few tasks ahead of what is yielded, so that neither tensors nor payloads pile up.
+    caller's thread, a few tasks and about a GiB ahead of what is yielded, so that neither tensors nor payloads pile up.
 
     Args:
         pairs: ``(name, old, new)``; both tensors stay as they are until their result was yielded.
@@ -76,6 +83,7 @@ def encode_tensors(
         follow: copy each new tensor into the old one, which is contiguous, at the latest when its result is yielded. On
             the host this is done as soon as a block was coded, while it is in the processor's cache.
         kernels: find what changed; by default those of each tensor's device.
+        where: says of the pair that was taken last where its units lie in the tensor whose digest changes.
 
     Yields:
         One result per pair, in order; an empty payload where nothing changed.
@@ -85,22 +93,25 @@ def encode_tensors(
     """
     threads = max(1, worker_threads() if threads is None else threads)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
-    waiting = deque[Callable[[], list[Encoded]]]()
+    waiting, sizes = deque[Callable[[], list[Encoded]]](), deque[int]()
     begin, small, held = partial(_begin, codec, follow, kernels), list[_Row](), 0
     try:
         for name, old, new in pairs:
-            row = ParamMeta.of(name, new), old, new
+            row = ParamMeta.of(name, new), old, new, where()
             on_host = old.device.type == new.device.type == "cpu" and (kernels is None or kernels.on_host)
             together = on_host and row[0].numel < _SMALL
             if small and (held >= _SMALL or not together):
                 waiting.append(pool.submit(_finished, map(partial(begin, map), small)).result)
+                sizes.append(sum(one[0].nbytes for one in small))
                 small, held = [], 0
             if together:
                 small.append(row)
                 held += row[0].numel
             else:
                 waiting.append(partial(_finished, (begin(pool.map, row),)))
-            while len(waiting) > 2 * threads + 1:
+                sizes.append(row[0].nbytes)
+            while len(waiting) > 2 * threads + 1 or (len(waiting) > 2 and sum(sizes) > _AHEAD):
+                sizes.popleft()
                 yield from waiting.popleft()()
         if small:
             waiting.append(pool.submit(_finished, map(partial(begin, map), small)).result)
@@ -116,7 +127,7 @@ def encode_tensor(codec: Codec, meta: ParamMeta, old: Tensor, new: Tensor) -> En
     Raises:
         ManifestError: the tensors do not have ``meta``'s dtype and shape.
     """
-    return _finished([_begin(codec, False, None, map, (meta, old, new))])[0]
+    return _finished([_begin(codec, False, None, map, (meta, old, new, 0))])[0]
 
 
 def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row: _Row) -> _Begun:
@@ -130,13 +141,14 @@ def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row:
         follow: make the old tensor, which is contiguous, what the new one is, at the latest when all blocks are coded.
         kernels: find what changed; by default those of the accelerator that either tensor is on, else the host's.
         each: maps a function over blocks.
-        row: parameter, old and new tensor, on any device; on the host, both must stay as they are until it is finished.
+        row: parameter, old and new tensor, on any device; on the host, both must stay as they are until it is finished;
+            and where they lie.
 
     Raises:
         ManifestError: the tensors do not have the dtype and shape of the parameter; names it.
         ConfigError: the old tensor cannot follow.
     """
-    meta, old, new = row
+    meta, old, new, where = row
     check_same(meta, old, new)
     if follow and not old.is_contiguous():
         raise ConfigError("a tensor that is to follow must be contiguous")
@@ -152,9 +164,9 @@ def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row:
             follow = False
     if on_host:
         olds, news = before.numpy().view(unit.dtype), after.numpy().view(unit.dtype)
-        blocks = each(partial(_block, codec, unit, olds, news, size, follow), range(0, count, size))
+        blocks = each(partial(_block, codec, unit, olds, news, size, follow, where), range(0, count, size))
     else:
-        blocks = each(partial(_coded, codec, unit), _listed(unit, kernels, device, before, after, size, follow))
+        blocks = each(partial(_coded, codec, unit), _listed(unit, kernels, device, before, after, size, follow, where))
     return _Begun(meta, codec, count, blocks)
 
 
@@ -176,10 +188,14 @@ def _finished(rows: Iterable[_Begun]) -> list[Encoded]:
     return found
 
 
-def _block(codec: Codec, unit: Unit, olds: np.ndarray, news: np.ndarray, size: int, follow: bool, start: int) -> _Coded:
+def _block(
+    codec: Codec, unit: Unit, olds: np.ndarray, news: np.ndarray, size: int, follow: bool, where: Where, start: int
+) -> _Coded:
     """Find and code what changed in one block on the host."""
     old, new = olds[start : start + size], news[start : start + size]
-    search, whole = Search(old=old, new=new, start=start), codec.reads in ("either", "new")
+    first, positions = (start + where, None) if isinstance(where, int) else (start, where)
+    search = Search(old=old, new=new, start=first, positions=positions)
+    whole = codec.reads in ("either", "new")
     if whole:
         from torchrl_ext.kernels.host_loops import count_changed
 
@@ -201,7 +217,14 @@ def _coded(codec: Codec, unit: Unit, listed: tuple[Block, int, Words]) -> _Coded
 
 
 def _listed(
-    unit: Unit, kernels: Kernels, device: torch.device, before: Tensor, after: Tensor, size: int, follow: bool
+    unit: Unit,
+    kernels: Kernels,
+    device: torch.device,
+    before: Tensor,
+    after: Tensor,
+    size: int,
+    follow: bool,
+    where: Where,
 ) -> list[tuple[Block, int, Words]]:
     """Find what changed in a tensor on an accelerator; neither tensor is needed afterwards.
 
@@ -209,10 +232,11 @@ def _listed(
         Blocks, how much changed in each, and what that adds to the digest: all of it with the first one.
     """
     count, first, second = after.numel(), 0, 0
+    offset = where if isinstance(where, int) else 0
     lists: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for start in range(0, count, _RANGE):
         old, new = (bits[start : start + _RANGE] for bits in (before, after))
-        diff = kernels.diff(old.to(device, non_blocking=True), new.to(device, non_blocking=True), start)
+        diff = kernels.diff(old.to(device, non_blocking=True), new.to(device, non_blocking=True), start + offset)
         if not diff.places.numel():
             continue
         first, second = first + diff.words[0], second + diff.words[1]
@@ -225,12 +249,18 @@ def _listed(
     if not lists:
         return []
     every, olds, news = (np.concatenate(each) if len(lists) > 1 else each[0] for each in zip(*lists, strict=True))
+    if not isinstance(where, int):
+        from torchrl_ext.kernels.host_loops import digest_change
+
+        moved = np.zeros(2, np.uint64)
+        digest_change(where(every), olds, news, moved)
+        first, second = moved.tolist()
     starts = range(0, count, size)
     cuts, found = np.searchsorted(every, [*starts, count]).tolist(), []
     for number, start in enumerate(starts):
         own = slice(cuts[number], cuts[number + 1])
-        where = (every[own] - start).astype(np.int32 if size < 2**31 else np.int64)
-        part = Part(where, olds[own].view(unit.dtype), news[own].view(unit.dtype))
+        inside = (every[own] - start).astype(np.int32 if size < 2**31 else np.int64)
+        part = Part(inside, olds[own].view(unit.dtype), news[own].view(unit.dtype))
         block = Block(start=start, size=min(size, count - start), parts=(part,) if part.places.size else ())
         found.append((block, part.places.size, (first, second) if number == 0 else (0, 0)))
     return found

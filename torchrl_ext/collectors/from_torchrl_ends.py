@@ -287,7 +287,7 @@ def as_engine(engine: Any) -> EngineClient | None:
 
     Args:
         engine: None (data layer only); an `EngineClient`, or several; ``"host:port"``, or several; a module, mapping,
-            loader or receiver of this process; TorchRL's `AsyncVLLM` (any `RLvLLMEngine`).
+            loader or receiver of this process; TorchRL's `AsyncVLLM`.
 
     Raises:
         ConfigError: it is nothing that can be driven.

@@ -19,12 +19,12 @@ from typing import Any
 
 from torchrl_ext.errors import DeadlineError, NotConnectedError, WeightSyncError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.links import Link, serve
+from torchrl_ext.transports.links import LONGEST_BYTES, Link, serve
 from torchrl_ext.types import Info
 
 __all__ = ["Hub", "dial"]
 
-_HELLO_S = 10.0
+_HELLO_S, _HELLO_BYTES = 10.0, 4096
 _LOOK_S = 0.2
 """Seconds between two looks at whether a worker has ended, while others are waited for."""
 
@@ -53,7 +53,7 @@ class Hub:
         def met(connection: socket.socket, address: Any) -> None:
             hub = here()
             if hub is not None:
-                hub.welcome(Link(connection, f"{address[0]}:{address[1]}"))
+                hub.welcome(Link(connection, f"{address[0]}:{address[1]}", longest_bytes=_HELLO_BYTES))
 
         serve(listener, met, f"torchrl-ext-hub-{model_id}")
 
@@ -105,7 +105,8 @@ class Hub:
 
     def _refusal(self, hello: Info, link: Link) -> str | None:
         """Accept the worker and return None, or return why it is refused."""
-        if not hmac.compare_digest(str(hello.get("token", "")), self.token):
+        token = str(hello.get("token", "")).encode(errors="replace")  # of text it compares ASCII alone
+        if not hmac.compare_digest(token, self.token.encode()):
             return "this is another trainer's address"
         idx, pid, model_id = hello.get("worker"), hello.get("pid"), hello.get("model_id")
         if type(idx) is not int or type(pid) is not int or not 0 <= idx < self._workers:
@@ -121,6 +122,7 @@ class Hub:
             if len(self.links) >= self._workers:
                 return f"all {self._workers} workers of model {self._model_id!r} are connected already"
             link.peer = f"worker {idx} of model {self._model_id!r} (pid {pid})"
+            link.longest_bytes = LONGEST_BYTES
             link.send({"welcome": self._welcome(idx)}, deadline(_HELLO_S))
             self.links[idx], self.pids[idx] = link, pid
             self._changed.notify_all()

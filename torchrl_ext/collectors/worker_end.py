@@ -9,8 +9,22 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torchrl_ext import errors
-from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError, TransportError
-from torchrl_ext.messages import Finish, Join, Keep, Leave, Message, Prefetch, Rehearse, Start, loading, read
+from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError, TransportError
+from torchrl_ext.messages import (
+    Finish,
+    Join,
+    Keep,
+    Leave,
+    Message,
+    Prefetch,
+    Rehearse,
+    Start,
+    State,
+    loading,
+    read,
+    replaced_by,
+    stamped,
+)
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import deadline
@@ -41,6 +55,7 @@ class WorkerEngine(EngineClient):
     def __init__(self, link: Link, *, timeout_s: float) -> None:
         self.link, self._timeout_s = link, timeout_s + _GRACE_S
         self._numbers = itertools.count(1)
+        self._connection = ""
         self._watch = Stopwatch()
         self._state, self._version, self._proof = "serving", 0, "sent"
 
@@ -52,7 +67,17 @@ class WorkerEngine(EngineClient):
         return EngineInfo(url=self.url, kind=self.kind, weight_version=str(self._version))
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self.ask(Join.of(info))
+        message = Join.of(info)
+        self._connection = message.connection
+        self.ask(message)
+
+    def replaced(self, connection: str) -> str:
+        """Return whether the sender has to join again; "" also of a worker that is gone, as the next step says so."""
+        try:
+            self.ask(State(connection=connection))
+        except (EngineError, DeadlineError) as error:
+            return replaced_by(error.what)
+        return ""
 
     @property
     def proof(self) -> str:
@@ -116,7 +141,8 @@ class WorkerEngine(EngineClient):
         """
         number = next(self._numbers)
         try:
-            self.link.send({"number": number, "message": message.to_json()}, deadline(self._timeout_s))
+            told = stamped(message, self._connection).to_json()
+            self.link.send({"number": number, "message": told}, deadline(self._timeout_s))
             until = deadline(self._timeout_s)
             answer = self.link.read(until)
             while answer is not None and answer.get("number") != number:  # an answer that came too late

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import Message, Pull
+from torchrl_ext.messages import Finish, Message, Pull
 from torchrl_ext.sync.roots import DiskLoads
 from torchrl_ext.sync.worker_end import pull
 from torchrl_ext.types import Info
@@ -101,7 +101,7 @@ class _Driven:
     def handle(self, message: Message) -> Any:
         return self._engine.handle(message)
 
-    def finish(self, version: int, label: str | None) -> None:
+    def finish(self, message: Finish, label: str | None) -> None:
         self._engine.finish(label)
         self._engine.scheduler.forget()  # old weights made those keys and values
 

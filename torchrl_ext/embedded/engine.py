@@ -156,8 +156,12 @@ class Engine:
             NotConnectedError: no update was started.
             WeightSyncError: what the step raises.
         """
+        self._receiver.refuse_replaced(message)
         match message:
-            case Inspect() | State():
+            case State():
+                half = self._torn or self._updating
+                return {**self._receiver.handle(message), **({"whole": False} if half else {})}
+            case Inspect():
                 return self._receiver.handle(message)
             case Join():
                 self._connect(message)

@@ -168,8 +168,12 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        """Write ``target[offsets] = values``; offsets lie in the target and differ. May return before it is done."""
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+        """Write ``target[offsets] = values``, and read it back; offsets lie in the target and differ.
+
+        Returns:
+            Bool, shape (), on the device: whether the target holds the values. May return before it is done.
+        """
 
 
 kernels = Registry("implementation of the kernels")

@@ -104,10 +104,11 @@ class TritonKernels(Kernels):
             offsets, values = offsets[fits], values[fits]
         return Landed(offsets=offsets, values=values, words=_words(out))
 
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        if offsets.numel():
-            with torch.cuda.device_of(target):
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+        with torch.cuda.device_of(target):
+            if offsets.numel():
                 self._scatter(target, offsets, values)
+            return (target.index_select(0, offsets) == values).all()
 
     def _scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
         size = offsets.numel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, final
 
@@ -42,6 +42,7 @@ class Search:
     Attributes:
         old, new: unsigned, contiguous, shape (n,).
         start: position of element 0 in its tensor, for the digest.
+        positions: gives the positions of elements counted like ``start``, where these are not those of the tensor.
         changed: how many elements differ; this and the next two are set by an iteration that went to the end.
         words: what they add to the position digest of the tensor.
         only: the part, where one held all of them and the thread has not searched again.
@@ -50,12 +51,13 @@ class Search:
     old: np.ndarray
     new: np.ndarray
     start: int = 0
+    positions: Callable[[np.ndarray], np.ndarray] | None = None
     changed: int = 0
     words: Words = (0, 0)
     only: Part | None = None
 
     def __iter__(self) -> Iterator[Part]:
-        from torchrl_ext.kernels.host_loops import diff
+        from torchrl_ext.kernels.host_loops import diff, digest_change
 
         dtype, size = self.old.dtype, self.old.size
         index = np.dtype(np.int32 if size < 2**31 else np.int64)
@@ -66,12 +68,16 @@ class Search:
             vars(_lists)[key] = lists
         places, before, after = lists
         changed, digest, end, part = 0, np.zeros(2, np.uint64), 0, None
+        moved = np.zeros(2, np.uint64)
         while end < size:
             found, end = diff(self.old, self.new, end, self.start, places, before, after, digest)
             if found:
                 part = Part(places[:found], before[:found], after[:found])
                 changed += found
+                if self.positions is not None:
+                    digest_change(self.positions(part.places.astype(np.int64) + self.start), *part[1:], moved)
                 yield part
+        digest = digest if self.positions is None else moved
         self.changed, self.words = changed, (int(digest[0]), int(digest[1]))
         self.only = part if part is not None and part.places.size == changed else None
 
@@ -118,7 +124,7 @@ class HostKernels(Kernels):
         words = int(digest[0]), int(digest[1])
         return Landed(offsets=torch.from_numpy(offsets), values=torch.from_numpy(values), words=words)
 
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
         from torchrl_ext.kernels.host_loops import scatter
 
-        scatter(target.numpy(), offsets.numpy(), values.numpy())
+        return torch.tensor(scatter(target.numpy(), offsets.numpy(), values.numpy()))

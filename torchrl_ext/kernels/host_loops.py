@@ -71,9 +71,18 @@ def count_changed(old, new):
 
 @njit
 def scatter(target, offsets, values):
-    """Write ``target[offsets] = values``; whoever translated the offsets made sure that they lie within the target."""
-    for k in range(offsets.size):
-        target[offsets[k]] = values[k]
+    """Write ``target[offsets] = values``, and return whether these stand there, read while they lie in a cache.
+
+    Whoever translated the offsets made sure that they lie within the target.
+    """
+    wrong = target.dtype.type(0)
+    for at in range(0, offsets.size, _LANDED):
+        end = min(at + _LANDED, offsets.size)
+        for k in range(at, end):
+            target[np.uint64(offsets[k])] = values[k]
+        for k in range(at, end):  # to its end: a loop that may stop takes twice as long
+            wrong |= target[np.uint64(offsets[k])] ^ values[k]
+    return wrong == 0
 
 
 @njit

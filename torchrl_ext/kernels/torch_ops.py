@@ -104,8 +104,9 @@ class TorchKernels(Kernels):
         values = payload if ordered is None else _moved(before, payload, ordered)
         return Landed(offsets=offsets, values=values, words=self._change_words(positions, before, values))
 
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        target.index_copy_(0, offsets.to(torch.int64), values)  # takes no other; those of `land` are
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+        offsets = offsets.to(torch.int64)  # index_copy_ takes no other; those of `land` are
+        return (target.index_copy_(0, offsets, values).index_select(0, offsets) == values).all()
 
 
 def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:

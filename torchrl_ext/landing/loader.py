@@ -63,6 +63,11 @@ class WeightLoader(ABC):
     parts: ClassVar[bool] = False
     """Whether it takes some of the checked parameters alone (`part`)."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether the model's layers are in the form that is computed with; false while an update has them open."""
+        return True
+
     @abstractmethod
     def check(self, params: Iterable[ParamMeta]) -> None:
         """Refuse parameters that cannot land, before anything is touched.

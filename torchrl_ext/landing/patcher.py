@@ -39,10 +39,22 @@ Coverage = tuple[PositionDigest, int]
 class _Write(NamedTuple):
     """A write: ``target[offsets] = values``, or ``target[...] = values`` if ``offsets`` is None; bits on one device."""
 
+    name: str
     kernels: Kernels
     target: Tensor
     offsets: Tensor | None
     values: Tensor
+
+    def put(self) -> Tensor:
+        """Write, and return a bool of shape () on the device: whether the target holds it."""
+        if self.offsets is not None:
+            return self.kernels.scatter(self.target, self.offsets, self.values)
+        if not self.kernels.on_host:
+            return (self.target.copy_(self.values) == self.values).all()
+        same, most = True, _MOST if self.target.dim() == 1 else max(1, self.target.numel())
+        for into, own in zip(*(torch.atleast_1d(one).split(most) for one in (self.target, self.values)), strict=True):
+            same = np.array_equal(into.copy_(own).numpy(), own.numpy()) and same  # while both lie in a cache
+        return torch.tensor(same)
 
 
 class Patcher:
@@ -61,6 +73,7 @@ class Patcher:
         self._held: dict[str, Coverage] = {}
         self._staged: dict[str, Coverage] | None = None  # of the tensors that change
         self._writes: list[_Write] = []
+        self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
         sizes, self._turn = dict.fromkeys(pieces, 0), 0
         for name, own in pieces.items():
@@ -78,6 +91,7 @@ class Patcher:
     def forget(self) -> None:
         """Forget what is known of the parameters, which something else wrote; digests are taken anew when needed."""
         self._held.clear()
+        self._damage = None
         self.drop()
 
     def held(self) -> dict[str, Coverage]:
@@ -88,10 +102,18 @@ class Patcher:
     def stage(self, changes: Changes) -> dict[str, Coverage]:
         """Translate the changes of the tensors that can be patched; steps are resolved against what is held now.
 
+        A part of the tensors is read back first, all of them in `READ_BACK_VERSIONS` turns. Damage is raised by
+        `commit`, and not here, where the model is in use and an error means that it serves on.
+
         Returns:
             What this rank will hold of each tensor, for `compare`.
         """
         self._writes, self._staged, self.others = [], None, set()
+        try:
+            self.read_back(self._turns[self._turn])
+        except IntegrityError as error:
+            self._damage = error
+        self._turn = (self._turn + 1) % READ_BACK_VERSIONS
         writes, staged = list[_Write](), dict[str, Coverage]()
         for patch in changes.patches(self._wanted):
             digest, count = self._coverage(patch.meta.name)
@@ -108,7 +130,7 @@ class Patcher:
                     whole = payload.as_strided(live.shape, piece.strides, piece.offset).to(live.device)
                     of_whole = Piece(destination=whole, offset=piece.offset, strides=piece.strides)
                     digest = digest.plus(kernels.words(of_whole))
-                    writes.append(_Write(kernels, as_bits(live), None, whole))
+                    writes.append(_Write(patch.meta.name, kernels, as_bits(live), None, whole))
                     continue
                 bounds = np.array((piece.offset, piece.end), np.int64).astype(index)  # else all are converted
                 first, end = np.searchsorted(patch.indices, bounds).tolist()
@@ -123,7 +145,7 @@ class Patcher:
                     kernels.scatter(every, offsets, values)
                     offsets, values = None, every
                 if values.numel():
-                    writes.append(_Write(kernels, target, offsets, values))
+                    writes.append(_Write(patch.meta.name, kernels, target, offsets, values))
             staged[patch.meta.name] = digest, count
         self._writes, self._staged = writes, staged
         found = dict[str, Coverage]()
@@ -152,7 +174,7 @@ class Patcher:
         self._writes.clear()
 
     def commit(self) -> None:
-        """Write what was staged, and read a part of the tensors back: all of them in `READ_BACK_VERSIONS` turns.
+        """Write what was staged, and read back what was written; nothing is written where `stage` found damage.
 
         Raises:
             NotConnectedError: nothing is staged.
@@ -160,30 +182,39 @@ class Patcher:
         """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
-        writes, staged, large, devices = self._writes, self._staged, 0, set[torch.device]()
+        writes, staged, damage = self._writes, self._staged, self._damage
         self._writes, self._staged = [], None
+        if damage is not None:
+            self.forget()
+            raise damage
+        large, devices = 0, set[torch.device]()
         for write in writes:
             large += write.values.numel() if write.offsets is not None and write.kernels.on_host else 0
             devices.add(write.target.device)
         threads = min(_THREADS, torch.get_num_threads()) if large > _MOST else 1
-        pool, parts = ThreadPoolExecutor(threads, thread_name_prefix="torchrl-ext-commit"), list[Future[None]]()
+        pool, parts = (
+            ThreadPoolExecutor(threads, thread_name_prefix="torchrl-ext-commit"),
+            list[tuple[str, Future[Tensor]]](),
+        )
+        landed = list[tuple[str, Tensor]]()
         with pool:
-            for kernels, target, offsets, values in writes:  # no two of them meet
-                if offsets is None:
-                    target.copy_(values, non_blocking=True)
-                elif threads > 1 and kernels.on_host and values.numel() >= _LEAST:
+            for write in writes:  # no two of them meet
+                name, kernels, target, offsets, values = write
+                if threads > 1 and offsets is not None and kernels.on_host and values.numel() >= _LEAST:
                     for at, its in zip(offsets.split(_MOST), values.split(_MOST), strict=True):
-                        parts.append(pool.submit(kernels.scatter, target, at, its))
+                        parts.append((name, pool.submit(kernels.scatter, target, at, its)))
                 else:
-                    kernels.scatter(target, offsets, values)
-            for part in parts:
-                part.result()
+                    landed.append((name, write.put()))
+            landed += [(name, part.result()) for name, part in parts]
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self._held.update(staged)
-        self.read_back(self._turns[self._turn])
-        self._turn = (self._turn + 1) % READ_BACK_VERSIONS
+        for device in devices:
+            names, flags = zip(*(row for row in landed if row[1].device == device), strict=True)
+            fits = torch.stack(flags).tolist()
+            if not all(fits):
+                raise _damaged(names[fits.index(False)], "the bits that were written, found others")
 
     def read_back(self, names: Iterable[str]) -> None:
         """Take digests of these tensors from the live bytes, and compare them with what they should be.
@@ -195,12 +226,8 @@ class Patcher:
             expected = self._held.pop(name, None)
             found = self._coverage(name)
             if expected is not None and found != expected:
-                raise IntegrityError(
-                    f"tensor {name!r} of the engine is not what was written into it",
-                    expected=f"digest {expected[0].hex()}, found {found[0].hex()}",
-                    state="the engine holds a damaged update and stays paused",
-                    hint="send the weights again: the next version comes whole",
-                )
+                self._held[name] = expected
+                raise _damaged(name, f"digest {expected[0].hex()}, found {found[0].hex()}")
 
     def _coverage(self, name: str) -> Coverage:
         """Return what this rank holds of a tensor: as it was found or written last, else from the bytes."""
@@ -211,6 +238,15 @@ class Patcher:
                 digest, count = digest.plus(kernels.words(piece)), count + piece.destination.numel()
             self._held[name] = (digest, count)
         return self._held[name]
+
+
+def _damaged(name: str, expected: str) -> IntegrityError:
+    return IntegrityError(
+        f"tensor {name!r} of the engine is not what was written into it",
+        expected=expected,
+        state="the engine holds a damaged update and stays paused",
+        hint="send the weights again: the next version comes whole",
+    )
 
 
 def as_bits(tensor: Tensor) -> Tensor:

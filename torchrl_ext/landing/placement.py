@@ -8,6 +8,7 @@ this rank, tensor parallelism included, without code for any architecture.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torchrl_ext.kernels.base import Piece
 from torchrl_ext.types import ParamMeta, dtype_name
 
 __all__ = ["Landing", "Placement", "record"]
+
+log = logging.getLogger(__name__)
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -38,8 +41,8 @@ class Landing:
         strides: of the block in the parameter's storage.
         source_offset: of the block's first element in the checkpoint tensor, which is contiguous.
         source_strides: of the block in the checkpoint tensor.
-        exact: the source is a view of the checkpoint tensor; else something was computed on the way (a sum, a
-            stacking), and the source fields say nothing.
+        exact: the source is a view of the checkpoint tensor that has no element twice; else something was computed on
+            the way (a sum, a stacking, an expansion), and the source fields say nothing.
     """
 
     param: str
@@ -199,6 +202,9 @@ class _Observer(TorchDispatchMode):
                     expected=f"{list(target.shape)}, {dtype_name(target.dtype)}",
                     state="nothing was changed",
                 )
+            if exact and not _each_once(source):
+                log.info("elements of %s land in several places of %s: its changes cannot land one by one", name, param)
+                exact = False
             self.landings[name].append(
                 Landing(
                     param=param,
@@ -221,6 +227,16 @@ class _Observer(TorchDispatchMode):
 
 
 _WRITES = {torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_}
+
+
+def _each_once(view: Tensor) -> bool:
+    """Return whether a view has each element once: an expanded one has a stride of 0, and windows overlap."""
+    reach = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)) if view.numel() else ():
+        if size > 1 and stride < reach:
+            return False
+        reach += (size - 1) * stride
+    return True
 
 
 def _key(tensor: Tensor) -> int:

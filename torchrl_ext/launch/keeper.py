@@ -16,12 +16,14 @@ from torchrl_ext.launch.launchers import EngineLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
 from torchrl_ext.registry import launchers
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.waiting import pauses
 
 __all__ = ["Keeper", "Kept"]
 
 log = logging.getLogger("torchrl_ext")
 
 _STOP_S = 60.0  # by then a restart that is given up has ended its processes
+_ALIVE_S = 1.0
 
 
 @dataclass(eq=False)
@@ -41,6 +43,7 @@ class Kept:
     restarts: int = 0
     failures: int = field(default=0, repr=False)
     untold: bool = field(default=False, repr=False)
+    looking: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def url(self) -> str:
@@ -51,16 +54,17 @@ class Kept:
 class Keeper:
     """Starts engines, checks their health, and starts again those that are lost; a context manager.
 
-    An engine that was started again has the weights of its checkpoint: it needs an update before it is used.
+    An engine that was started again has the weights of its checkpoint: it needs an update before it is used. Each is
+    looked at by a thread of its own, so that one that takes long to start keeps no other one waiting.
 
     Args:
         plans: what to start; encoders first.
         launcher: how.
-        first_wait_s: seconds before the first look.
+        first_wait_s: seconds before the first look. A process that ended is noticed within a second or so.
         interval_s: seconds between looks; 0 for no looks but those of `recover`.
         timeout_s: deadline of one health call, in seconds.
         patience: health calls that may fail in a row, where the process runs. A process that ended is not waited for.
-        on_lost: called with an engine that is about to be started again, from the thread that looks.
+        on_lost: called with an engine that is about to be started again, from the thread that looks at it.
         on_restarted: called with it once it is healthy; where that raises, again with the next look.
 
     Raises:
@@ -81,7 +85,7 @@ class Keeper:
     ) -> None:
         self._launcher, self._timeout_s, self._patience = launcher, timeout_s, patience
         self._on_lost, self._on_restarted = on_lost, on_restarted
-        self._over, self._looking = threading.Event(), threading.Lock()
+        self._over = threading.Event()
         self.engines: tuple[Kept, ...] = ()
         try:
             encoders = [plan for plan in plans if plan.worker_type == "encoder"]
@@ -90,9 +94,9 @@ class Keeper:
         except BaseException:
             self.stop()
             raise
-        if interval_s > 0:
-            arguments = (first_wait_s, interval_s)
-            threading.Thread(target=self._run, args=arguments, name="keeper", daemon=True).start()
+        for kept in self.engines if interval_s > 0 else ():
+            arguments = (kept, first_wait_s, interval_s)
+            threading.Thread(target=self._watch, args=arguments, name=f"keeper {kept.plan.name}", daemon=True).start()
 
     def recover(self) -> tuple[Kept, ...]:
         """Check every engine now, start again those that have ended or do not answer, and return what was started.
@@ -100,22 +104,24 @@ class Keeper:
         They are started at the same time. One that cannot be started is tried again with the next look, whatever the
         reason was.
         """
-        with self._looking, ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="keeper") as pool:
-            if self._over.is_set():
-                return ()
+        with ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="keeper") as pool:
             restarted = list(pool.map(self._look, self.engines))
             return tuple(kept for kept, again in zip(self.engines, restarted, strict=True) if again)
 
     def stop(self) -> None:
         """Give up restarts that are under way, end every engine and wait for them. May be called twice."""
         self._over.set()
-        nobody_looks = self._looking.acquire(timeout=_STOP_S)
-        try:
-            with ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="stop") as pool:
-                list(pool.map(lambda kept: kept.engine.stop(), self.engines))
-        finally:
-            if nobody_looks:
-                self._looking.release()
+
+        def end(kept: Kept) -> None:
+            nobody_looks = kept.looking.acquire(timeout=_STOP_S)
+            try:
+                kept.engine.stop()
+            finally:
+                if nobody_looks:
+                    kept.looking.release()
+
+        with ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="stop") as pool:
+            list(pool.map(end, self.engines))
 
     def __enter__(self) -> Keeper:
         return self
@@ -146,17 +152,23 @@ class Keeper:
         finally:
             self.engines += tuple(start.result() for start in starts if start.exception() is None)
 
-    def _run(self, first_wait_s: float, interval_s: float) -> None:
+    def _watch(self, kept: Kept, first_wait_s: float, interval_s: float) -> None:
+        """Look at an engine until all is over: in intervals, and at once where its process has ended."""
         wait_s = first_wait_s
-        while not self._over.wait(wait_s):
-            try:
-                self.recover()
-            except Exception:
-                log.exception("the engines could not be looked at; the next look is in %g s", interval_s)
+        while not self._over.is_set():
+            ran = _runs(kept)  # one that could not be started waits for the next look
+            for _ in pauses(wait_s, self._over, shortest_s=_ALIVE_S, longest_s=_ALIVE_S):
+                if ran and not _runs(kept):
+                    break
+            self._look(kept)
             wait_s = interval_s
 
     def _look(self, kept: Kept) -> bool:
         """Start an engine again if it is lost, and return whether that was done."""
+        with kept.looking:
+            return not self._over.is_set() and self._again(kept)
+
+    def _again(self, kept: Kept) -> bool:
         before = kept.restarts
         try:
             if not self._well(kept):
@@ -195,3 +207,9 @@ class Keeper:
         log.warning("%s is up again after %.1f s", kept.plan.name, time.monotonic() - began)
         if self._over.is_set():
             kept.engine.stop()
+
+
+def _runs(kept: Kept) -> bool:
+    with suppress(Exception):  # the next look logs it
+        return kept.engine.alive()
+    return False

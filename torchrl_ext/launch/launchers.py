@@ -114,6 +114,13 @@ class LocalLauncher(EngineLauncher):
                 expected=f"some of {', '.join(known)}",
             )
         if others:
+            if not make.spec.negates and (false := [name for name, value in others.items() if value is False]):
+                raise ConfigError(
+                    f"{plan.name}: an engine of kind {plan.kind!r} has no argument that makes {', '.join(false)} false",
+                    expected="true, or another value",
+                    state="it was not started",
+                    hint="leave it out: the engine's own default counts then",
+                )
             settings["extra_args"] = (*settings.get("extra_args", ()), *_arguments(others))
         if "tensor_parallel_size" in known:
             settings.setdefault("tensor_parallel_size", len(plan.gpus))
@@ -158,16 +165,16 @@ def _pinned(plan: EnginePlan, devices: Sequence[str]) -> dict[str, str]:
 
 
 def _arguments(settings: dict[str, Any]) -> list[str]:
-    """Return command-line arguments: ``{"swap_space": 4, "x": True}`` -> ``["--swap-space", "4", "--x"]``."""
+    """Return arguments: ``{"swap_space": 4, "x": True, "y": False}`` -> ``["--swap-space", "4", "--x", "--no-y"]``."""
     found: list[str] = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            found.append(flag)
+        if isinstance(value, bool):
+            found.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, dict):
             found += [flag, json.dumps(value)]
         elif isinstance(value, (list, tuple)):
             found += [flag, *map(str, value)]
-        elif value is not None and value is not False:
+        elif value is not None:
             found += [flag, str(value)]
     return found

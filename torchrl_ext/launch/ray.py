@@ -34,10 +34,11 @@ class RayLauncher(EngineLauncher):
             returns them; None asks for the plan's number of GPUs where the cluster has any.
         start_timeout_s: deadline of a start, in seconds; waiting for a node with room included. None takes
             ``SKYRL_RAY_PG_TIMEOUT_IN_S`` of the environment, or 600.
-        api_key: the key that engines ask for; None makes one. Engines of kind vllm and sglang listen on the node's
-            address, which others reach too: clients need it (`OwnedEngines` hands it on). SGLang's guards all routes;
-            vLLM's guards requests and routes of ours, and leaves its own ``/pause``, ``/update_weights`` and
-            ``/collective_rpc`` to whoever reaches the node, so that the network has to keep strangers out.
+        api_key: the key that engines ask for; None makes one. Clients need it (`OwnedEngines` hands it on).
+        expose: let engines of kind vllm and sglang listen on their node's address, which other nodes, and strangers,
+            reach; else on 127.0.0.1, and a plan that Ray places on another node than this process's is refused.
+            SGLang's key guards all routes; vLLM's guards requests and routes of ours, and leaves its own ``/pause``,
+            ``/update_weights`` and ``/collective_rpc`` open, so that the network has to keep strangers out.
         settings: of `LocalLauncher` on the node.
 
     Raises:
@@ -50,10 +51,11 @@ class RayLauncher(EngineLauncher):
         remote: Mapping[str, Any] | Callable[[EnginePlan], Mapping[str, Any]] | None = None,
         start_timeout_s: float | None = None,
         api_key: str | None = None,
+        expose: bool = False,
         **settings: Any,
     ) -> None:
         self._ray, self.api_key = _ray(), api_key or secrets.token_urlsafe(32)
-        self._remote, self._settings = remote, settings
+        self._remote, self._settings, self._expose = remote, settings, expose
         patience = number_from("SKYRL_RAY_PG_TIMEOUT_IN_S", 600) if start_timeout_s is None else start_timeout_s
         self._timeout_s = float(patience)
         self._first: dict[str, _Engine] = {}
@@ -68,7 +70,8 @@ class RayLauncher(EngineLauncher):
         if before is not None:  # others know it by that address
             settings["port"] = urlsplit(before.url).port
             wanted = {**wanted, **self._on_node(before)}
-        actor = self._ray.remote(_Node).options(**{"num_cpus": 1, **wanted}).remote(settings)
+        home = None if self._expose else self._ray.util.get_node_ip_address()
+        actor = self._ray.remote(_Node).options(**{"num_cpus": 1, **wanted}).remote(settings, home)
         engine = _Engine(self._ray, actor, plan.name)
         try:
             engine.url, engine.node = engine.ask(
@@ -84,7 +87,7 @@ class RayLauncher(EngineLauncher):
         except BaseException:
             engine.kill()  # an actor that has no node, or still launches, would not answer a request to stop
             raise
-        if plan.kind == "vllm":
+        if plan.kind == "vllm" and self._expose:
             log.warning(
                 "%s listens at %s: vLLM's key guards requests and our routes, and not its own /pause, /update_weights "
                 "and /collective_rpc; keep strangers out of that network",
@@ -111,18 +114,32 @@ class RayLauncher(EngineLauncher):
 
 
 class _Node:
-    """The actor that starts an engine on its node. The engine's guard ends it when the actor's process dies."""
+    """The actor that starts an engine on its node. The engine's guard ends it when the actor's process dies.
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings = settings
+    Args:
+        settings: of `LocalLauncher`.
+        home: the address of the job's node, where alone an engine on 127.0.0.1 is reached; None lets it listen on the
+            address of its own node.
+    """
+
+    def __init__(self, settings: dict[str, Any], home: str | None) -> None:
+        self._settings, self._home = settings, home
         self._engine: RunningEngine | None = None
 
     def launch(self, plan: EnginePlan, encoders: tuple[str, ...]) -> tuple[str, tuple[str, str]]:
         """Start the engine, and return its address, and the id and the address of the node."""
         ray, settings = _ray(), dict(self._settings)
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        if "host" in launchers.load(plan.kind).settings():
-            settings.setdefault("host", address)
+        if "host" in launchers.load(plan.kind).settings() and "host" not in settings:
+            if self._home is None:
+                settings["host"] = address
+            elif self._home != address:
+                raise ConfigError(
+                    f"{plan.name} would listen on 127.0.0.1 of node {address}, and the job runs on node {self._home}",
+                    expected="engines on the job's node, or expose=True",
+                    state="it was not started",
+                    hint="RayLauncher(expose=True) opens its routes to whoever reaches the node: keep strangers out",
+                )
         # device numbers of the job mean nothing on a node; the engine gets those of Ray, whatever variables Ray has set
         plan = replace(plan, gpus=tuple(range(len(plan.gpus))))
         settings.setdefault("devices", tuple(map(str, context.get_accelerator_ids().get("GPU", ()))))

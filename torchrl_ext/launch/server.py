@@ -108,12 +108,14 @@ class EngineSpec(ServerSpec):
 
     Attributes:
         key_variable: environment variable with the key that it asks for; None where the key is an argument.
+        negates: whether ``--no-x`` makes its setting ``x`` false.
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
     """
 
     key_variable: ClassVar[str | None] = None
+    negates: ClassVar[bool] = False
 
     model_dir: str | Path = field(kw_only=False)
     dtype: str = "auto"

@@ -1,6 +1,6 @@
 """Messages from a trainer's control layer to the workers of an engine: one frozen class per step.
 
-A message is one JSON object: ``{"format": 2, "release": "0.1.0", "kind": "prefetch", "version": 7}``. The format counts
+A message is one JSON object: ``{"format": 3, "release": "0.1.0", "kind": "prefetch", "version": 7}``. The format counts
 the changes of this protocol, and the release is the one of the sender, for error messages; the other fields are those
 of the message. An engine's client (`torchrl_ext.rpc`) and plugin choose the route that brings it. Workers handle it in
 `torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, where weights land in this process, in
@@ -21,20 +21,24 @@ from torchrl_ext.messages.routes import (
     BACKEND,
     CHANNEL,
     OPEN_UPDATE,
+    REPLACED,
     TAKE_OVER,
     answers_in,
     bears_key,
     merged,
     refusal,
+    replaced_by,
 )
 from torchrl_ext.messages.steps import (
     CheckAdapter,
     CheckLoaded,
+    Connected,
     Finish,
     Flush,
     Inspect,
     Join,
     Keep,
+    Land,
     Leave,
     ListAdapters,
     Load,
@@ -51,11 +55,13 @@ from torchrl_ext.messages.steps import (
     UnloadAdapter,
     Verify,
     loading,
+    stamped,
 )
 
 __all__ = [
-    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "TAKE_OVER", "CheckAdapter",
-    "CheckLoaded", "Finish", "Flush", "Inspect", "Join", "Keep", "Leave", "ListAdapters", "Load", "Message", "Poll",
-    "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start", "State", "UnloadAdapter",
-    "Verify", "answers_in", "bears_key", "loading", "merged", "read", "refusal",
+    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "REPLACED", "TAKE_OVER", "CheckAdapter",
+    "CheckLoaded", "Connected", "Finish", "Flush", "Inspect", "Join", "Keep", "Land", "Leave", "ListAdapters", "Load",
+    "Message", "Poll", "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start",
+    "State", "UnloadAdapter", "Verify", "answers_in", "bears_key", "loading", "merged", "read", "refusal",
+    "replaced_by", "stamped",
 ]  # fmt: skip

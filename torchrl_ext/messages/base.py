@@ -7,13 +7,16 @@ from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Self, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import Info, ParamMeta, Part
 
-FORMAT = 2
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FORMAT = 3
 """The number of this protocol; `docs/formats.md` says what changed with each."""
 
 _UNNUMBERED = "without a number, as earlier releases of torchrl_ext and programs of others send them,"

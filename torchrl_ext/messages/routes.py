@@ -27,10 +27,20 @@ ANSWERS = "torchrl_ext answers: "
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """What an engine's refusal to join says when ``/finish_weight_update`` has to end an abandoned update first."""
 
+REPLACED = "torchrl_ext: this sender has to join again"
+"""What a worker's refusal begins with where it has joined another sender since, or none."""
+
 ADAPTERS_ROUTE = "/torchrl_ext/adapters"
 """The route on which our plugin in vLLM lists LoRA adapters (GET), and takes the messages about them (POST)."""
 
-_IF_ANY, _IF_ALL = ("working", "needed", "empty"), ("flushed", "restored")
+
+_IF_ANY, _IF_ALL = ("working", "needed", "empty"), ("flushed", "restored", "whole")
+
+
+def replaced_by(words: str) -> str:
+    """Return, from a worker's refusal, who has joined in a sender's place; "" where it refused for another reason."""
+    _, _, rest = words.partition(f"{REPLACED}: ")
+    return rest.partition(". Expected:")[0]
 
 
 def merged(answers: Sequence[Info]) -> Info:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from torchrl_ext.messages.base import (
@@ -28,6 +28,23 @@ from torchrl_ext.types import Info
 
 
 @dataclass(frozen=True, kw_only=True)
+class Connected:
+    """The part of a message that names the connection of the sender that speaks.
+
+    Attributes:
+        connection: the id that its `Join` brought; empty for a caller that joined nothing.
+    """
+
+    connection: Text = ""
+
+
+def stamped(message: Message, connection: str) -> Message:
+    """Return the message with the id of a sender's connection, where it is to bear one and has none."""
+    bears = isinstance(message, Connected) and not message.connection
+    return replace(message, **{"connection": connection}) if bears else message
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspect(Message):
     """A question about an engine's surroundings (`torchrl_ext.sync.inspection`); no part of any update.
 
@@ -46,10 +63,13 @@ class Inspect(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Join(Message):
+class Join(Connected, Message):
     """Tells workers to check the parameters, then to join a trainer's transport; `Poll` says when that is over.
 
+    From then on workers refuse every step of an update that bears another `Connected.connection`.
+
     Attributes:
+        sender: names the trainer's process, for the sender that this one replaces.
         transport: the registered name.
         params: every parameter of the update, in order.
         rank_offset: the rank of the engine's first worker, where the trainer is 0.
@@ -60,6 +80,7 @@ class Join(Message):
     """
 
     kind: ClassVar[str] = "join"
+    sender: Text = ""
     transport: Text
     params: Params
     rank_offset: Count = 1
@@ -94,7 +115,7 @@ class Join(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearse(Message):
+class Rehearse(Connected, Message):
     """Tells workers to show that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
 
     Attributes:
@@ -110,7 +131,7 @@ class Rehearse(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefetch(Message):
+class Prefetch(Connected, Message):
     """Tells workers to stage a version while the engine serves; `Poll` says when that is over.
 
     Attributes:
@@ -134,6 +155,22 @@ class Prefetch(Message):
             raise refused("a 'prefetch' message", "files", self.files, "names of files, at least one, or null")
         if self.part is not None:
             raise refused("a 'prefetch' message", "files", self.files, "null beside a part: each says what comes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Land(Message):
+    """Says, inside an SGLang server, what its workers need to know of a call that has them land a version directory.
+
+    Attributes:
+        files: the names of files that the call has; None for all of the version.
+        paused: whether the server is paused.
+        label: what the weights in service are called.
+    """
+
+    kind: ClassVar[str] = "land"
+    files: ListOrNone = None
+    paused: Flag = False
+    label: TextOrNone = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +203,7 @@ class Pull(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Poll(Message):
+class Poll(Connected, Message):
     """Asks whether what `Join` or `Prefetch` began is over; ``working: true`` while a worker works.
 
     Attributes:
@@ -178,7 +215,7 @@ class Poll(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start(Message):
+class Start(Connected, Message):
     """Tells workers that the engine is paused, and to make ready to load.
 
     Attributes:
@@ -190,7 +227,7 @@ class Start(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load(Message):
+class Load(Connected, Message):
     """Tells workers to receive one handoff.
 
     Attributes:
@@ -212,7 +249,7 @@ class Load(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(Message):
+class Verify(Connected, Message):
     """Tells workers that every handoff came, to end the load, and to compare the model with digests by name."""
 
     kind: ClassVar[str] = "verify"
@@ -231,14 +268,14 @@ def loading(info: Mapping[str, Any]) -> Load | Verify:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seal(Message):
+class Seal(Connected, Message):
     """Tells workers that every handoff came, and to end the load, so that `Finish` has nothing left that could fail."""
 
     kind: ClassVar[str] = "seal"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finish(Message):
+class Finish(Connected, Message):
     """Tells workers that the loaded version is now the one in service; a load that was not sealed is ended first."""
 
     kind: ClassVar[str] = "finish"
@@ -259,10 +296,12 @@ class Reset(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class State(Message):
-    """Asks how the engine is; the answer has ``empty: true`` where the weights were given up, and no update came since.
+class State(Connected, Message):
+    """Asks how the engine is; refused where it bears a connection that another one has replaced.
 
-    What else an engine's plugin knows of its pause and its sleep comes with it.
+    The answer has ``empty: true`` where the weights were given up, and no update came since; ``whole: false`` where a
+    part of an update landed and the rest did not, with the ``landing`` version. What else an engine's plugin knows of
+    its pause and its sleep comes with it.
     """
 
     kind: ClassVar[str] = "state"
@@ -283,7 +322,7 @@ class Keep(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leave(Message):
+class Leave(Connected, Message):
     """Tells workers to leave the transport."""
 
     kind: ClassVar[str] = "leave"

@@ -74,6 +74,9 @@ class WeightUpdateConfig:
         choices=("nccl", "disk", "sharded"),
     )
     update_weight_encoding: str = _option("auto", "encoding of deltas, one of DeltaTransport.encodings()")
+    update_weight_link_bytes_s: float | None = _option(
+        None, "bytes a second to the engines, by which encoding auto chooses; torchrl-ext plan says it", type=float
+    )
     update_weight_delta_encoding: str | None = _option(None, "slime's later name of update_weight_encoding")
     update_weight_delta_checksum: str = _option(
         CHECKSUMS[0], "checksum of tensors in the files of encodings xor and overwrite", choices=CHECKSUMS
@@ -272,6 +275,8 @@ class WeightUpdateConfig:
             route = files if disk else {"carrier": "collective"}
             copies = {"local_dir": self.update_weight_local_checkpoint_dir}
             settings = {"encoding": self.update_weight_encoding, **route, **copies}
+            if self.update_weight_encoding == "auto" and self.update_weight_link_bytes_s is not None:
+                settings["settings"] = {"link_bytes_s": self.update_weight_link_bytes_s}
             if self.update_weight_delta_checksum != CHECKSUMS[0]:
                 settings["checksum"] = self.update_weight_delta_checksum
             return TransportConfig(name="delta", settings=settings)

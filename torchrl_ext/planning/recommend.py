@@ -126,7 +126,10 @@ class Recommendation:
             return {"root": self.facts.shared_path}
         if self.chosen.transport != "delta":
             return {}
-        where = {"root": self.facts.shared_path} if self.chosen.carrier == "disk" else {"carrier": "collective"}
+        disk = self.chosen.carrier == "disk"
+        where: dict[str, Any] = {"root": self.facts.shared_path} if disk else {"carrier": "collective"}
+        if (link_bytes_s := _link_bytes_s(self.chosen)) is not None:
+            where["settings"] = {"link_bytes_s": link_bytes_s}
         return {**where, "encoding": self.chosen.encoding}
 
     def to_json(self) -> dict[str, Any]:
@@ -236,9 +239,19 @@ def _options(facts: Facts, chosen: Route) -> dict[str, Any]:
         options["update_weight_disk_dir"] = facts.shared_path
     if chosen.encoding is not None:
         options["update_weight_encoding"] = chosen.encoding
+    if (link_bytes_s := _link_bytes_s(chosen)) is not None:
+        options["update_weight_link_bytes_s"] = link_bytes_s
     if facts.colocated:
         options["colocate"] = True
     return options
+
+
+def _link_bytes_s(route: Route) -> float | None:
+    """Return the speed at which a delta travels, publishing included, by which ``auto`` chooses; None without it."""
+    if route.encoding != "auto":
+        return None
+    seconds = sum(span.seconds for span in route.spans if span.name in ("publish", "cross", "fetch", "send"))
+    return float(max(1, round(route.bytes / seconds)))
 
 
 def _why_not(route: Route, chosen: Route) -> str:

@@ -125,6 +125,10 @@ class PluginLoader(EngineLoader):
 
     # what can land, and where
 
+    @property
+    def idle(self) -> bool:
+        return not self._loading
+
     def check(self, params: Iterable[ParamMeta]) -> None:
         """Refuse what cannot land, by running the model's loader over tensors without data; live ones are not touched.
 

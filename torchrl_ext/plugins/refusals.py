@@ -9,7 +9,7 @@ import torch
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_name
 
-__all__ = ["UNCHANGED", "absent", "incomplete", "misshapen", "rebalanced", "rounded", "together", "unknown"]
+__all__ = ["UNCHANGED", "absent", "guest", "incomplete", "misshapen", "rebalanced", "rounded", "together", "unknown"]
 
 UNCHANGED = "nothing was changed; the engine serves what it served"
 _EVERY = "every parameter of the checkpoint that the engine was started with"
@@ -78,6 +78,17 @@ def rounded(meta: ParamMeta, own: torch.dtype) -> ManifestError:
         expected=f"{dtype_name(own)}, in which the engine computes",
         state=UNCHANGED,
         hint=f"give WeightSender dtype=torch.{dtype_name(own)}, or the engine another --dtype",
+    )
+
+
+def guest() -> ConfigError:
+    """Return the refusal of an engine that maps weights which another process owns (vLLM's ``vllm preload``)."""
+    return ConfigError(
+        "this engine maps weights that a daemon owns (--load-format ipc_cache): an update would change them for every "
+        "engine that maps them",
+        expected="an engine with weights of its own",
+        state=UNCHANGED,
+        hint="start it with another --load-format",
     )
 
 

@@ -14,13 +14,13 @@ from torchrl_ext.weights.digests import PositionDigest
 
 __all__ = ["agree", "combine"]
 
-_WORDS_BYTES = 4096  # most bytes of one worker's message that the others get
+_WORDS_BYTES = 1 << 20  # most bytes of one worker's message that the others get
 _SIGN = 1 << 63
 _UNKNOWN = (0, 0, -1, 0)
 
 
 def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
-    """Return the messages of all workers, in order of rank; at most 4096 bytes of each.
+    """Return the messages of all workers, in order of rank; at most 1 MiB of each.
 
     Every worker has to call it, at the same point of its work.
 
@@ -28,12 +28,13 @@ def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
         words: this worker's message.
         groups: those that the worker is in, the innermost first: ranks are laid out so that its own varies fastest.
     """
-    row, spoken = torch.zeros(1, _WORDS_BYTES, dtype=torch.uint8), words.encode()[:_WORDS_BYTES]
-    if spoken:
-        row[0, : len(spoken)] = torch.frombuffer(bytearray(spoken), dtype=torch.uint8)
-    for group in groups:
-        row = torch.cat(_gather(row, group))
-    return [bytes(told.tolist()).rstrip(b"\0").decode("utf-8", "replace") for told in row]
+    spoken = words.encode("utf-8", "replace")[:_WORDS_BYTES]
+    lengths = [int(length) for length in _gather_all(torch.tensor([[len(spoken)]]), groups)]
+    row = torch.tensor([list(spoken.ljust(max(lengths), b"\0"))], dtype=torch.uint8)
+    rows = _gather_all(row, groups) if any(lengths) else row.expand(len(lengths), 0)
+    return [
+        bytes(told[:length].tolist()).decode("utf-8", "replace") for told, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def combine(
@@ -64,6 +65,12 @@ def combine(
             words = (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in shares)
             found[meta.name] = sum(words, PositionDigest())
     return found
+
+
+def _gather_all(row: torch.Tensor, groups: Iterable[distributed.ProcessGroup]) -> torch.Tensor:
+    for group in groups:
+        row = torch.cat(_gather(row, group))
+    return row
 
 
 def _gather(row: torch.Tensor, group: distributed.ProcessGroup) -> list[torch.Tensor]:

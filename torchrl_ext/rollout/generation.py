@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "UNKNOWN_VERSION",
@@ -112,7 +111,7 @@ def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...
     """
     if not len(prompt):
         raise ConfigError(f"prompt {index} has no token", expected="at least one token id per prompt")
-    return tuple(int(token) for token in prompt)
+    return tuple(map(int, prompt.tolist() if isinstance(prompt, Tensor) else prompt))
 
 
 def version_number(label: str) -> int:

@@ -6,6 +6,7 @@ The rules are the same for every client, whether it asks several engines itself 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,6 +22,9 @@ from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
 
 __all__ = ["Asked", "Requests", "Target", "targets"]
 
+log = logging.getLogger("torchrl_ext")
+
+_SILENCE_S = 60.0  # a request that is sent again and again is heard of this often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _PASSING = (429, 500, 502, 503, 504)  # too many requests, or something is broken; 501 and 505 are final (RFC 9110)
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # by which vLLM's router knows a session, and SGLang's
@@ -74,11 +78,12 @@ class Asked:
 class Requests:
     """Gives each request to the target with the fewest in work; belongs to the event loop that first asks.
 
-    If a target cannot be reached, or says that it is broken or busy (HTTP 500, 502 to 504, 429), the request goes to
-    another target, from the start, and the failed one is left alone for a while. Once all targets have failed, the
-    request fails; or, with ``persistent``, it is asked again until its deadline: an answer that was lost can be sampled
-    anew, and a router may have found another engine by then. Any other refusal is raised at once. A request that an
-    engine aborts (an update that pauses with mode ``abort``) goes on with the tokens that it has, on any target.
+    If a target cannot be reached, or says that it is broken or busy (HTTP 500, 502 to 504, 429), the request goes
+    to another target, from the start, and the failed one is left alone for a while. Once all targets have failed,
+    the request fails; or, with ``persistent``, it is asked again until its deadline, with a warning in the log each
+    minute: an answer that was lost can be sampled anew, and a router may have found another engine by then. Any
+    other refusal is raised at once. A request that an engine aborts (an update that pauses with mode ``abort``)
+    goes on with the tokens that it has, on any target.
 
     Args:
         targets: at least one.
@@ -101,7 +106,7 @@ class Requests:
         self._retire_s, self._persistent = retire_s, persistent
         self._in_work = dict.fromkeys(self._targets, 0)
         self._retired_until = dict.fromkeys(self._targets, 0.0)
-        self._freed = asyncio.Condition()
+        self._freed, self._warned = asyncio.Condition(), float("-inf")
         connections = number_from("SKYRL_HTTP_CONNECTION_LIMIT", 0)
         self.session = AsyncSession(api_key=api_key, connection_limit=connections)
 
@@ -242,6 +247,9 @@ class Requests:
                 why = self._joined(failed)
                 if not self._persistent:
                     raise why
+                if time.monotonic() - self._warned >= _SILENCE_S:
+                    self._warned = time.monotonic()
+                    log.warning("requests get no answer, and are sent again until their deadline: %s", why)
                 await pauses.wait(why)
                 failed.clear()
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineUnreachableError
 from torchrl_ext.launch.keeper import Keeper, Kept
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher
 from torchrl_ext.launch.topology import ModelPlan, Topology
@@ -182,30 +183,35 @@ class OwnedEngines(Serving):
         self._keeper.stop()
 
     def _routed(self, model: ModelPlan, settings: dict[str, Any]) -> Routing:
-        infos = [
+        planned = [
             EngineInfo(
                 url=kept.url,
                 kind=kept.plan.kind,
                 worker_type=kept.plan.worker_type,
                 num_gpus=len(kept.plan.gpus),
                 model=kept.plan.model_path,
-                bootstrap_port=(  # where decode engines reach it; only a prefill engine has one, and tells it
-                    discover(kept.url, api_key=settings["api_key"])[0].bootstrap_port
-                    if kept.plan.worker_type == "prefill"
-                    else None
-                ),
             )
             for kept in self._keeper.engines
             if kept.plan.model == model.name
         ]
-        follows = model.update_weights and bool(infos)
+        follows = model.update_weights and bool(planned)
+        # a transport is chosen by what an engine can follow; a router has to know where prefill engines are met
+        asked = [info.url for info in planned if follows or info.worker_type == "prefill"]
+        told = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
+        infos = [replace(told.get(info.url, info), kind=info.kind, worker_type=info.worker_type) for info in planned]
         return Routing(infos, name=model.name, update_weights=follows, **settings)
 
     def _everywhere(self, call: Callable[[Fleet], object]) -> None:
-        """Call ``call`` with the engines of each model, whether the model follows the trainer or not."""
+        """Call ``call`` with the engines of each model that answer, whether the model follows the trainer or not."""
         for model in self._models.values():
             if model.engines:
-                call(connect(*(info.url for info in model.engines), api_key=model.api_key))
+                urls = [info.url for info in model.engines]
+                try:
+                    fleet = connect(*urls, api_key=model.api_key, missing="lose")
+                except (EngineUnreachableError, DeadlineError) as error:
+                    log.warning("model %s has no engine that answers: %s", model.name, error)
+                else:
+                    call(fleet)
 
     def _lost(self, kept: Kept) -> None:
         model = self._models.get(kept.plan.model)

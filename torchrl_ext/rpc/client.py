@@ -61,6 +61,16 @@ class EngineClient(ABC):
         """Return the engines that this client drives: itself, or the members of a fleet that take part now."""
         return (self,)
 
+    def replaced(self, connection: str) -> str:
+        """Return why the sender that joined as ``connection`` has to join again; "" while its steps are taken.
+
+        Args:
+            connection: of the info that `connect` took.
+
+        An engine that does not answer is left to the next step, which says so.
+        """
+        return ""
+
     @property
     def verifies(self) -> bool:
         """Whether the engine that is connected can compare what it holds with the trainer's digests."""
@@ -81,7 +91,8 @@ class EngineClient(ABC):
         """Make every worker join the transport of ``info``, and return when they have.
 
         Args:
-            info: from `Transport.open`; the client adds ``rank_offset`` (1 for a single engine).
+            info: from `Transport.open`; the client adds ``rank_offset`` (1 for a single engine). ``connection`` names
+                the sender's connection, and ``sender`` its process: from now on workers refuse the steps of others.
             on_failure: called as soon as one engine fails, to release others that wait for it.
         """
 

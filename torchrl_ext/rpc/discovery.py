@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
-from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    WeightSyncError,
+)
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.engines.base import HTTPEngine
 from torchrl_ext.rpc.fleet import Fleet
@@ -42,22 +49,51 @@ def discover(
         EngineUnreachableError: nobody listens at an address.
         EngineRefusedError: what listens there describes no engine; the message has the answers of both routes.
         DeadlineError: no answer in time.
+        EngineError: several addresses fail, for different reasons. The message of any error has every address that
+            fails.
     """
+    answers = _answers(addresses, timeout_s, api_key)
+    _raise(answers)
+    return [answer for answer in answers.values() if isinstance(answer, EngineInfo)]
+
+
+def _answers(
+    addresses: Sequence[str], timeout_s: float, api_key: str | tuple[str, ...] | None
+) -> dict[str, EngineInfo | WeightSyncError]:
+    """Return what each engine is, or why it does not say so, by its base address and in the order given."""
 
     def ask(url: str) -> EngineInfo:
         session = HTTPSession(url, timeout_s=timeout_s, api_key=api_key, max_body_bytes=_MAX_BODY_BYTES)
         return _describe(session, api_key, time.monotonic() + timeout_s)
 
     jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)}
-    until, found = time.monotonic() + timeout_s + _GRACE_S, []
+    until = time.monotonic() + timeout_s + _GRACE_S
+    found: dict[str, EngineInfo | WeightSyncError] = {}
     for url, job in jobs.items():
         if not wait([job], max(0.0, until - time.monotonic())).done:
-            raise DeadlineError(
+            found[url] = DeadlineError(
                 f"{url} did not say within {timeout_s:g} s what it is",
                 hint="look at the engine's log, or raise timeout_s",
             )
-        found.append(job.result())
+            continue
+        try:
+            found[url] = job.result()
+        except (EngineError, DeadlineError) as error:
+            found[url] = error
     return found
+
+
+def _raise(answers: Mapping[str, EngineInfo | WeightSyncError]) -> None:
+    """Raise one error that names every address that failed; nothing where none did."""
+    failed = [answer for answer in answers.values() if isinstance(answer, WeightSyncError)]
+    if len(failed) > 1:
+        kinds = {type(error) for error in failed}
+        first, kind = failed[0], kinds.pop() if len(kinds) == 1 else EngineError
+        what = f"{len(failed)} of {len(answers)} engines do not say what they are: "
+        what += "; ".join(error.what.rstrip(".") for error in failed)
+        raise kind(what, expected=first.expected, hint=first.hint)
+    if failed:
+        raise failed[0]
 
 
 def connect(
@@ -65,6 +101,7 @@ def connect(
     timeout_s: float = _TIMEOUT_S,
     api_key: str | tuple[str, ...] | None = None,
     data_parallel_size: int = 1,
+    missing: str = "raise",
     **settings: Any,
 ) -> Fleet:
     """Return one client for the engines at ``addresses``, whatever their kinds.
@@ -74,16 +111,30 @@ def connect(
         timeout_s: deadline of each short call, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
         data_parallel_size: how many addresses in a row are servers of one deployment; see `Fleet`.
+        missing: ``"raise"``, or ``"lose"``: engines that do not answer belong to the fleet as lost, and come back when
+            they answer, as in `Fleet`. They are taken to be of the others' kind; where these are of several kinds, or
+            none answers, the error is raised.
         settings: for the client of each engine, such as ``pause_mode``.
 
     Raises:
         ConfigError: an engine of a kind that has no client, or settings that it does not take.
-        EngineUnreachableError, EngineRefusedError, DeadlineError: as for `discover`.
+        EngineError, DeadlineError: as for `discover`.
     """
-    found = discover(*addresses, timeout_s=timeout_s, api_key=api_key)
+    if missing not in ("raise", "lose"):
+        raise ConfigError(f"there is no missing={missing!r}", expected="'raise' or 'lose'")
+    answers = _answers(addresses, timeout_s, api_key)
+    kinds = {answer.kind for answer in answers.values() if isinstance(answer, EngineInfo)}
+    if missing == "raise" or len(kinds) != 1 or any(isinstance(one, EngineRefusedError) for one in answers.values()):
+        _raise(answers)
     settings = {"timeout_s": timeout_s, "api_key": api_key, **settings}
-    made = [engines.make(info.kind, url=info.url, **settings) for info in found]
-    return Fleet(made, data_parallel_size=data_parallel_size)
+    made = [
+        engines.make(answer.kind if isinstance(answer, EngineInfo) else min(kinds), url=url, **settings)
+        for url, answer in answers.items()
+    ]
+    fleet = Fleet(made, data_parallel_size=data_parallel_size)
+    silent = zip(made, answers.values(), strict=True)
+    fleet._lose({engine: error for engine, error in silent if isinstance(error, WeightSyncError)})
+    return fleet
 
 
 def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until: float) -> EngineInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -30,7 +30,8 @@ class Fleet(EngineClient):
     without it, its row says so, and it is back in the first update before which it answers again.
 
     Args:
-        engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ...
+        engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ... Another fleet
+            stands for its members.
         data_parallel_size: how many engines in a row are servers of one deployment. Each of them reports the workers
             of all, so they share one offset and count once.
 
@@ -39,13 +40,17 @@ class Fleet(EngineClient):
     """
 
     kind: ClassVar[str] = "fleet"
+    engines: tuple[EngineClient, ...]
+    _group: int
 
     def __init__(self, engines: Sequence[EngineClient], *, data_parallel_size: int = 1) -> None:
+        grouped = {engine._group for engine in engines if isinstance(engine, Fleet)} - {1, data_parallel_size}
+        engines = [one for engine in engines for one in (engine.engines if isinstance(engine, Fleet) else (engine,))]
         urls = [engine.url for engine in engines]
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if not engines or twice:
             raise ConfigError(f"engine {twice[0]} is listed twice" if twice else "a fleet needs at least one engine")
-        if data_parallel_size < 1 or len(engines) % data_parallel_size:
+        if data_parallel_size < 1 or len(engines) % data_parallel_size or grouped:
             raise ConfigError(
                 f"{len(engines)} engines with data_parallel_size={data_parallel_size}",
                 expected="whole groups of data_parallel_size engines",
@@ -82,9 +87,7 @@ class Fleet(EngineClient):
         self._met = True
         for engine, answer in answers.items():
             if isinstance(answer, Exception):
-                if engine not in self._lost:
-                    log.warning("engine %s is lost: %s", engine.url, answer)
-                self._lost[engine] = answer
+                self._lose({engine: answer})
             elif self._lost.pop(engine, None) is not None:
                 log.warning("engine %s is back", engine.url)
         self._failed.clear()
@@ -142,6 +145,9 @@ class Fleet(EngineClient):
             members, workers = found.get(places[engine], ([], 0))
             found[places[engine]] = ([*members, engine], max(workers, described.world_size))
         return list(found.values())
+
+    def replaced(self, connection: str) -> str:
+        return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
 
     @property
     def takes_parts(self) -> bool:
@@ -249,6 +255,13 @@ class Fleet(EngineClient):
         if self._failed:
             raise self._partly(f"{len(self._failed)} of {len(engines)} engines did not {what}")
         return [results[engine] for engine in engines]
+
+    def _lose(self, errors: Mapping[EngineClient, Exception]) -> None:
+        """Go on without engines that do not answer, until they do."""
+        for engine, error in errors.items():
+            if engine not in self._lost:
+                log.warning("engine %s is lost: %s", engine.url, error)
+            self._lost[engine] = error
 
     def _active(self) -> list[EngineClient]:
         return [engine for engine in self.engines if engine not in self._lost]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ from urllib.parse import urlencode, urlsplit
 import aiohttp
 from yarl import URL
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rpc.connections import Background, PerLoop, authorities, connections, let_go
 from torchrl_ext.types import is_loopback
 
@@ -195,6 +196,7 @@ class AsyncSession:
             EngineUnreachableError: nobody listens, or the connection broke.
             EngineRefusedError: a redirect, or an answer above ``max_body_bytes``.
             DeadlineError: no complete answer in time.
+            EngineError: the session was closed.
         """
         if over is None and self._client is None:
             self._client = connections(_KEEP_S, self._limit)
@@ -207,18 +209,18 @@ class AsyncSession:
                 answer = await self._exchange(over or self._client, method, asked, body, sent, until)
                 if answer.status != _UNAUTHORIZED:
                     break
-        except aiohttp.ConnectionTimeoutError as error:
+        except aiohttp.ConnectionTimeoutError:  # tracebacks of aiohttp's add nothing to any of these errors
             if limit_s <= self._connect_timeout_s:
-                raise _late(where, limit_s) from error
-            raise _unreachable(where, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from error
-        except asyncio.TimeoutError as error:
-            raise _late(where, limit_s) from error
+                raise _late(where, limit_s) from None
+            raise _unreachable(where, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from None
+        except asyncio.TimeoutError:
+            raise _late(where, limit_s) from None
         except aiohttp.ClientConnectorCertificateError as error:
-            raise _unreachable(where, str(error.certificate_error)) from error
+            raise _unreachable(where, str(error.certificate_error)) from None
         except aiohttp.ClientConnectorError as error:
-            raise _unreachable(where, str(error.os_error)) from error
+            raise _unreachable(where, str(error.os_error)) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from error
+            raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from None
         if 300 <= answer.status < 400:
             raise EngineRefusedError(
                 f"{where} answered with a redirect ({answer.status})",
@@ -249,6 +251,8 @@ class AsyncSession:
         if body is not None:
             data = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
             headers = {**headers, "content-type": "application/json"}
+        if client.closed:
+            raise EngineError(f"{method} {url}: the client was closed", state="the request gets no answer")
         left_s = max(0.001, until - time.monotonic())
         timeout = aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s)
         asked = client.request(
@@ -298,7 +302,7 @@ class HTTPSession:
             log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
         self.timeout_s = timeout_s
         self._core = AsyncSession(api_key=api_key, max_body_bytes=max_body_bytes)
-        self._check, self._checking = check, threading.Lock()
+        self._check, self._checking, self._until = check, threading.Lock(), math.inf
 
     def get(self, route: str, *, query: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         """Call ``GET route`` and return the JSON answer (``{}`` for an empty one).
@@ -336,20 +340,29 @@ class HTTPSession:
             EngineUnreachableError, DeadlineError: as for `get`.
             EngineRefusedError: a redirect, or an answer above `max_body_bytes`.
         """
-        with self._checking:
-            if self._check is not None:
-                plain = HTTPSession(self.url, timeout_s=self.timeout_s)
-                plain._core = self._core
-                self._check(plain)
-                self._check = None
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
-        until, url = time.monotonic() + limit_s, self.url + route
+        limit_s, url = self.timeout_s if timeout_s is None else timeout_s, self.url + route
+        until = min(time.monotonic() + limit_s, self._until)
+        if self._check is not None:
+            self._checked(until, _late(f"{method} {url}", limit_s))
 
         async def asked() -> Answer:
             return await self._core.call(method, url, body, until=until, query=query, over=_UNKEPT.here().client)
 
         # the call ends at its own deadline; the longer one is for a loop that is stuck
         return _CONTROL.run(asked(), limit_s + _GRACE_S, f"{method} {url}")
+
+    def _checked(self, until: float, late: DeadlineError) -> None:
+        """Make the check, or wait for the thread that makes it, within the deadline of a call."""
+        if not self._checking.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise late
+        try:
+            if self._check is not None:
+                plain = HTTPSession(self.url, timeout_s=self.timeout_s)
+                plain._core, plain._until = self._core, until
+                self._check(plain)
+                self._check = None
+        finally:
+            self._checking.release()
 
 
 class _Unkept:

@@ -10,7 +10,7 @@ from torchrl_ext.messages import BACKEND
 from torchrl_ext.types import STOCK, EngineInfo
 
 __all__ = [
-    "is_sglang_info", "keeps_copies", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees",
+    "is_guest", "is_sglang_info", "keeps_copies", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees",
     "sglang_transports", "stores_keys", "transfer_backend",
 ]  # fmt: skip
 
@@ -56,6 +56,8 @@ def parse_server_info(
     worker_type = str(told.get("worker_type") or _ROLES.get(role, "regular"))
     if embedded:
         transports = told.get("transports") or ()
+    elif is_guest(told):
+        transports = ()
     else:
         transports = followed() if transfer_backend(told) == BACKEND else _vllm_transports(told)
     return EngineInfo(
@@ -80,6 +82,15 @@ def transfer_backend(told: Any) -> str | None:
     config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
     backend = _mapping(config, "weight_transfer_config").get("backend")
     return None if backend is None else str(backend)
+
+
+def is_guest(told: Any) -> bool:
+    """Return whether a vLLM server maps weights that a daemon owns, as other engines may (``--load-format ipc_cache``).
+
+    An update in place would change them for all of these, and for every engine that is started later.
+    """
+    config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
+    return _mapping(config, "load_config").get("load_format") == "ipc_cache"
 
 
 def _vllm_transports(told: Any) -> tuple[str, ...]:

@@ -1,14 +1,23 @@
-"""`Connection` joins engines to a transport; `HandedOn` puts versions in service that another process has published."""
+"""`Connection` joins engines to a transport, and they follow its sender from then on.
+
+`HandedOn` puts versions in service that another process has published.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import threading
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
-from torchrl_ext.errors import UpdateError, WeightSyncError
+from torchrl_ext.errors import ConcurrentUpdateError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.transports.roots import PublishedRoot
@@ -18,6 +27,11 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import tensor_digest
 
 __all__ = ["Connection", "HandedOn", "Spans"]
+
+log = logging.getLogger("torchrl_ext")
+
+_turns: weakref.WeakKeyDictionary[EngineClient, threading.Lock] = weakref.WeakKeyDictionary()
+"""A client speaks for the sender that joined last through it, so one sender at a time updates by it."""
 
 
 @final
@@ -37,6 +51,9 @@ class Spans(dict[str, float]):
 @final
 class Connection:
     """Lets engines join a transport, and remembers which of them have joined, for which parameters.
+
+    Each time they join, the connection gets a new id, which every step of an update bears: an engine that another
+    sender joined meanwhile refuses the step before it touches anything, and has to be joined again.
 
     Args:
         engine: a client, or a fleet.
@@ -63,11 +80,34 @@ class Connection:
         self.engine, self._open_transport, self._abort = engine, open_transport, abort
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
+        self._id = ""
         self.newest = 0
         self.delivered: int | None = None
 
-    def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold the clients of the engines for one update.
+
+        Raises:
+            ConcurrentUpdateError: another sender of this process is in an update by one of them.
+        """
+        with ExitStack() as held:
+            for engine in {id(one): one for one in (self.engine, *self.engine.each())}.values():
+                lock = _turns.setdefault(engine, threading.Lock())
+                if not lock.acquire(blocking=False):
+                    raise ConcurrentUpdateError(
+                        f"another sender of this process is updating {engine.url}",
+                        state="that update goes on",
+                        hint="let one sender after the other send, or give each engines of its own",
+                    )
+                held.callback(lock.release)
+            yield
+
+    def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> bool:
         """Let every engine join, unless exactly the present members have joined for these parameters.
+
+        Returns:
+            Whether they had joined before, and another sender in the place of this one since.
 
         Args:
             params: what will be sent.
@@ -77,6 +117,13 @@ class Connection:
             WeightSyncError: an engine did not join, and no engine left the fleet meanwhile.
         """
         members = self.engine.members()
+        if self._joined == (params, members):
+            why = self.engine.replaced(self._id)
+            if why:
+                log.warning("engines join once more: %s", why)
+                self.drop()
+        else:
+            why = ""
         while self._joined != (params, members):
             try:
                 self._join(params, spans)
@@ -86,6 +133,7 @@ class Connection:
                     raise
             else:
                 self._joined = params, members
+        return bool(why)
 
     def drop(self) -> None:
         """Forget which engines joined, so that all join anew before the next version: a group may be left half-made."""
@@ -111,8 +159,11 @@ class Connection:
             self.newest = max(self.newest, int(engine.weight_version))
         with spans.of("connect"):
             handoff = self._open_transport(engine.world_size, params)
+            self._id = uuid.uuid4().hex
             info = {
                 **handoff.info,
+                "connection": self._id,
+                "sender": f"a {handoff.info.get('transport')} sender, process {os.getpid()} on {socket.gethostname()},",
                 "params": [meta.to_json() for meta in params],
                 "world_size": 1 + engine.world_size,
                 "unproved": self._rehearse == "never",
@@ -152,19 +203,23 @@ class HandedOn:
         version = info["version"]
         try:
             params = tuple(ParamMeta.from_json(row) for row in info["params"])
-            self._connection.ensure(params, Spans())
-            self._engine.prefetch(version)
-            source = CheckpointSource(Path(info["path"])) if "path" in info and self._engine.verifies else ()
-            digests = {name: tensor_digest(tensor) for name, tensor in source}
-            with self._engine.updating(version):
-                self._engine.load(info)
-                self._engine.verify(digests)
+            with self._connection.turn():
+                self._put(info, version, params)
         except Exception as error:
             self._connection.drop()  # a half-made update is not built upon
             raise UpdateError(
                 f"weights version {version} of {self._transport.root} did not reach every engine: {error}",
                 rows=self._engine.rows(),
             ) from error
+
+    def _put(self, info: Info, version: int, params: tuple[ParamMeta, ...]) -> None:
+        self._connection.ensure(params, Spans())
+        self._engine.prefetch(version)
+        source = CheckpointSource(Path(info["path"])) if "path" in info and self._engine.verifies else ()
+        digests = {name: tensor_digest(tensor) for name, tensor in source}
+        with self._engine.updating(version):
+            self._engine.load(info)
+            self._engine.verify(digests)
 
     def _invite(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         return Handoff(info=self._transport.invite())

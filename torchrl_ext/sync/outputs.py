@@ -259,7 +259,8 @@ def _asked_one(engine: EngineClient, asked: _Asked, bound: float | None) -> _Fin
     try:
         largest, mean = gaps(trainer, engine.logprobs(prompts))
     except Exception as error:
-        log.warning("engine %s gave no log-probabilities", engine.url, exc_info=True)
+        known = isinstance(error, WeightSyncError)  # then its words suffice
+        log.warning("engine %s gave no log-probabilities: %s", engine.url, error, exc_info=not known)
         finding = _Finding(error=f"{engine.url} gave no log-probabilities: {error}")
     else:
         if bound is None or largest <= bound:

@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
+from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError
 from torchrl_ext.landing.loader import Changes, WeightLoader, as_loader
 from torchrl_ext.messages import (
+    REPLACED,
+    Connected,
     Finish,
     Inspect,
     Join,
@@ -61,6 +63,9 @@ class WeightReceiver:
         self._transport: Transport | None = transport
         self._rank = rank
         self._joined = self._sealed = False
+        self._sender = ""
+        self.connection = ""  # the one that `Join` named last
+        self.torn = False  # a part of a version landed, and the rest did not come, or was not proved
         self._intact = True  # the model holds one version, and not parts of several
         self._staged: Changes | None = None
         self._announced = False  # the version prefetched last came with names of files, or a label
@@ -77,6 +82,11 @@ class WeightReceiver:
         return self._target
 
     @property
+    def whole(self) -> bool:
+        """Whether the model holds one version that arrived whole, and layers in the form that is computed with."""
+        return not self.torn and (self._loader is None or self._loader.idle)
+
+    @property
     def takes_parts(self) -> bool:
         """Whether the target takes updates of some tensors alone."""
         return self._require_loader().parts
@@ -91,8 +101,10 @@ class WeightReceiver:
 
         Raises:
             ConfigError: a receiver does not know such a message.
+            EngineRefusedError: another sender has joined since; see `refuse_replaced`.
             WeightSyncError: the step failed.
         """
+        self.refuse_replaced(message)
         match message:
             case Join():
                 self.connect(message)
@@ -114,18 +126,43 @@ class WeightReceiver:
             case Reset():
                 self.invalidate(empty=message.weights == "gone")
                 if message.weights == "reloaded":
-                    self._require_loader().reloaded()
+                    self.reloaded()
             case State():
-                return {"empty": True} if self.empty else {}
+                return self.state()
             case Inspect():
                 return inspect(message)
             case Leave():
-                self.close()
+                if message.connection in ("", self.connection):
+                    self.close()
             case Poll() | Keep():  # whatever was begun was done when it was answered
                 pass
             case _:
                 raise ConfigError(f"a message of kind {message.kind!r} means nothing here", state="unchanged")
         return {}
+
+    def refuse_replaced(self, message: Message) -> None:
+        """Refuse a step of a sender that has not joined, or that another one has replaced; nothing is touched.
+
+        Raises:
+            EngineRefusedError: names the sender that has joined since.
+        """
+        if not isinstance(message, Connected) or isinstance(message, (Join, Leave)):
+            return
+        outside = isinstance(message, (Poll, Rehearse, State))  # callers that joined nothing may ask these too
+        if message.connection == self.connection or (outside and not message.connection):
+            return
+        since = f"{self._sender or 'another one'} has joined" if self._joined else "no sender has joined"
+        raise EngineRefusedError(
+            f"{REPLACED}: {since} this engine since",
+            expected="steps of the sender that joined last",
+            state="nothing was touched",
+            hint="one sender at a time: the next update of this one joins again, and replaces the other",
+        )
+
+    def state(self) -> Info:
+        """Return the answer to `State`; empty where the weights are there, and whole."""
+        torn = {} if self.whole else {"whole": False, "landing": self._landed}
+        return {"empty": True, **torn} if self.empty else torn
 
     def check(self, message: Join) -> None:
         """Refuse what can be known to fail before a transport is joined, or a weight touched.
@@ -148,6 +185,7 @@ class WeightReceiver:
         """
         loader = self._require_loader()
         self.check(message)
+        self.connection, self._sender = message.connection, message.sender
         kind = transports.load(message.transport)
         loader.by_slices(kind.slices)
         loader.refuse_unsound(unproved=message.unproved)
@@ -177,7 +215,11 @@ class WeightReceiver:
         loader = self._require_loader()
         needed = message.how != "never" and loader.unrehearsed(again=message.how == "always")
         if needed and not message.ask:
-            loader.rehearse()
+            try:
+                loader.rehearse()
+            except IntegrityError:
+                self.torn = True  # the weights from before could not be put back
+                raise
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
@@ -275,9 +317,8 @@ class WeightReceiver:
         """Land one handoff, or the staged changes where they are of its version."""
         loader = self._require_loader()
         transport, staged, self._staged = self._require_transport(), self._staged, None
-        self._landed = message.version
         if staged is not None and staged.reached[1] == message.version:
-            self._intact = False
+            self._landed, self._intact, self.torn = message.version, False, True
             loader.commit()
             transport.incremental.landed(staged)
             return
@@ -291,6 +332,7 @@ class WeightReceiver:
         if self._intact:  # what was staged is another version
             self._intact = False
             loader.start()
+        self._landed, self.torn = message.version, True  # a transport may fill the model's own memory
         with closing(_passed_on(transport.receive(message.info(), loader.targets()))) as pairs:
             loader.load(pairs)
 
@@ -324,7 +366,7 @@ class WeightReceiver:
         if not self._sealed:
             self._require_loader().finish()
             free_cached()
-        self._sealed = self.empty = False
+        self._sealed = self.empty = self.torn = False
         self._intact = self._followed = True
         self.version = version
         if self._part is not None:
@@ -340,6 +382,11 @@ class WeightReceiver:
         self._staged, self._intact, self.empty = None, False, empty
         self._expect(None)
         self._require_loader().invalidate()
+
+    def reloaded(self) -> None:
+        """Note that the engine loaded a whole checkpoint by itself."""
+        self.torn = False
+        self._require_loader().reloaded()
 
     def abort(self) -> None:
         """Unblock a wait in another thread."""
@@ -380,10 +427,11 @@ class WeightReceiver:
         source, loader = as_source(weights), self._require_loader()
         loader.check(source.params())
         self.invalidate(empty=self.empty)
+        self.torn = True
         loader.start()
         loader.load(source)
         loader.finish()
-        self.empty = False
+        self.empty = self.torn = False
 
     def _require_loader(self) -> WeightLoader:
         if self._loader is None:

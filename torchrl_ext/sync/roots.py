@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError
-from torchrl_ext.messages import CheckAdapter, Join, Load, Message, Prefetch, Start
+from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.roots import PublishedRoot, locate, parameters, part
@@ -52,7 +54,7 @@ class Driven(Protocol):
     def handle(self, message: Message) -> Any:
         """Do what a message says."""
 
-    def finish(self, version: int, label: str | None) -> None:
+    def finish(self, message: Finish, label: str | None) -> None:
         """End an update that arrived, drop what was cached of older weights, and label it, if there is a label."""
 
     def undo(self) -> None:
@@ -81,6 +83,7 @@ class DiskLoads:
         self._engine, self._reader = engine, reader
         self._one_at_a_time = threading.Lock()
         self._joined: tuple[str, Any] | None = None
+        self._connection = ""
         self._stuck: tuple[str | None] | None = None  # a failure of ours left it paused, with weights of this label
 
     def load(self, path: Any, load_format: Any, label: str | None, files: Any) -> str:
@@ -123,7 +126,7 @@ class DiskLoads:
             expected = "all of its files in one call, since a load failed before"
             raise ConfigError(error.what, expected=expected, state="the engine is still paused") from error
         own = part(root, version, files)
-        prefetch = Prefetch(version=version, files=own, label=engine.label())
+        prefetch = Prefetch(connection=self._connection, version=version, files=own, label=engine.label())
         known, self._joined = self._joined == (root, params), None
         if known:
             try:
@@ -136,14 +139,15 @@ class DiskLoads:
         if not known:
             base = engine.model if os.path.isdir(engine.model) else None
             with invited(root, self._reader, base, params) as message:
+                self._connection = message.connection
                 engine.handle(message)
-            engine.handle(prefetch)
+            engine.handle(replace(prefetch, connection=self._connection))
         with self._beginning(f"version {version}", serves):
             engine.pause()
-            engine.handle(Start())
+            engine.handle(Start(connection=self._connection))
         with self._landing(f"version {version}", serves):
-            engine.handle(Load(version=version, handoff={"params": params}))
-            engine.finish(version, label)
+            engine.handle(Load(connection=self._connection, version=version, handoff={"params": params}))
+            engine.finish(Finish(connection=self._connection, version=version), label)
         self._joined = root, params
         self._resume(serves)
         return f"version {version} of {root} is in service"
@@ -225,7 +229,8 @@ def invited(root: str, reader: str, base: str | None, params: list[Any]) -> Iter
     """
     published = PublishedRoot(root, base, reader=reader)
     try:
-        yield Join.of({**published.invite(), "params": params})
+        own = {"connection": uuid.uuid4().hex, "sender": f"whoever named a version of {root} to the engine itself"}
+        yield Join.of({**published.invite(), "params": params, **own})
     finally:
         published.close()
 

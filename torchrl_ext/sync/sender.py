@@ -24,6 +24,7 @@ from torchrl_ext.errors import (
     UpdateError,
     WeightSyncError,
 )
+from torchrl_ext.messages import REPLACED
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.sync.connection import Connection, Spans
 from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
@@ -228,7 +229,7 @@ class WeightSender:
         try:
             if self._outputs is not None:
                 compared = self._outputs.compared(self.engine, source, weights, self._model())
-            with self._transport.exclusive("update_weights"):
+            with self._transport.exclusive("update_weights"), self._connection.turn():
                 self._spans, self._transport.stats = Spans(), TransferStats()
                 try:
                     source.version = self._next_version()
@@ -273,13 +274,16 @@ class WeightSender:
         """Send one version to every engine that answers.
 
         A broadcast in which an engine is lost fails for its whole group: the others get the version in another one,
-        before the caller is told of the loss.
+        before the caller is told of the loss. Where another sender joined an engine after this one did, the engines
+        join again, once.
         """
         lost: WeightSyncError | None = None
+        again = source.store is None  # other trainer ranks gather once
         while True:
             if source.part is not None:  # of an attempt before
                 source.limit(None)
-            self._connection.ensure(source.params(), self._spans)
+            if self._connection.ensure(source.params(), self._spans):
+                self._transport.renew()
             if self._held is not None and self.version == self._attempted == self._connection.newest == self._held:
                 self._connection.delivered = self._held
             self._held = None
@@ -294,6 +298,12 @@ class WeightSender:
                     log.warning("weights version %d brought a part, and everything is sent now: %s", version, error)
                     self._connection.drop()
                     names = None
+                    continue
+                if again and REPLACED in str(error):
+                    log.warning("weights version %d is sent again, by a new connection: %s", version, error)
+                    self._connection.drop()
+                    self._transport.renew()
+                    names, again = None, False
                     continue
                 if source.store is not None or self._connection.reached(version) or not self._connection.shrank():
                     raise

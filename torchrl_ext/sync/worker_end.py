@@ -20,7 +20,7 @@ import torch
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
-from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, Reset, State
+from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, State
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.delta.hooks import PRE_READ_HOOK, read_hook
@@ -79,7 +79,9 @@ class WorkerEnd:
 
         Raises:
             EngineError: it failed on a worker; in the words of all, on every one of them.
+            EngineRefusedError: another sender has joined since; every worker knows that by itself.
         """
+        self.receiver.refuse_replaced(message)
         match message:
             case Inspect():
                 return {"worker": self._rank, "workers": self._workers, **inspect(message)}
@@ -88,6 +90,7 @@ class WorkerEnd:
             case Join():
                 self.together(lambda: self._check(message))
                 self.settle()
+                self.receiver.connection = message.connection  # at once: joining goes on in a thread
                 self._staging = self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
                 self.settle()
@@ -103,8 +106,6 @@ class WorkerEnd:
                 return {"working": True} if self._is_working(self._pulling if message.pull else self._staging) else {}
             case Rehearse():
                 return self._rehearse(message)
-            case Reset():
-                self.together(lambda: self._settled_first(message))
             case Load():
                 self.together(lambda: self.receiver.load(message), on_failure=self.receiver.abort)
             case _:

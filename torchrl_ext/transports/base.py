@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -106,11 +107,12 @@ class Transport(ABC):
     Args:
         timeout_s: deadline of every wait, in seconds.
 
-    Attributes:
-        stats: what the last update took.
+    A constructor that leaves ``super().__init__()`` out keeps the default.
     """
 
     name: ClassVar[str]
+    timeout_s: float = 60.0
+    _last_version = 0
     proves: ClassVar[bool] = False
     """Workers check every tensor by digests that travel with the weights; a sender needs no proof of its own."""
     slices: ClassVar[bool] = False
@@ -122,9 +124,11 @@ class Transport(ABC):
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
-        self._busy = threading.Lock()
-        self._last_version = 0
-        self.stats = TransferStats()
+
+    @cached_property
+    def stats(self) -> TransferStats:
+        """What the last update took."""
+        return TransferStats()
 
     # trainer end
 
@@ -146,6 +150,9 @@ class Transport(ABC):
     def builds_on(self, version: int) -> bool:
         """Return whether the next version may be a part of the model, which has all else in common with ``version``."""
         return True
+
+    def renew(self) -> None:  # noqa: B027 - most versions need nothing of those before
+        """Take note that workers hold what another sender sent: the next version must build on nothing of theirs."""
 
     def follow(self, source: WeightSource) -> None:
         """Take part in one update on a trainer rank that does not drive it: as a rule in the gathers alone.
@@ -174,7 +181,8 @@ class Transport(ABC):
         Raises:
             ConcurrentUpdateError: another one is running.
         """
-        if not self._busy.acquire(blocking=False):
+        busy: threading.Lock = vars(self).setdefault("_busy", threading.Lock())
+        if not busy.acquire(blocking=False):
             raise ConcurrentUpdateError(
                 f"{what} was called while another send runs on this {self.name} transport",
                 state="the running send goes on",
@@ -183,7 +191,7 @@ class Transport(ABC):
         try:
             yield
         finally:
-            self._busy.release()
+            busy.release()
 
     # worker end
 

@@ -9,7 +9,7 @@ import time
 import uuid
 from contextlib import suppress
 
-from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.errors import IntegrityError, StoreError, TransportError
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.transports.base import deadline
@@ -61,6 +61,7 @@ class SharedRoot:
 
         Raises:
             StoreError: it is not here, so the root is only visible to the trainer, or another directory.
+            TransportError: another thread set ``aborted`` meanwhile.
             IntegrityError: ``info`` is not one of `invite`.
         """
         root, host, probe, token = (_text(info, field) for field in ("root", "host", "probe", "run_id"))
@@ -72,6 +73,7 @@ class SharedRoot:
             )
         here, trainer = f"{self._store.url} on {socket.gethostname()}", f"{root} on {host}"
         until = deadline(min(VISIBLE_S, timeout_s))
+        aborted.clear()  # an earlier abort ended the waits of its time, and not this one
         while True:
             with suppress(FileNotFoundError):
                 found = self._store.get(probe)
@@ -84,7 +86,8 @@ class SharedRoot:
                     state="no weights were sent; this engine serves what it has",
                     hint="pick a root on a filesystem that is mounted on both hosts under the same path",
                 )
-            aborted.wait(_LOOK_S)
+            if aborted.wait(_LOOK_S):
+                raise TransportError("joining the trainer was aborted", state="this engine serves what it has")
         if found != token.encode(errors="replace"):
             raise StoreError(
                 f"{here} and {trainer} are different directories",

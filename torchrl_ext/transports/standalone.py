@@ -27,9 +27,7 @@ class StandaloneTransport(Transport):
         received_version: the version that `receive_weights` returned last; 0 before the first.
     """
 
-    def __init__(self, *, timeout_s: float = 60.0) -> None:
-        super().__init__(timeout_s=timeout_s)
-        self.received_version = 0
+    received_version = 0
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         """Connect standalone ends, under TorchRL's name for it; only a collective has a group to form.

@@ -95,7 +95,10 @@ class ForeignVersions:
         if not run_id.startswith(_RUN):
             return False
         names = self._names(number)
-        if not _flushes(names) or names & {INDEX_NAME, _LONE} or _run(self._sizes(number, _flushes(names))) == run_id:
+        index, where = self._index(number) if INDEX_NAME in names else (None, None)
+        if index is None and (where is not None or _LONE in names):
+            return self._run_of_full(number, where) != run_id
+        if not _flushes(names) or index is not None or _run(self._sizes(number, _flushes(names))) == run_id:
             return False
         self.base(number)  # raises where a part is missing
         return self._over(number, names) or self._quiet(number, names)
@@ -244,6 +247,7 @@ class ForeignVersions:
     def _full(self, number: int, folder: str, where: Mapping[str, str] | None) -> Manifest:
         """Return the manifest of a checkpoint; ``where`` says which file holds which tensor, if it has an index."""
         placed: dict[str, Placed] = {}
+        run_id = self._run_of_full(number, where)  # before it is read: what is replaced meanwhile is read again
         files = self._sizes(number, {_LONE} if where is None else {*where.values()})
         with self._store.local(folder, files) as path:
             for name in files:
@@ -259,7 +263,13 @@ class ForeignVersions:
                 )
         if not placed:
             raise IntegrityError(f"{self._store.url}/{folder} is a full version without tensors")
-        return Manifest(version=number, run_id=_run(files), params=tuple(placed.values()), files=files)
+        return Manifest(version=number, run_id=run_id, params=tuple(placed.values()), files=files)
+
+    def _run_of_full(self, number: int, where: Mapping[str, str] | None) -> str:
+        """Return the run id of a checkpoint by the sizes and the stamps of its files, which name no version."""
+        files = self._sizes(number, {_LONE} if where is None else {*where.values()})
+        stamps = [self._store.stamp(f"{version_name(number)}/{name}") for name in files]
+        return _run(files, repr(stamps).encode())
 
 
 def is_flush(name: str) -> bool:

@@ -142,6 +142,10 @@ class ChainWriter:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
         self._baseline = None
 
+    def renew(self) -> None:
+        """Make the next version a keyframe, for readers that hold neither the base nor a version of this chain."""
+        self._acknowledged = False
+
     def acknowledge(self, oldest: int | None = None, *, keyframes: int = 1) -> None:
         """Note that every engine has the version that was published last, and collect old ones.
 

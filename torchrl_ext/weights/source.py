@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -71,13 +72,20 @@ class WeightSource(ABC):
         than once. Those that gather are taken in order, each of them once. By default each is a whole tensor, which a
         pass over the source gives.
         """
-        stream = iter(self)
+        stream, taken = iter(self), count()
 
-        def take() -> Tensor:
+        def take(index: int, meta: ParamMeta) -> Tensor:
+            if next(taken) != index:
+                raise ManifestError(
+                    f"the shard of {meta.name!r} was taken out of order",
+                    expected="`Shard.take` of every shard that gathers, once each, in order",
+                    state="nothing was read of it",
+                )
             return next(stream)[1]
 
-        for meta in self.params():
-            yield Shard(meta, Block.whole(meta.shape), take, gathers=True, why="its source makes it as a whole")
+        for index, meta in enumerate(self.params()):
+            own = partial(take, index, meta)
+            yield Shard(meta, Block.whole(meta.shape), own, gathers=True, why="its source makes it as a whole")
 
     def replay(self) -> None:
         """Take part in every gather of one pass and drop what comes: the role of ranks that do not drive."""

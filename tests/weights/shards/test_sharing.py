@@ -10,7 +10,8 @@ import torch
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.shards.gather import gathered
 from torchrl_ext.weights.shards.sharing import shared_out, without
 
 
@@ -73,3 +74,11 @@ def test_what_is_left_of_a_block_does_not_meet_what_was_taken():
     left = without([rows(0, 6)], [Block((1, 1), (3, 2))])
     assert sum(block.numel for block in left) == 22
     assert all(block.meet(Block((1, 1), (3, 2))) is None for block in left)
+
+
+def test_blocks_that_overlap_here_and_leave_a_hole_there_are_not_gathered():
+    ends = [((0, 0), (4, 1)), ((0, 1), (1, 4)), ((1, 1), (2, 3)), ((2, 0), (3, 4)), ((3, 1), (4, 4))]
+    blocks = [Block(*both) for both in ends]
+    assert sum(block.numel for block in blocks) == 16
+    with pytest.raises(ManifestError, match="that overlap"):
+        next(gathered([meta(4, 4)], lambda: (Shard(meta(4, 4), block, None) for block in blocks)))

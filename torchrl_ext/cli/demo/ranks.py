@@ -35,7 +35,7 @@ GROUP: Final = 16
 _START_S, _ANSWER_S, _END_S = 180.0, 180.0, 5.0
 _IDLE_S = 86400.0  # between orders; a rank whose rank 0 is gone is ended by its guard
 _SHORTEST_S, _LONGEST_S = 0.001, 0.05
-_ROLLOUTS: Final = "rollouts.pt"
+_ROLLOUTS: Final = "rollouts.safetensors"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,9 @@ class Team:
             return
         self._alive()
         if rollouts is not None:
-            torch.save(rollouts, Path(self.seat.folder) / _ROLLOUTS)
+            from torchrl_ext.cli.demo.training import write_rollouts
+
+            write_rollouts(Path(self.seat.folder) / _ROLLOUTS, rollouts)
         self._orders += 1
         _store().set(f"order/{self._orders}", order)
 
@@ -218,7 +220,7 @@ def main() -> int:
     from tensordict import set_list_to_stack
 
     import torchrl_ext as tx
-    from torchrl_ext.cli.demo.training import Trainer
+    from torchrl_ext.cli.demo.training import Trainer, read_rollouts
 
     if seat.threads is not None:
         torch.set_num_threads(seat.threads)
@@ -233,7 +235,7 @@ def main() -> int:
             orders += 1
             match _order(orders):
                 case "step":
-                    trainer.step(torch.load(Path(seat.folder) / _ROLLOUTS, weights_only=False))
+                    trainer.step(read_rollouts(Path(seat.folder) / _ROLLOUTS))
                 case "update":
                     try:
                         sender.update_weights()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch.utils.data import DataLoader, Dataset
 from torchrl.data import Composite, LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
 from torchrl.envs import EnvBase, InitTracker, Transform
@@ -20,7 +23,7 @@ from torchrl_ext.cli.demo.policy import read_model
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DigitsReward", "DigitsTask", "Trainer"]
+__all__ = ["DigitsReward", "DigitsTask", "Trainer", "read_rollouts", "write_rollouts"]
 
 _PROMPTS = (
     "Count to ten: ",
@@ -88,6 +91,27 @@ class DigitsTask:
             template_kwargs={"chat_template": _AS_IT_IS},
         )
         return env.append_transform(DigitsReward(self._tokenizer, self._vocabulary)).append_transform(InitTracker())
+
+
+def write_rollouts(path: Path, batch: TensorDictBase) -> None:
+    """Write what `Trainer.step` needs of rollouts: every tensor, and the query of each, by which they are grouped."""
+    rows = batch.reshape(-1).unbind(0)
+    tensors = {
+        json.dumps([number, key]): row.get(key).detach().clone(memory_format=torch.contiguous_format)
+        for number, row in enumerate(rows)
+        for key in row.keys(include_nested=True, leaves_only=True)
+    }
+    save_file(tensors, path, {"queries": json.dumps([row["query"] for row in rows])})
+
+
+def read_rollouts(path: Path) -> TensorDictBase:
+    """Return the rollouts that `write_rollouts` wrote, one after the other."""
+    with safe_open(path, "pt") as file:
+        rows = [TensorDict({"query": query}) for query in json.loads(file.metadata()["queries"])]
+        for name in file.keys():  # noqa: SIM118 - it cannot be iterated over
+            number, key = json.loads(name)
+            rows[number].set(key if isinstance(key, str) else tuple(key), file.get_tensor(name))
+    return lazy_stack(rows)
 
 
 class Trainer:

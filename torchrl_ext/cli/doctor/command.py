@@ -91,6 +91,7 @@ def _options(args: argparse.Namespace, notes: Notes) -> tuple[list[str], str | N
     if any(getattr(args, name) not in (None, False) for name in names):
         try:
             config = WeightUpdateConfig.from_arguments(args)
+            root = root or config.update_weight_disk_dir  # by whichever of its names
             named = config.transport_config().name
             if transport is None and named == "collective":  # another wire, where engines lack our plugin
                 named = config.transport_config(_found(args, addresses)).name

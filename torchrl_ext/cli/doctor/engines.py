@@ -14,7 +14,7 @@ from torchrl_ext.messages import ADAPTERS_ROUTE, BACKEND
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
-from torchrl_ext.rpc.server_info import kv_connectors
+from torchrl_ext.rpc.server_info import is_guest, kv_connectors
 from torchrl_ext.types import EngineInfo, Info, is_loopback
 
 __all__ = ["compare", "examine"]
@@ -94,7 +94,7 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
     _clock(notes, answer, began, ended)
     _routes(notes, session, info)
     _keys(notes, session, info, asked)
-    _transports(notes, info, asked)
+    _transports(notes, info, asked, answer)
     _paused(notes, session, info)
     _world(notes, info)
     _kept(notes, answer)
@@ -188,9 +188,16 @@ def _harmless_calls(kind: str) -> list[tuple[str, str, Any]]:
     return [*found, *ours]
 
 
-def _transports(notes: Notes, info: EngineInfo, asked: Examination) -> None:
+def _transports(notes: Notes, info: EngineInfo, asked: Examination, answer: Answer) -> None:
     wanted = asked.transport
-    if not info.transports:
+    if is_guest(_told(answer)):
+        notes.failure(
+            "plugin",
+            "maps weights that a daemon owns (--load-format ipc_cache), so an update would change those of others",
+            "an engine with weights of its own",
+            "start it with another --load-format",
+        )
+    elif not info.transports:
         notes.failure(
             "plugin", "follows by no transport", f"weight-transfer backend {BACKEND!r}", _PLUGIN.get(info.kind, "")
         )
@@ -264,10 +271,7 @@ def _world(notes: Notes, info: EngineInfo) -> None:
 
 def _kept(notes: Notes, answer: Answer) -> None:
     """Note stores of keys and values that outlive the engine's own cache, and cannot be told to drop theirs."""
-    try:
-        connectors = kv_connectors(answer.json())
-    except ValueError:
-        return
+    connectors = kv_connectors(_told(answer))
     keeping = [name for name in connectors if name in _KEEPERS]
     if keeping:
         notes.warning(
@@ -294,14 +298,18 @@ def _versions(notes: Notes, answers: list[Info]) -> None:
 
 
 def _dtype(answer: Answer) -> str:
-    try:
-        told: Any = answer.json()
-    except ValueError:
-        return ""
-    if not isinstance(told, dict):
-        return ""
+    told = _told(answer)
     inner = _inside(_inside(told, "vllm_config"), "model_config")
     return str(inner.get("dtype") or told.get("dtype") or "").removeprefix("torch.")
+
+
+def _told(answer: Answer) -> Info:
+    """Return what an engine says of itself; nothing where that is no JSON object."""
+    try:
+        told = answer.json()
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _inside(told: Info, key: str) -> Info:

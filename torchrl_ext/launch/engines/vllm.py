@@ -34,6 +34,7 @@ class VLLMSpec(StockSpec):
 
     name: ClassVar[str] = "vllm"
     key_variable: ClassVar[str | None] = "VLLM_API_KEY"
+    negates: ClassVar[bool] = True
     shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
 
     plain_linears: bool = False

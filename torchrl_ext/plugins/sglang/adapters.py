@@ -170,7 +170,7 @@ async def resolve(original: Callable[..., Any], manager: Any, request: Any) -> A
         parts = request.__dict__.get("_sub_obj_cache", {})  # SGLang takes a batch apart before it comes here
         for one in (request, *parts.values()):
             asked = one.lora_path
-            one.lora_path = adapters.label(asked) if isinstance(asked, str) else [*map(adapters.label, asked)]
+            one.lora_path = [*map(adapters.label, asked)] if isinstance(asked, list) else adapters.label(asked)
     return await original(manager, request)
 
 

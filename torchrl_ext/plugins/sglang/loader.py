@@ -129,10 +129,14 @@ def _packs(model: nn.Module) -> bool:
 def _stand_ins(model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
     """Swap every parameter and buffer for a stand-in without data, and back; yields the stand-ins by name.
 
-    What a loader derives from them meanwhile (`post_load_weights`) goes as well.
+    What a loader derives from them meanwhile (`post_load_weights`) goes as well: parameters, buffers, modules and other
+    attributes are those that were there, and no others.
     """
     live = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    attributes = [(module, dict(vars(module))) for module, _, _ in live]
+    kept_state: list[tuple[Any, Any]] = []
+    for module, _, _ in live:
+        registered = module._parameters, module._buffers, module._non_persistent_buffers_set, module._modules
+        kept_state += [(own, own.copy()) for own in (*registered, vars(module))]
     found: dict[int, Any] = {}  # a tied tensor keeps its identity
     try:
         for module, parameters, buffers in live:
@@ -142,11 +146,9 @@ def _stand_ins(model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
                         own[name] = found.setdefault(id(tensor), _stand_in(tensor))
         yield {**dict(model.named_parameters()), **dict(model.named_buffers())}
     finally:
-        for module, parameters, buffers in live:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-        for module, kept in attributes:
-            vars(module).update(kept)
+        for own, kept in kept_state:
+            own.clear()
+            own.update(kept)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

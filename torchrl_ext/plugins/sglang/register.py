@@ -22,6 +22,7 @@ import pkgutil
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
@@ -35,6 +36,7 @@ __all__ = ["register"]
 log = logging.getLogger("torchrl_ext")
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _PAST_US = ("update_weights_from_", "load_weights_from_")
 """The first letters of the names of SGLang's other load methods, which differ between releases."""
@@ -44,6 +46,8 @@ _TESTED = "0.5.23"
 _workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _started_with: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """The checkpoint that each model was loaded from first: SGLang's own record is of the last one."""
+_held: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Schedulers that `_hold_parts` paused."""
 _loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models that SGLang loaded past us before they had a worker of ours."""
 _unseen: list[str] = []
@@ -80,10 +84,12 @@ def _register_hooks() -> None:
     _unseen[:] = [unseen] if unseen else []
     hooks: dict[str, Callable[..., Any]] = {
         f"{_MANAGER}.check_weights": check_weights,
+        f"{_SCHEDULER}.continue_generation": continue_generation,
         **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         **sglang_adapters.HOOKS,
         **sglang_routes.HOOKS,
+        f"{_MANAGER}.update_weights_from_disk": load_from_disk,
         **({} if torch.accelerator.is_available() else _WITHOUT_GPU),
     }
     absent = []
@@ -117,7 +123,7 @@ def _pin_nothing() -> None:
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wrap the scheduler's part of ``/weights_checker``: do what our messages say, and pass on any other call."""
-    if not request.action.startswith(CHANNEL):
+    if not str(request.action).startswith(CHANNEL):
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
@@ -133,7 +139,57 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         success, answer = worker.answer(message, manager)
     except Exception as error:  # noqa: BLE001 - it would end the server
         success, answer = False, f"{type(error).__name__}: {error}"
-    return CheckWeightsReqOutput(success=success, message=answer)
+    # half of a surrogate pair, which JSON can name, could not be encoded when the scheduler sends its answer
+    return CheckWeightsReqOutput(success=success, message=answer.encode("utf-8", "replace").decode())
+
+
+def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap the scheduler's part of ``/continue_generation``: one that holds a part of an update stays paused."""
+    words = ""
+    try:
+        words = _united(lambda: _refuse_parts(scheduler))  # on all workers of this server, or on none
+    except Exception:  # it would end the server
+        log.exception("it is not known whether this server holds a part of a weight update")
+    if words:
+        log.error("the server was told to continue, and stays paused: %s", words)
+        scheduler._engine_paused = True  # not so before, where requests were aborted
+        return None
+    return original(scheduler, *args, **kwargs)
+
+
+def load_from_disk(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Wrap the scheduler's part of ``/update_weights_from_disk``: after one that failed, no part of it is served."""
+    try:
+        return sglang_routes.load(original, manager, request)
+    finally:
+        _hold_parts(manager)
+
+
+def _hold_parts(manager: Any) -> None:
+    """Pause a server in which a load has failed half-way, so that it serves no part of a version.
+
+    The next load that arrives whole lets it go on, unless a caller paused it.
+    """
+    try:
+        scheduler = manager.scheduler
+        if _united(lambda: _refuse_parts(scheduler)):
+            if not scheduler._engine_paused:
+                _held.add(scheduler)
+            scheduler._engine_paused = True
+        elif scheduler in _held:
+            _held.discard(scheduler)
+            scheduler._engine_paused = False
+    except Exception:  # it would end the server
+        log.exception("it is not known whether this server holds a part of a weight update")
+
+
+def _refuse_parts(scheduler: Any) -> None:
+    """Raise EngineError where a model holds a part of an update, or SGLang's own session for one is open."""
+    worker = _workers.get(scheduler.tp_worker.model_runner.model)
+    if worker is not None:
+        worker.refuse_parts()
+    if getattr(getattr(scheduler, "weight_updater", None), "_session", None) is not None:
+        raise EngineError("a session for an update of weights is open", hint="POST /end_weight_update first")
 
 
 def update_weights_from_disk(
@@ -146,7 +202,7 @@ def update_weights_from_disk(
         if load_format == "delta":
             if runner.is_draft_worker:
                 return True, "a draft model follows no delta: it stays as it is"
-            return _worker(runner).land(model_path, sglang_routes.announced)
+            return _worker(runner).land(model_path, asdict(sglang_routes.announced()))
     except Exception as error:  # noqa: BLE001 - it would end the server
         return False, f"{type(error).__name__}: {error}"
     if kwargs.get("weight_name_filter") or any(args):  # not a trainer's call
@@ -161,6 +217,8 @@ def update_weights_from_disk(
 
     failure = _united(load)
     if not failure:
+        if updater.get_model() in _workers:
+            _workers[updater.get_model()].reloaded()
         return True, message
     return False, (
         f"{failure}. State: the model may hold part of an update. "

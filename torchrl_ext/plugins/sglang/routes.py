@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
-from torchrl_ext.messages import CHANNEL, Message, Poll, Pull, answers_in, merged
+from torchrl_ext.messages import CHANNEL, Land, Message, Poll, Pull, answers_in, merged
 
-__all__ = ["HOOKS", "announced"]
+__all__ = ["HOOKS", "announced", "load"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -28,8 +28,20 @@ _PULL_S: Final = 7200.0
 
 
 _OURS: Final = "torchrl_ext"
-announced: dict[str, Any] = {}
-"""In a scheduler, while it loads from disk: what the server's process said of the call."""
+_manifests: list[Any] = []
+"""In a scheduler, while it loads from disk: the call's manifest, from whoever sent the call; see `announced`."""
+
+
+def announced() -> Land:
+    """Return, in a scheduler, what the server's process said of the call that loads from disk.
+
+    Raises:
+        ConfigError: a caller put something else in its place.
+    """
+    for manifest in _manifests:
+        if isinstance(manifest, dict) and _OURS in manifest:
+            return Land.from_json(manifest[_OURS])
+    return Land()
 
 
 async def update(original: Callable[..., Any], manager: Any, told: Any, request: Any = None) -> Any:
@@ -41,7 +53,8 @@ async def update(original: Callable[..., Any], manager: Any, told: Any, request:
         return await original(manager, told, request)
     body = {} if request is None else await request.json()
     label = manager.config_value("weight_version")
-    told.manifest = {_OURS: {"files": body.get("files"), "paused": manager.is_pause, "label": label}}
+    label = None if label is None else str(label)
+    told.manifest = {_OURS: Land(files=body.get("files"), paused=bool(manager.is_pause), label=label).to_json()}
     before = manager.served_model_name, manager.model_path, manager.config_value("load_format")
     try:
         return await original(manager, told, request)
@@ -51,12 +64,15 @@ async def update(original: Callable[..., Any], manager: Any, told: Any, request:
 
 
 def load(original: Callable[..., Any], manager: Any, told: Any) -> Any:
-    """Wrap a scheduler's part of it: keep what `update` said for the worker that lands the delta."""
-    announced.update((told.manifest or {}).get(_OURS, {}))
+    """Wrap a scheduler's part of it: keep what `update` said for the worker that lands the delta.
+
+    Nothing is read here, where an exception would end the server.
+    """
+    _manifests.append(getattr(told, "manifest", None))
     try:
         return original(manager, told)
     finally:
-        announced.clear()
+        _manifests.clear()
 
 
 def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any) -> None:
@@ -120,9 +136,7 @@ async def _ask(manager: Any, message: Message) -> dict[str, Any]:
 
 
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_LOADS: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.__init__": init,
     f"{_MANAGER}.update_weights_from_disk": update,
-    f"{_LOADS}.update_weights_from_disk": load,
 }

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed, nn
 
+from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.workers import agree
@@ -82,6 +83,23 @@ class SGLangWorker:
     def invalidate(self) -> None:
         """Note that SGLang loaded the model by itself: the next version does not build on what it holds."""
         self._end.invalidate()
+
+    def reloaded(self) -> None:
+        """Note that SGLang loaded a whole checkpoint by itself."""
+        self._end.receiver.reloaded()
+
+    def refuse_parts(self) -> None:
+        """Refuse to generate with a part of an update.
+
+        Raises:
+            EngineRefusedError: the model holds one.
+        """
+        if not self._end.receiver.whole:
+            raise EngineRefusedError(
+                "the engine holds a part of a weight update, which must not be served",
+                state="paused",
+                hint="send the weights again: the next update that arrives whole resumes the engine",
+            )
 
     def _answer(self, message: Message, scheduler: Scheduler) -> Info:
         match message:

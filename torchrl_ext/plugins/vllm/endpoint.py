@@ -136,8 +136,8 @@ class _Driven(VLLMHost):
         found: str | None = self._done(self._llm.get_weight_version())
         return found
 
-    def finish(self, version: int, label: str | None) -> None:
-        self.handle(Finish(version=version))
+    def finish(self, message: Finish, label: str | None) -> None:
+        self.handle(message)
         self._name(label)
 
     def undo(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import EngineError, ManifestError
-from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, CheckAdapter, Finish, Join, Start, read
+from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, CheckAdapter, Finish, Join, Message, Start, read, stamped
 from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree
@@ -72,10 +72,10 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        return InitInfo(dict(init_dict))
+        return InitInfo(init_dict)  # read where the workers agree, whatever it is
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        return UpdateInfo(dict(update_dict))
+        return UpdateInfo(update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
@@ -86,7 +86,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Begin an update; what an earlier one left behind is cleared first."""
         self._sound = self._open = False
         try:
-            self._sound = self._open = self._told(lambda: self._end.handle(Start()))
+            self._sound = self._open = self._told(lambda: self._end.handle(self._own(Start())))
         finally:
             if not self._sound:
                 self._loader.roll_back()  # also where it failed on another worker alone
@@ -114,12 +114,28 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._loader.roll_back()
             self._end.invalidate()
         else:
-            self._told(lambda: self._end.handle(Finish(version=self._end.receiver.version)))
+            self._told(lambda: self._end.handle(self._own(Finish(version=self._end.receiver.version))))
 
-    def invalidate(self) -> None:
-        """Note that vLLM loaded the model by itself: the next version does not build on what it holds."""
+    def invalidate(self, *, whole: bool) -> None:
+        """Note that vLLM loaded the model by itself: the next version does not build on what it holds.
+
+        Args:
+            whole: it loaded a checkpoint to its end.
+        """
         self._end.invalidate()
-        self._loader.reloaded()
+        if whole:
+            self._end.receiver.reloaded()
+        elif self._loader.is_open():
+            self._end.receiver.torn = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model holds one version, whole, and may generate."""
+        return self._end.receiver.whole
+
+    def _own(self, message: Message) -> Message:
+        """Return the message of a route that has no body; what came before it bore the connection."""
+        return stamped(message, self._end.receiver.connection)
 
     def shutdown(self) -> None:
         self._end.close()

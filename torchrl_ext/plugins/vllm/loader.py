@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.plugins.loader import PluginLoader
-from torchrl_ext.plugins.refusals import rebalanced
+from torchrl_ext.plugins.refusals import guest, rebalanced
 from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, made_up, readings
 from torchrl_ext.types import ParamMeta
@@ -37,6 +37,7 @@ class VLLMLoader(PluginLoader):
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
+        load_format = vllm_config.load_config.load_format
         super().__init__(
             model,
             revised(config.model, getattr(config, "revision", None)),
@@ -44,8 +45,8 @@ class VLLMLoader(PluginLoader):
             alone=parallel.world_size == 1,
             dtype=config.dtype,
             tied=bool(getattr(config.hf_config.get_text_config(), "tie_word_embeddings", False)),
-            dummy=vllm_config.load_config.load_format == "dummy",
-            unfit=rebalanced() if parallel.enable_eplb else None,
+            dummy=load_format == "dummy",
+            unfit=rebalanced() if parallel.enable_eplb else guest() if load_format == "ipc_cache" else None,
         )
         self._config = vllm_config
         self._repaired: dict[str, str] = {}
@@ -56,6 +57,10 @@ class VLLMLoader(PluginLoader):
         """Do what vLLM leaves out when it loads the model by itself (`reload_weights`)."""
         if vllm.lands():
             self._repair(list(self._model.modules()))
+
+    def is_open(self) -> bool:
+        """Return whether a layer is in checkpoint form, in which it computes nothing."""
+        return vllm.lands() and any(vllm.get_layerwise_info(layer).can_load() for layer in self._model.modules())
 
     def roll_back(self) -> None:
         """Put live tensors back into layers that an abandoned update left in checkpoint form.

@@ -49,8 +49,12 @@ def pulled(worker: Any, base: str, told: Info, hook: str | None) -> Info:
     return {"success": not any(failures), "weight_version": str(told.get("target_version"))}
 
 
-def reloaded(worker: Any) -> None:
-    """Note that vLLM loaded the worker's model by itself, where our backend keeps it up to date."""
+def reloaded(worker: Any, *, whole: bool) -> None:
+    """Note that vLLM loaded the worker's model by itself, where our backend keeps it up to date.
+
+    Args:
+        whole: it loaded a checkpoint to its end.
+    """
     engine = getattr(worker, "weight_transfer_engine", None)
     if isinstance(engine, TorchRLExtEngine):
-        engine.invalidate()
+        engine.invalidate(whole=whole)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.messages import BACKEND, TAKE_OVER
 from torchrl_ext.plugins.found import enable, grant_tiles
 
@@ -31,6 +33,7 @@ def register() -> None:
         "it follows no trainer by our transports": _register_backend,
         "vime's trainers cannot have it pull versions": _add_pull,
         "an engine that was made without our backend cannot get it": _offer_backend,
+        "whoever resumes it may let it serve a part of an update": _guard_resume,
     }
     if os.environ.get("TORCHRL_EXT_PLAIN_LINEARS") == "1":
         needed["TORCHRL_EXT_PLAIN_LINEARS has no effect"] = _keep_linears_plain
@@ -49,13 +52,15 @@ def _register_backend() -> None:
 def _add_pull() -> None:
     """Give workers the method ``pull_weights``, which remember their checkpoint and notice when vLLM loads another.
 
-    vLLM's own ``reload_weights`` puts the path that it loads in place of the one that the worker was started with.
+    vLLM's own ``reload_weights`` puts the path that it loads in place of the one that the worker was started with. So
+    `WorkerBase.__init__` is wrapped, and each worker's ``reload_weights``. Where vime's patch has put ``pull_weights``
+    there, that one stays.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
-    if "pull_weights" in vars(WorkerBase):
-        return
     begin = WorkerBase.__init__
+    if getattr(begin, "__module__", "") == __name__:
+        return  # wrapped by an earlier call
 
     def init(worker: Any, *args: Any, **settings: Any) -> None:
         begin(worker, *args, **settings)
@@ -64,7 +69,9 @@ def _add_pull() -> None:
         if reload is not None:
             worker.reload_weights = functools.partial(_reload, worker, reload)
 
-    WorkerBase.__init__, WorkerBase.pull_weights = init, _pull
+    WorkerBase.__init__ = init
+    if "pull_weights" not in vars(WorkerBase):
+        WorkerBase.pull_weights = _pull
 
 
 def _pull(
@@ -79,14 +86,16 @@ def _pull(
 def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: Any) -> None:
     from torchrl_ext.plugins.vllm.pull import reloaded
 
+    whole = False
     try:
         reload(*args, **settings)
+        whole = True
     finally:
-        reloaded(worker)
+        reloaded(worker, whole=whole)
 
 
 def _offer_backend() -> None:
-    """Add one method to vLLM's workers; nothing of theirs is replaced."""
+    """Add the method `TAKE_OVER` to vLLM's workers."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, TAKE_OVER, _take_over)
@@ -111,6 +120,42 @@ def _take_over(worker: Any) -> None:
     worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model)
     if other is not None:
         other.shutdown()
+
+
+_WHOLE = "torchrl_ext_whole"
+"""The collective call that asks vLLM's workers whether they may generate."""
+
+
+def _guard_resume() -> None:
+    """Keep an engine paused that holds a part of an update, whoever calls ``/resume`` or ``/wake_up``."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if _WHOLE in vars(WorkerBase):
+        return
+    EngineCore.resume_scheduler = _refusing_parts(EngineCore.resume_scheduler)
+    setattr(WorkerBase, _WHOLE, _is_whole)
+
+
+def _refusing_parts(resume: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(resume)
+    def resumed(core: Any) -> None:
+        if not all(core.model_executor.collective_rpc(_WHOLE)):
+            raise EngineRefusedError(
+                "the engine holds a part of a weight update, which must not be served",
+                state="paused",
+                hint="send the weights again: the next update that arrives whole resumes the engine",
+            )
+        resume(core)
+
+    return resumed
+
+
+def _is_whole(worker: Any) -> bool:
+    """Return whether a worker holds one version, whole; of another backend than ours nobody knows better."""
+    ours = sys.modules.get("torchrl_ext.plugins.vllm.engine")  # there, once a worker has our backend
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return ours is None or not isinstance(engine, ours.TorchRLExtEngine) or engine.whole
 
 
 def _keep_linears_plain() -> None:

@@ -18,9 +18,10 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
-from torchrl_ext.messages import Inspect, Message, Poll, Rehearse
+from torchrl_ext.messages import REPLACED, Inspect, Message, Poll, Rehearse, State, replaced_by, stamped
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.engines.sleep import SleepState, check_wake
+from torchrl_ext.rpc.engines.workers import Workers
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info, least
@@ -54,7 +55,10 @@ class HTTPEngine(EngineClient):
     ) -> None:
         self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
         self._load_timeout_s = load_timeout_s
+        self._workers: Workers
         self._watch = Stopwatch()
+        self._torn = False  # a part of a version was sent to workers that cannot say so
+        self._connection = ""  # of the sender that joined last through this client
         self._before = SleepState(paused=None)  # the engine's state before the current update
         self._state = "serving"
         self._version: int | None = None
@@ -76,14 +80,25 @@ class HTTPEngine(EngineClient):
     def rehearsed(self) -> tuple[Info, ...]:
         return self._rehearsed
 
+    def replaced(self, connection: str) -> str:
+        try:
+            self._refuse_replaced(connection)
+        except (EngineError, DeadlineError) as error:
+            return replaced_by(error.what)
+        return ""
+
+    def _refuse_replaced(self, connection: str) -> None:
+        """Raise EngineRefusedError where the workers have joined another sender, or none since they were started."""
+        if connection and self.verifies:
+            self.tell(State(connection=connection))
+
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. Where the plugin knows no rehearsals, `proof` stays ``"sent"``."""
         told = self._rehearsal(Rehearse(how=how, ask=True))
         if any(answer.get("needed") for answer in told):
-            served = self._state == "serving"
             with self._step("rehearse an update", state=None):
-                before = self._answers() if served else None
-                self.pause()
+                before = self._answers() if self._serves_in(self._told_state()) else None
+                served = self.pause()  # others may have paused it, or put it to sleep
                 try:
                     told = self._rehearsal(Rehearse(how=how))  # takes as long as loading the weights a few times
                 except EngineError:
@@ -124,7 +139,7 @@ class HTTPEngine(EngineClient):
             )
 
     def _rehearsal(self, message: Rehearse) -> list[Info]:
-        return [answer for answer in self.tell(message) if "proof" in answer]
+        return [answer for answer in self.tell(stamped(message, self._connection)) if "proof" in answer]
 
     def _await_idle(self, what: str) -> None:
         """Wait until the workers have no work in progress.
@@ -134,7 +149,7 @@ class HTTPEngine(EngineClient):
             DeadlineError: it takes too long to ``what``.
         """
         wait_until(
-            lambda: not any(answer.get("working") for answer in self.tell(Poll())),
+            lambda: not any(answer.get("working") for answer in self.tell(Poll(connection=self._connection))),
             self._load_timeout_s,
             lambda: DeadlineError(f"to {what} takes {self.url} longer than {self._load_timeout_s:g} s"),
         )
@@ -181,12 +196,14 @@ class HTTPEngine(EngineClient):
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
+        self._torn = not self._workers.plugged  # those of our plugin know by themselves what landed
         with self._step(what, state=self._paused("part of an update")):
             self._load(info)
 
     def commit(self, version: int) -> None:
         with self._step(f"finish version {version}", state=self._paused("part of an update")):
             self._finish(version)
+        self._torn = False
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self._label(version)
             self._version = version
@@ -262,11 +279,12 @@ class HTTPEngine(EngineClient):
         """See `EngineClient.resume`; the engine is asked afterwards whether it serves.
 
         Raises:
-            EngineRefusedError: it sleeps or has no weights; or it refuses, or says that it is still paused.
+            EngineRefusedError: it sleeps, has no weights, or holds a part of a version; or it refuses, or says that it
+                is still paused.
         """
         with self._step("resume"):
             state = self.sleep_state()
-            self._refuse_empty(state)
+            self._refuse_unfit(state)
             if "weights" in state.asleep:
                 raise EngineRefusedError(
                     f"{self.url} is asleep", state="asleep", hint="call wake_up, or update_weights: an update wakes it"
@@ -292,7 +310,7 @@ class HTTPEngine(EngineClient):
         with self._step("wake up"):
             state = self.sleep_state()
             if "kv_cache" in wanted or state.asleep <= wanted:  # the weights come first, so this may be the last one
-                self._refuse_empty(state, wanted)
+                self._refuse_unfit(state, wanted)
             self._state = "paused"
             awake = self._wake(wanted, state)
             if paused:
@@ -304,14 +322,17 @@ class HTTPEngine(EngineClient):
     def _halt(self, what: str) -> SleepState:
         """Pause the engine, and return its state from before."""
         with self._step(what, state=f"{self.url} was not told to pause"):
-            before = self.sleep_state()
-        if before.paused is None:
-            before = replace(before, paused=self._state != "serving")  # by what this client did last
+            before = self._told_state()
         with self._step(what, undo=self._undo_of(before)):
             self._hold()
         self._watch.start()
         self._state = "paused"
         return before
+
+    def _told_state(self) -> SleepState:
+        """Return `sleep_state`; where the engine cannot say whether it is paused, this client's last call counts."""
+        state = self.sleep_state()
+        return replace(state, paused=self._state != "serving") if state.paused is None else state
 
     def _resumed(self) -> None:
         self._watch.stop()
@@ -344,14 +365,32 @@ class HTTPEngine(EngineClient):
     def sleep_state(self) -> SleepState:
         """Ask the engine whether it is paused and what of it sleeps."""
 
-    def _refuse_empty(self, state: SleepState, waking: Collection[str] = ()) -> None:
-        """Raise an error if the engine has no weights to serve, by its state before the parts of ``waking`` wake."""
+    def _refuse_unfit(self, state: SleepState, waking: Collection[str] = ()) -> None:
+        """Raise an error if the engine has no weights to serve, by its state before the parts of ``waking`` wake, or a
+        part of a version."""
         if self._is_empty(state, waking):
             raise EngineRefusedError(
                 f"{self.url} slept at level 2 and holds no weights to serve",
                 state="paused",
                 hint="call update_weights: it wakes the engine in the right order",
             )
+        try:
+            whole = not self._torn and self._workers.state().get("whole", True)
+        except EngineRefusedError as error:
+            if not self._lacks_plugin(error):
+                raise
+            whole = True  # as far as anybody knows
+        if not whole:
+            raise EngineRefusedError(
+                f"{self.url} holds a part of a version, which must not be served",
+                expected="a version that arrived whole",
+                state="paused",
+                hint="send the weights again: the next update that arrives whole resumes the engine",
+            )
+
+    @abstractmethod
+    def _lacks_plugin(self, error: EngineRefusedError) -> bool:
+        """Return whether the server refused a message since it runs without our plugin."""
 
     @abstractmethod
     def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:
@@ -411,7 +450,9 @@ class HTTPEngine(EngineClient):
         try:
             yield
         except (EngineError, DeadlineError) as error:
-            if undo is not None:
+            if REPLACED in error.what:
+                state = "another sender drives the engine, and nothing of what it did was touched"
+            elif undo is not None:
                 state = undo()
             elif isinstance(error, EngineUnreachableError):
                 self._state = "unreachable"

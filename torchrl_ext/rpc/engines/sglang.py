@@ -181,13 +181,17 @@ class SGLangEngine(HTTPEngine):
                 )
             self._workers.leave()  # of another transport, or from before a failure
             self._workers = self._plugged if plugged else StockSGLang(self._http, told, self._load_timeout_s)
+            self._connection = str(info.get("connection", ""))
             self._workers.join(info)
             mode = told.get("disaggregation_mode") if isinstance(told, dict) else None
             self._stores, self._pooled = stores, mode in ("prefill", "decode")
 
     def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`. A server without our plugin proves nothing."""
+        """See `EngineClient.rehearse`. Weights that sleep are woken for it; a server without our plugin proves
+        nothing."""
         if self._workers.plugged:
+            with self._step("wake its weights", state=f"{self.url} sleeps"):
+                self._wake(frozenset({"weights"}), self.sleep_state())
             super().rehearse(how)
 
     def tell(self, message: Message) -> list[Info]:
@@ -220,9 +224,13 @@ class SGLangEngine(HTTPEngine):
             if not self._keep_cache:
                 self._flush(frozen=self._pause_mode == "in_place")
         with self._step(f"start version {version}", state=self._paused("the weights it had, untouched")):
+            self._workers.confirm()
             self._wake(frozenset({"weights"}), before)
             if self._workers.sessions:
                 self._open_session()
+            elif self._in_session:  # an update that failed left it open; a server that was started again has none
+                self._http.call("POST", "/end_weight_update", {}, timeout_s=self._load_timeout_s)
+                self._in_session = False
             self._workers.start(bracketed=self._in_session)
 
     def _load(self, info: Info) -> None:
@@ -270,8 +278,9 @@ class SGLangEngine(HTTPEngine):
             with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
                 if level == 2 and "weights" in wanted:
                     self._plugged.emptied()
-                released = {"tags": sorted({*wanted, _GRAPHS} - before.asleep)}
-                self._http.post("/release_memory_occupation", released, timeout_s=self._load_timeout_s)
+                released = sorted({*wanted, _GRAPHS} - before.asleep)
+                if released:  # SGLang takes an empty list for all of them
+                    self._http.post("/release_memory_occupation", {"tags": released}, timeout_s=self._load_timeout_s)
 
     def _refuse_impossible(self, level: int, wanted: frozenset[str]) -> None:
         if not self._has_plugin():
@@ -290,14 +299,18 @@ class SGLangEngine(HTTPEngine):
         try:
             told = self._workers.state()
         except EngineRefusedError as error:
-            if not is_absent(error):
+            if not self._lacks_plugin(error):
                 raise
-        paused = {_OK: False, _NOT_READY: True}.get(self._ready(), told.get("paused"))
-        paused = None if paused is None else bool(paused)
+        pauses = {_OK: False, _NOT_READY: True}.get(self._ready()), told.get("paused")  # each may know of its own alone
+        known = [bool(one) for one in pauses if one is not None]
+        paused = any(known) if known else None
         return SleepState(paused=paused, asleep=named_tags(told.get("asleep")), empty=bool(told.get("empty")))
 
     def _ready(self) -> int:
         return self._http.call("GET", "/ready").status  # its scheduler does not know of every pause
+
+    def _lacks_plugin(self, error: EngineRefusedError) -> bool:
+        return is_absent(error)
 
     def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:
         return bool(state.empty)

@@ -37,7 +37,7 @@ from torchrl_ext.rpc.engines.base import HTTPEngine, restated
 from torchrl_ext.rpc.engines.sleep import SleepState, check_sleep, check_wake, sleep_state_of_vllm
 from torchrl_ext.rpc.engines.stock import FLAGS, StockVLLM
 from torchrl_ext.rpc.engines.workers import PluggedVLLM, Workers, abandon
-from torchrl_ext.rpc.server_info import kv_connectors, parse_server_info, sees, transfer_backend
+from torchrl_ext.rpc.server_info import is_guest, kv_connectors, parse_server_info, sees, transfer_backend
 from torchrl_ext.types import EngineInfo, Info, Part
 from torchrl_ext.waiting import wait_until
 
@@ -157,7 +157,7 @@ class VLLMRoutes(HTTPEngine):
                 self._refuse_connector(kv_connectors(told))
             self._sees = sees(told)
             self._workers.leave()  # of another transport, or from before a failure
-            self._workers = self._found(told)
+            self._workers, self._connection = self._found(told), str(info.get("connection", ""))
             if not self._workers.plugged and self.sleep_state().empty:
                 self._workers.emptied()  # these are new here; those that run our plugin remember it themselves
             self._workers.join(info)
@@ -194,6 +194,7 @@ class VLLMRoutes(HTTPEngine):
         self._wake_weights(before)
         undo = self._undo_of(before)
         with self._step(f"start version {version}", undo=lambda: self._not_started(undo)):
+            self._workers.confirm()
             self._workers.start()
 
     def _not_started(self, undo: Callable[[], str]) -> str:
@@ -242,8 +243,11 @@ class VLLMRoutes(HTTPEngine):
         try:
             self._workers.emptied()
         except EngineRefusedError as error:
-            if error.status not in (404, 405) and not _of_another_backend(error):
+            if not self._lacks_plugin(error):
                 raise
+
+    def _lacks_plugin(self, error: EngineRefusedError) -> bool:
+        return error.status in (404, 405) or _of_another_backend(error)
 
     def wake_up(self, tags: Collection[str] | None = None, *, paused: bool = False) -> None:
         """See `HTTPEngine.wake_up`. A server that cannot say what of it sleeps is told all the same."""
@@ -366,6 +370,12 @@ class VLLMEngine(VLLMRoutes):
     kind: ClassVar[str] = "vllm"
 
     def _found(self, told: Any) -> Workers:
+        if is_guest(told):
+            raise ConfigError(
+                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that does",
+                expected="a server with weights of its own: another --load-format than ipc_cache",
+                state="nothing was sent",
+            )
         backend = transfer_backend(told)
         return self._plugged if backend == BACKEND else StockVLLM(self._post, backend, self.url, self._load_timeout_s)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext import messages
 from torchrl_ext.errors import EngineError, EngineRefusedError
-from torchrl_ext.messages import OPEN_UPDATE, Message, merged
+from torchrl_ext.messages import OPEN_UPDATE, Join, Message, merged, stamped
 from torchrl_ext.types import Info, Part
 
 __all__ = ["PluggedSGLang", "PluggedVLLM", "Workers", "abandon"]
@@ -59,8 +59,11 @@ class Workers(ABC):
     def finish(self, version: int) -> None:
         """End the update to ``version``."""
 
+    def confirm(self) -> None:  # noqa: B027 - only those that run our plugin know who has joined
+        """Raise EngineRefusedError where they have joined another sender since `join`; nothing is touched."""
+
     def state(self) -> Info:
-        """Return what they say of themselves: ``paused``, ``asleep``, ``empty``, as far as they do."""
+        """Return what they say of themselves: ``paused``, ``asleep``, ``empty``, ``whole``, as far as they do."""
         return {}
 
     def emptied(self) -> None:  # noqa: B027 - as `state`
@@ -75,9 +78,19 @@ class _Plugged(Workers):
 
     def __init__(self, tell: Tell, await_idle: Callable[[str], None]) -> None:
         self._tell, self._await_idle = tell, await_idle
+        self._connection = ""
+
+    def _join(self, message: Join) -> Join:
+        """Return the message by which they join; from then on each step bears its connection."""
+        self._connection = message.connection
+        return message
+
+    def confirm(self) -> None:
+        if self._connection:
+            self._tell(messages.State(connection=self._connection))
 
     def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._tell(messages.Prefetch(version=version, part=part))
+        self._tell(messages.Prefetch(connection=self._connection, version=version, part=part))
         self._await_idle(f"stage version {version}")
 
     def emptied(self) -> None:
@@ -109,17 +122,17 @@ class PluggedSGLang(_Plugged):
                     f"{url} has {replicas} data-parallel replicas, whose workers do not know their ranks in a group",
                     expected="--dp-size 1, or a transport through files",
                 )
-        self._tell(messages.Join.of(info))
+        self._tell(self._join(messages.Join.of(info)))
         self._await_idle("join the transport")
 
     def start(self, *, bracketed: bool = False) -> None:
-        self._tell(messages.Start(bracketed=bracketed))
+        self._tell(messages.Start(connection=self._connection, bracketed=bracketed))
 
     def load(self, info: Info) -> None:
-        self._tell(messages.loading(info))
+        self._tell(stamped(messages.loading(info), self._connection))
 
     def finish(self, version: int) -> None:
-        self._tell(messages.Finish(version=version))
+        self._tell(messages.Finish(connection=self._connection, version=version))
 
     def state(self) -> Info:
         return merged(self._ask(messages.State()))
@@ -148,7 +161,7 @@ class PluggedVLLM(_Plugged):
         self._post, self._timeout_s, self._explained = post, timeout_s, explained
 
     def join(self, info: Info) -> None:
-        message = messages.Join.of(info)
+        message = self._join(messages.Join.of(info))
         try:
             self._tell(message)
         except EngineRefusedError as error:
@@ -162,14 +175,14 @@ class PluggedVLLM(_Plugged):
         self._post("/start_weight_update")
 
     def load(self, info: Info) -> None:
-        self._update(messages.loading(info))
+        self._update(stamped(messages.loading(info), self._connection))
 
     def finish(self, version: int) -> None:
-        self._update(messages.Seal())
+        self._update(messages.Seal(connection=self._connection))
         self._post("/finish_weight_update", {"weight_version": str(version)})
 
     def state(self) -> Info:
-        return {"empty": any(answer.get("empty") for answer in self._tell(messages.State()))}
+        return merged(self._tell(messages.State()))
 
     def _update(self, message: Any) -> None:
         self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self._timeout_s)

@@ -109,6 +109,10 @@ class EngineActor:
         self._client.connect(info)
         return self._client.verifies
 
+    def replaced(self, connection: str) -> str:
+        """Return `EngineClient.replaced`."""
+        return self._client.replaced(connection)
+
     def rehearse(self, how: str) -> str:
         """Rehearse an update, as `EngineClient.rehearse`; return `EngineClient.proof`."""
         self._client.rehearse(how)

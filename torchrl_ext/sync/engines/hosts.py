@@ -236,13 +236,14 @@ class VLLMHost(Host):
             case Load() | Verify() | Seal():
                 self._workers("update_weights", update_info=message.to_json())
             case Finish():
-                self.handle(Seal())
+                self.handle(Seal(connection=message.connection))
                 self._workers("finish_weight_update")
                 self._label(str(message.version))
             case Join() | Prefetch() | Pull():
                 self._ask(message)
+                ours = "" if isinstance(message, Pull) else message.connection
                 wait_until(
-                    lambda: not self._ask(Poll(pull=isinstance(message, Pull))).get("working"),
+                    lambda: not self._ask(Poll(connection=ours, pull=isinstance(message, Pull))).get("working"),
                     self._timeout_s,
                     lambda: DeadlineError(f"to {message.kind} takes vLLM longer than {self._timeout_s:g} s"),
                 )

@@ -14,8 +14,19 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
-from torchrl_ext.messages import Finish, Join, Prefetch, Rehearse, Start, loading
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.messages import (
+    Finish,
+    Join,
+    Message,
+    Prefetch,
+    Rehearse,
+    Start,
+    State,
+    loading,
+    replaced_by,
+    stamped,
+)
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.engines.switching import Switch
@@ -75,7 +86,7 @@ class InProcessEngine(EngineClient):
         self._host: Host = host_of(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop, timeout_s=timeout_s)
         self.url, self._transport = url, transport or self._host.transport
         self._free_cache, self._freed = free_cache, False
-        self._joined = False
+        self._joined, self._connection = False, ""
         self._paused_at: float | None = None  # seconds of `time.perf_counter`; None while it serves
         self._pause_s = 0.0
         self._version: int | None = None
@@ -98,8 +109,19 @@ class InProcessEngine(EngineClient):
         return EngineInfo(**{**vars(described), "kind": self.kind, "weight_version": str(self._version or "")})
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._joined = True
-        self._host.handle(Join.of(info))
+        self._joined, message = True, Join.of(info)
+        self._connection = message.connection
+        self._host.handle(message)
+
+    def replaced(self, connection: str) -> str:
+        try:
+            self._host.handle(State(connection=connection))
+        except EngineError as error:
+            return replaced_by(error.what)
+        return ""
+
+    def _handle(self, message: Message) -> Info:
+        return self._host.handle(stamped(message, self._connection))
 
     @property
     def proof(self) -> str:
@@ -115,7 +137,7 @@ class InProcessEngine(EngineClient):
         if told.get("needed"):
             served = self.pause()
             try:
-                told = self._host.handle(Rehearse(how=how))
+                told = self._handle(Rehearse(how=how))
             except WeightSyncError:
                 if served and self._host.handle(Rehearse(ask=True)).get("restored", True):
                     self.resume()
@@ -130,7 +152,7 @@ class InProcessEngine(EngineClient):
         return self._host.takes_parts()
 
     def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._host.handle(Prefetch(version=version, part=part))
+        self._handle(Prefetch(version=version, part=part))
 
     def begin(self, version: int) -> None:
         served = self.pause()
@@ -138,17 +160,17 @@ class InProcessEngine(EngineClient):
             if self._free_cache and not self._freed:  # an update that failed before left it freed
                 self._freed = True  # first: of one that fails at its deadline nobody knows what it freed
                 self._host.free()
-            self._host.handle(Start())
+            self._handle(Start())
         except BaseException:
             if served:
                 self.resume()  # nothing was changed
             raise
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._host.handle(loading(info))
+        self._handle(loading(info))
 
     def commit(self, version: int) -> None:
-        self._host.handle(Finish(version=version))
+        self._handle(Finish(version=version))
         self._version = version
         self.resume()
 
@@ -176,6 +198,18 @@ class InProcessEngine(EngineClient):
         return served
 
     def resume(self) -> None:
+        """See `EngineClient.resume`.
+
+        Raises:
+            EngineRefusedError: a part of a version landed, and the rest did not.
+        """
+        if not self._host.handle(State()).get("whole", True):
+            raise EngineRefusedError(
+                f"{self.url} holds a part of a version, which must not be served",
+                expected="a version that arrived whole",
+                state="paused",
+                hint="send the weights again: the next update that arrives whole resumes the engine",
+            )
         if self._freed:
             self._host.regain()
         self._freed = False

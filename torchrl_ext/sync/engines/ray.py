@@ -13,7 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, WeightSyncError
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    WeightSyncError,
+)
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.actors import EngineActor, Served, answer, as_remote, begin, the_ray
@@ -90,6 +97,12 @@ class RayEngine(EngineClient):
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._verifies = self._ask("connect", info, timeout_s=self._load_timeout_s)
+
+    def replaced(self, connection: str) -> str:
+        try:
+            return str(self._ask("replaced", connection))
+        except (EngineError, DeadlineError):
+            return ""
 
     @property
     def proof(self) -> str:
@@ -217,8 +230,8 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
     """Return the client for engines that Ray runs; `make_engine("ray", ...)` calls it.
 
     Args:
-        engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `AsyncVLLM` or any other
-            `RLvLLMEngine`.
+        engine: handle or name of an `EngineActor`, a sequence of these, or TorchRL's `AsyncVLLM`, `RayLLMWorker` or
+            `LocalLLMWrapper`.
         settings: as for `RayEngine`; for TorchRL's engines as for `torchrl_ext.sync.engines.rlvllm.connect_torchrls`.
 
     Raises:

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # by a star there
+from torch.distributed import Store  # type: ignore[attr-defined]  # by a star there
 
-from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
+from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
+from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import in_time, listen, listening
+from torchrl_ext.transports.collective.sockets import in_time, listening
 from torchrl_ext.weights.devices import known_device, usable_device
 
 __all__ = [
     "GLOO_DEVICES", "GroupStore", "brief", "choose_backend", "gloo_devices", "kept_store", "made_in_time",
-    "reached_store", "torch_store",
+    "reached_store",
 ]  # fmt: skip
 
 GLOO_DEVICES = 2
@@ -61,20 +62,24 @@ def choose_backend(
 
 
 class GroupStore(Store):
-    """A torch store that keeps its values in a `NoteStore`, for gloo, which needs it while it is constructed.
+    """A torch store that keeps its values in a `NoteStore`, behind its secret.
+
+    gloo needs it while it is constructed. NCCL leaves the id of each communicator there when this is first used, and
+    its monitor looks for signals of other ranks for as long as the process lives.
 
     Args:
         notes: where the values are.
-        until: monotonic moment until which a backend waits for a note.
+        beginning: of the names of its notes.
+        timeout_s: how long a backend waits for a value, in seconds.
     """
 
-    def __init__(self, notes: NoteStore, until: float) -> None:
+    def __init__(self, notes: NoteStore, beginning: str, timeout_s: float) -> None:
         super().__init__()
-        self._notes, self._until = notes, until
+        self._notes, self._beginning, self._timeout_s = notes, beginning, timeout_s
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value under ``key``."""
-        self._notes.put(key, value if isinstance(value, str) else bytes(value).decode("latin-1"))
+        self._notes.put(self._beginning + key, value if isinstance(value, str) else bytes(value).decode("latin-1"))
 
     def get(self, key: str) -> bytes:
         """Return the value under ``key``, as soon as it is there.
@@ -82,7 +87,7 @@ class GroupStore(Store):
         Raises:
             TransportError: it did not come in time, or another thread aborted.
         """
-        found = self._notes.wait(key, self._until)
+        found = self._notes.wait(self._beginning + key, deadline(self._timeout_s))
         if not found:
             raise TransportError(f"nothing was left under {key!r}")
         return str(found[0]).encode("latin-1", errors="replace")
@@ -93,8 +98,11 @@ class GroupStore(Store):
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these values are there."""
-        return all(self._notes.has(key) for key in keys)
+        """Return whether all these values are there, as far as the trainer answers."""
+        try:
+            return all(self._notes.has(self._beginning + key) for key in keys)
+        except WeightSyncError:  # a thread of NCCL's, which asks, must not end the process
+            return False
 
     def has_extended_api(self) -> bool:
         """Return False: several values cannot be asked for at once."""
@@ -112,28 +120,6 @@ def made_in_time(make: Callable[[], Any], until: float, timeout_s: float, stop: 
     if stop.is_set():
         raise TransportError("forming the group was aborted")
     raise DeadlineError(f"connections were not made within {timeout_s:g} s")
-
-
-def torch_store(notes: NoteStore, generation: str, rank: int, until: float) -> Any:
-    """Return a store of torch's own, kept by rank 0: NCCL's threads ask it when one in Python could not answer.
-
-    Raises:
-        TransportError, DeadlineError: rank 0 cannot keep one, or it cannot be reached.
-    """
-    key, left_s = f"store/{generation}", max(1.0, until - time.monotonic())
-    if rank == 0:
-        make = partial(kept_store, listen(notes.host, 0), left_s)
-        store = made_in_time(make, until, left_s, notes.stop)
-        notes.put(key, store.port)
-    else:
-        found = notes.wait(key, until)
-        if not found:
-            raise DeadlineError(f"rank 0 did not say within {left_s:g} s where the store of the group is")
-        (port,) = found
-        if type(port) is not int:
-            raise TransportError(f"rank 0 says that the store of the group is at port {port!r}")
-        store = made_in_time(partial(reached_store, notes.host, port, left_s), until, left_s, notes.stop)
-    return PrefixStore(f"group/{generation}", store)
 
 
 def kept_store(listener: socket.socket, timeout_s: float) -> Any:

@@ -19,13 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a star there
 
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.collective.backends import (
-    GLOO_DEVICES,
-    GroupStore,
-    gloo_devices,
-    made_in_time,
-    torch_store,
-)
+from torchrl_ext.transports.collective.backends import GLOO_DEVICES, GroupStore, gloo_devices, made_in_time
 from torchrl_ext.transports.collective.broadcasts import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, SLICE, Broadcasts
 from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return, sever_at_exit
 from torchrl_ext.transports.collective.notes import NoteStore
@@ -70,7 +64,9 @@ class Group(Carrier):
         self._second: Any = None
         self._listeners: set[tuple[Any, ...]] = set()
         until = time.monotonic() + timeout_s
-        make = self._nccl(until) if backend == "nccl" else self._gloo(until)
+        # held here, since C++ does not keep its Python methods
+        self._store: Any = GroupStore(notes, f"group/{generation}/", timeout_s)
+        make = self._nccl() if backend == "nccl" else self._gloo()
         pg = made_in_time(make, until, timeout_s, notes.stop)
         self.broadcasts = Broadcasts(pg, backend, device=device, timeout_s=timeout_s, stop=notes.stop)
         sever_at_exit(self)
@@ -85,19 +81,16 @@ class Group(Carrier):
             self.sever()
             raise
 
-    def _gloo(self, until: float) -> Callable[[], Any]:
+    def _gloo(self) -> Callable[[], Any]:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # left out of the stub
         options._devices, self._listeners = gloo_devices(self.notes.host, self.notes.port, self.notes.stop)
         options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self.timeout_s + _LATER_S)
         self.notes.put(f"listeners/{self.generation}/{self.rank}", sorted(self._listeners))
-        self._store: Any = GroupStore(self.notes, until)  # held here, since C++ does not keep its Python methods
-        store = PrefixStore(f"group/{self.generation}", self._store)
-        return partial(dist.ProcessGroupGloo, store, self.rank, self.world_size, options)
+        return partial(dist.ProcessGroupGloo, self._store, self.rank, self.world_size, options)
 
-    def _nccl(self, until: float) -> Callable[[], Any]:
+    def _nccl(self) -> Callable[[], Any]:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NEVER  # where it passes, torch ends the process; waits here have deadlines of their own
-        self._store = torch_store(self.notes, self.generation, self.rank, until)
         self._nccl_options = options
         return partial(dist.ProcessGroupNCCL, self._store, self.rank, self.world_size, options)
 
@@ -204,6 +197,8 @@ class Group(Carrier):
             if not self.alive:
                 return
             self.alive = False
+        if self.backend == "nccl":
+            self.notes.sweep(f"group/{self.generation}/")  # ids of communicators of two ranks
         if self._second is not None:
             run_beside(self._second.abort)
         self.broadcasts.sever()

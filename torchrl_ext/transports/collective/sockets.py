@@ -11,6 +11,7 @@ import ctypes
 import ipaddress
 import os
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -79,20 +80,27 @@ def shut_down(endpoints: set[tuple[Any, ...]]) -> None:
 
 
 def _descriptors() -> Iterator[int]:
-    """Yield a duplicate, closed after use, of each open descriptor, so that no other file can take its number."""
+    """Yield a duplicate, closed after use, of each open socket, so that no other can take its number.
+
+    No duplicate of a file is ever closed: that would drop every POSIX lock (`fcntl.lockf`, SQLite's) of this process on
+    the file.
+    """
     try:
         entries = os.listdir("/dev/fd")
     except OSError:
         return
     for entry in entries:
         try:
+            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                continue
             copy = os.dup(int(entry))
         except OSError:
             continue  # closed since it was listed
         try:
             yield copy
         finally:
-            os.close(copy)
+            if not stat.S_ISREG(os.fstat(copy).st_mode):  # a file took the number meanwhile: the duplicate stays open
+                os.close(copy)
 
 
 def _endpoint(ask: Any, number: int) -> tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, final
@@ -23,17 +23,19 @@ from torchrl_ext.stores import Chain, Store, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.versions import version_number
+from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta.kept_tensors import FILES, KeptTensors
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.writer import WritesFull
+from torchrl_ext.waiting import pauses
 from torchrl_ext.weights.source import MappingSource
 
 __all__ = ["Broadcast", "SharedFiles"]
 
-_PAUSE_S = 0.005  # between two looks at a version
+_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at a version
 
 _FORMAT = 3
 """Number of the broadcast's format: 1 sent the files of keyframes, 2 each file as a tensor of its own."""
@@ -74,9 +76,9 @@ class SharedFiles:
         """Connect to the trainer that made ``info``."""
         self._shared.find(info, self._timeout_s, self._aborted)
 
-    def fetch(self, until: float) -> None:
-        """Wait a moment for something new in the store, but not beyond the monotonic time ``until``."""
-        self._aborted.wait(min(_PAUSE_S, max(0.0, until - time.monotonic())))
+    def looks(self, timeout_s: float) -> Iterator[float]:
+        """Yield whenever a worker should look for a version in its store, until an abort or ``timeout_s`` seconds."""
+        return pauses(timeout_s, self._aborted, shortest_s=_SHORTEST_S, longest_s=_LONGEST_S)
 
     def check_connection(self) -> bool:
         """Return whether the store can still be reached."""
@@ -173,8 +175,18 @@ class Broadcast:
         handoff.transfer()
         self.full.tensors = {}  # they are those of the baseline, which the next delta changes
 
-    def fetch(self, until: float) -> None:
-        """Receive the next version into this end's store, if one is announced by the monotonic time ``until``.
+    def looks(self, timeout_s: float) -> Iterator[float]:
+        """As `SharedFiles.looks`: at once, and after each version that came; raises as `fetch`."""
+        until = deadline(timeout_s)
+        yield timeout_s
+        while self.fetch(until):
+            yield until - time.monotonic()
+
+    def fetch(self, until: float) -> bool:
+        """Receive the next version into this end's store, and return whether one was announced by ``until``.
+
+        Args:
+            until: monotonic moment.
 
         Raises:
             TransportError, DeadlineError: the trainer is gone, or stopped half-way.
@@ -183,7 +195,7 @@ class Broadcast:
         """
         info = self.link.poll(max(0.0, until - time.monotonic()))
         if info is None:
-            return
+            return False
         try:
             version, base = _count(info["version"]), _count(info["base"] or 0)
             sizes = {str(name): _count(size) for name, size in info["files"].items()}
@@ -207,6 +219,7 @@ class Broadcast:
         tensors = {name: tensor.cpu() for name, tensor in self.link.receive(info, {})}
         self._keep(version, tensors.pop(FILES, None), sizes)
         self.full.tensors = tensors
+        return True
 
     def _keep(self, version: int, packed: Tensor | None, sizes: Mapping[str, int]) -> None:
         if packed is None or ParamMeta.of(FILES, packed) != ParamMeta(FILES, torch.uint8, (sum(sizes.values()),)):

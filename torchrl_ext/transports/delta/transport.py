@@ -23,7 +23,7 @@ from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import open_store, version_name
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.transports.base import Incremental, deadline
+from torchrl_ext.transports.base import Incremental
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta.by_shard import ByShard, of_blocks, refuse
 from torchrl_ext.transports.delta.carriers import Broadcast, SharedFiles
@@ -283,6 +283,10 @@ class DeltaTransport(StandaloneTransport, Incremental):
     def builds_on(self, version: int) -> bool:
         return self._writer.builds_on(version)
 
+    def renew(self) -> None:
+        if self._base is not None:  # else the chain begins with a keyframe, which they can read
+            self._writer.renew()
+
     def latest_version(self) -> int:
         return self._chain.newest()
 
@@ -361,8 +365,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
         if not self._alone:  # what is returned is whole, so the copy to which changes are applied is kept here
             self._alone = True
             self._reader.retain(lambda name: True)
-        until = deadline(timeout_s)
-        while True:
+        for _ in self._carrier.looks(timeout_s):
             if self._reading is not None:
                 self._reading(self.root, self.received_version + 1)
             version = self._reader.unseen(self.received_version)
@@ -373,9 +376,7 @@ class DeltaTransport(StandaloneTransport, Incremental):
                     self._connected = True
                     rows = [meta.to_json() for meta in route.params]
                     return {"transport": self.name, "version": version, "params": rows}
-            if self._aborted.is_set() or time.monotonic() >= until:
-                return None
-            self._carrier.fetch(until)
+        return None
 
     # its helpers
 
@@ -394,17 +395,16 @@ class DeltaTransport(StandaloneTransport, Incremental):
 
     def _await_version(self, version: int) -> None:
         """Wait until a version is here: a shared filesystem may show it late, and a broadcast takes a while."""
-        until = time.monotonic() + self._carrier.wait_s
+        missing: FileNotFoundError | None = None
         self._aborted.clear()  # an earlier abort ended the waits of its time, and not this one
         self._chain.known.clear()
         self._reader.remember(version)
-        while True:
+        for _ in self._carrier.looks(self._carrier.wait_s):
             if self._reading is not None:
                 self._reading(self.root, version)
             try:
                 self._chain.version(version)
                 return
             except FileNotFoundError as error:
-                if self._aborted.is_set() or time.monotonic() >= until:
-                    raise self._carrier.lost(version, self._chain) from error
-            self._carrier.fetch(until)
+                missing = error
+        raise self._carrier.lost(version, self._chain) from missing

@@ -131,9 +131,9 @@ class ConnectedWorkers:
         """Begin a handoff, in which every connected worker takes part."""
         self._handoff = handoff
         for worker in self._workers:
-            worker.taken, worker.refused, worker.lost, worker.unmapped = -1, "", "", False
-            if not worker.link.alive:
-                worker.lost = _farewell(worker.link) or "it is gone"
+            worker.taken, worker.refused, worker.unmapped = -1, "", False
+            if not worker.link.alive:  # a link that `_lose` closed says nothing any more
+                worker.lost = worker.lost or _farewell(worker.link) or "it is gone"
 
     def filled(self, bucket: int) -> None:
         """Tell every worker that ``bucket`` is in the staging buffer.

@@ -8,18 +8,22 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
-from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
+from torchrl_ext.codecs.pipeline import Where, encode_tensors, worker_threads
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.kernels.base import Piece, Words, kernels_on
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.containers import Packed
+from torchrl_ext.versions.shards.parts import flat_positions
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource, checked
@@ -136,7 +140,7 @@ class OwnBlocks:
             JSON-safe: ``parts``, rows of parameter, first element and sizes of a block, changed units, codec, file,
             offset, bytes, checksum, and the two words that the change adds to the digest; ``codecs``; ``files``.
         """
-        waiting, order = deque[tuple[_Kept, Tensor]](), deque[tuple[_Kept, Words]]()
+        waiting, order, taken_last = deque[tuple[_Kept, Tensor]](), deque[tuple[_Kept, Words]](), list[Where]()
         codecs, told, parts, sizes = list[Codec](), list[Info](), list[list[Any]](), dict[str, int]()
 
         def pairs(taken: Iterator[tuple[_Kept, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -144,15 +148,22 @@ class OwnBlocks:
                 if kept.copy is None:
                     raise ConfigError(f"this rank has no copy of {kept.meta.name!r}", hint="send a full version")
                 waiting.append((kept, tensor))
+                taken_last[:] = [_where(kept)]
                 yield kept.meta.name, kept.copy, tensor
 
         def changes(taken: Iterator[tuple[_Kept, Tensor]]) -> Iterator[Encoded]:
-            for change in encode_tensors(pairs(taken), codec, threads=_threads(), follow=True):
+            encoded = encode_tensors(pairs(taken), codec, threads=_threads(), follow=True, where=lambda: taken_last[0])
+            for change in encoded:
                 kept, tensor = waiting.popleft()
-                if change.changed:
-                    before, kept.words = kept.words, self._words_of(kept, tensor)
-                    order.append((kept, (kept.words[0] - before[0], kept.words[1] - before[1])))
-                    yield change
+                if not change.changed:
+                    continue
+                words = change.digest
+                if words is None:  # the encoding did not list what changed
+                    every = self._words_of(kept, tensor)
+                    words = every[0] - kept.words[0], every[1] - kept.words[1]
+                kept.words = (kept.words[0] + words[0]) % 2**64, (kept.words[1] + words[1]) % 2**64
+                order.append((kept, words))
+                yield change
 
         with closing(self._taken(source)) as taken:
             for file, data, payloads in Packed(stem=stem).laid(changes(taken)):
@@ -228,6 +239,13 @@ def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Words:
     offset = sum(first * stride for first, stride in zip(start, strides, strict=True))
     piece = Piece(destination=tensor, offset=offset, strides=strides)
     return kernels_on(tensor.device).words(piece)
+
+
+def _where(kept: _Kept) -> Where:
+    """Return where the units of a block lie in its parameter: a position, if they follow one another there."""
+    last = kept.block.numel * unit_of(kept.meta.dtype).parts - 1
+    first, end = flat_positions(kept.meta, kept.block, np.array([0, last])).tolist()
+    return first if end - first == last else partial(flat_positions, kept.meta, kept.block)
 
 
 def layout_digest(layout: Info) -> str:

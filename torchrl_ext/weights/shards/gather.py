@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from torchrl_ext.errors import ManifestError, WeightSyncError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.shards.sharing import any_meet
 
 __all__ = ["gathered"]
 
@@ -120,19 +120,18 @@ def _exchange(
 
 
 def _require_all(meta: ParamMeta, held: Held) -> None:
-    """Refuse a parameter whose blocks leave a hole, or overlap."""
+    """Refuse a parameter whose blocks leave a hole, or overlap; those that do not meet hold what they add up to."""
+    if any_meet(list(held)):
+        raise ManifestError(
+            f"ranks {sorted(set(held.values()))} hold blocks of {meta.name!r} that overlap",
+            expected="the same parallel sizes on every rank, and ranks as Megatron numbers them",
+        )
     got = sum(block.numel for block in held)
     if got < meta.numel:
         raise ManifestError(
             f"{meta.numel - got} of {meta.numel} elements of {meta.name!r} are held by no rank",
             expected="ranks that hold all of it together; a process by itself has to hold everything",
             hint="build the source on every trainer rank, each with its own place in the parallel groups",
-        )
-    both = next((pair for pair in pairwise(sorted(held)) if pair[0].meet(pair[1])), None)
-    if both is not None or got > meta.numel:
-        raise ManifestError(
-            f"ranks {sorted(set(held.values()))} hold blocks of {meta.name!r} that overlap",
-            expected="the same parallel sizes on every rank, and ranks as Megatron numbers them",
         )
 
 

@@ -10,7 +10,7 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["shared_out", "without"]
+__all__ = ["any_meet", "shared_out", "without"]
 
 _Holder = tuple[int, int]  # a rank, and the number of one of its shards
 
@@ -89,7 +89,7 @@ def without(blocks: Sequence[Block], taken: Sequence[Block] | Mapping[Block, obj
 
 def _disjoint(own: Mapping[Block, list[_Holder]]) -> dict[Block, list[_Holder]]:
     """Return blocks that do not meet, which together are those of ``own``, each with everyone who holds it."""
-    if not _any_meet(list(own)):
+    if not any_meet(list(own)):
         return dict(own)
     found: list[Block] = []
     for block in sorted(own, key=lambda one: (one.numel, one)):  # the smallest first: most ranks hold what is in them
@@ -100,7 +100,8 @@ def _disjoint(own: Mapping[Block, list[_Holder]]) -> dict[Block, list[_Holder]]:
     }
 
 
-def _any_meet(blocks: list[Block]) -> bool:
+def any_meet(blocks: Sequence[Block]) -> bool:
+    """Return whether two of these blocks share an element."""
     if len(blocks) < 2:
         return False
     starts, stops = (np.array(column, np.int64).reshape(len(blocks), -1) for column in zip(*blocks, strict=True))

@@ -1,0 +1,64 @@
+"""Senders that take turns on real engines, and trainers that die in an update: an engine serves one version or none."""
+
+from contextlib import ExitStack
+
+import pytest
+
+import torchrl_ext as tx
+from tests.turns import Turns, each_after_each, may_serve
+from torchrl_ext.errors import DeadlineError, EngineError
+
+pytestmark = pytest.mark.engine
+
+ROUTES = ("delta", "another delta", "delta by broadcast", "disk", "collective", "sharded", "ipc", "push", "published")
+RESUME = {"vllm": "/resume", "sglang": "/continue_generation"}
+POINTS = [
+    *(
+        ("collective", point)
+        for point in ("tensor:3", "tensor:20", "call:9", "call:10", "sent:11", "call:12", "call:14")
+    ),
+    *(("disk", point) for point in ("call:10", "sent:10", "sent:11", "call:12")),
+    *(("delta", point) for point in ("call:10", "sent:10", "call:11", "sent:11", "call:12")),
+    *(("sharded", point) for point in ("tensor:3", "call:11")),
+    ("ipc", "tensor:9"),
+]
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def served(request):
+    """A server that all tests share; the last thing that each does is an update that is right."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def turns(served, tmp_path):
+    def logprobs(prompts):
+        """None where the engine refuses, or does not answer since it is paused."""
+        paused = tx.make_engine(served.kind, url=served.url).sleep_state().paused
+        engine = tx.make_engine(served.kind, url=served.url, load_timeout_s=1.0 if paused else 60.0)
+        try:
+            return engine.logprobs(prompts)
+        except (EngineError, DeadlineError):
+            assert paused
+            return None
+
+    with ExitStack() as ends:
+        yield Turns(tmp_path, served.url, ends, logprobs)
+
+
+def test_whoever_sent_before_an_accepted_update_is_in_the_engine_and_none_needs_a_second_call(turns):
+    senders = [turns.sender(route) for route in ROUTES]
+    for place in each_after_each(len(senders)):
+        senders[place].update()
+        turns.check(senders[place])
+
+
+@pytest.mark.parametrize(("route", "point"), POINTS)
+def test_a_trainer_that_dies_in_an_update_leaves_one_version_or_an_engine_that_refuses(turns, served, route, point):
+    may_serve(turns, route, point, resume=f"{served.url}{RESUME[served.kind]}")
+
+
+def test_an_engine_that_holds_a_part_of_a_version_stays_paused_whoever_resumes_it(turns, served):
+    """The engine's own route is what a program of others calls."""
+    refused = may_serve(turns, "collective", "tensor:20", resume=f"{served.url}{RESUME[served.kind]}")
+    assert len(refused) == 3

@@ -1,0 +1,126 @@
+"""Senders that take turns on an embedded engine, and trainers that die: it computes with one version, or refuses."""
+
+import random
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
+from tests.models import tiny_checkpoint
+from tests.turns import PROMPTS, ROUTES, TRANSPORTS, Meanwhile, Policy, Turns, each_after_each, may_serve
+from torchrl_ext.errors import ConcurrentUpdateError, WeightSyncError
+from torchrl_ext.weights.source import as_source
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), 1)
+
+
+@pytest.fixture
+def server(checkpoint):
+    with EmbeddedServer(checkpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def ends():
+    with ExitStack() as ends:
+        yield ends
+
+
+def logprobs(server):
+    """A function that asks the engine for log-probabilities; None where it refuses."""
+
+    def ask(prompts):
+        answer = httpx.post(f"{server.url}/prompt_logprobs", json={"prompts": prompts}, timeout=60)
+        return answer.json()["logprobs"] if answer.status_code == 200 else None
+
+    return ask
+
+
+def test_whoever_sent_before_an_accepted_update_is_in_the_engine_and_none_needs_a_second_call(
+    server, checkpoint, tmp_path, ends
+):
+    turns = Turns(tmp_path, server.url, ends, logprobs(server), base=str(checkpoint))
+    senders = [turns.sender(route) for route in ROUTES]
+    for place in each_after_each(len(senders)):
+        senders[place].update()
+        turns.check(senders[place])
+
+
+def test_two_senders_of_one_process_share_a_client(server, tmp_path, ends):
+    engine, policy = tx.connect(server.url), Policy(3)
+    delta, disk = (tx.WeightSender(tx.make_transport(name, root=tmp_path / name), engine) for name in ("delta", "disk"))
+    ends.callback(delta.shutdown)
+    ends.callback(disk.shutdown)
+    turns = Turns(tmp_path, server.url, ends, logprobs(server))
+    for sender in (delta, delta, disk, delta, disk, disk, delta):
+        assert sender.update_weights(policy.train().model).verified
+        turns.check(policy)
+
+    def at_once():
+        with pytest.raises(ConcurrentUpdateError, match="another sender of this process"):
+            delta.update_weights(policy.model)
+
+    assert disk.update_weights(Meanwhile(as_source(policy.model), 9, at_once)).verified
+
+
+def test_the_sender_that_was_replaced_hears_by_whom_before_any_pause(server, tmp_path, ends, caplog):
+    turns = Turns(tmp_path, server.url, ends, logprobs(server))
+    first, second = turns.sender("collective"), turns.sender("collective")
+    for sender in (first, second, first):
+        sender.update()
+    (words,) = [record.getMessage() for record in caplog.records if "join once more" in record.getMessage()]
+    assert "a collective sender, process " in words and " has joined this engine since" in words
+
+
+def test_a_step_of_a_replaced_sender_changes_nothing_and_pauses_nobody(server, tmp_path, ends):
+    first, second = (tx.connect(server.url), tx.connect(server.url))
+    for engine, seed in ((first, 4), (second, 5)):
+        sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path / str(seed)), engine)
+        ends.callback(sender.shutdown)
+        assert sender.update_weights(Policy(seed).model).verified
+    before = logprobs(server)(PROMPTS)
+    for step in (lambda: first.prefetch(1), lambda: first.load({"version": 1, "params": []})):
+        with pytest.raises(WeightSyncError, match="has to join again"):
+            step()
+    assert not httpx.get(f"{server.url}/is_paused").json()["is_paused"]
+    assert logprobs(server)(PROMPTS) == before
+
+
+PAUSED = ("tensor:2", "tensor:20", "call:6", "call:7", "call:8", "sent:8", "call:9", "call:10", "call:11", "call:12")
+POINTS = [
+    *(("collective", point) for point in PAUSED),
+    *(("delta", point) for point in ("call:8", "sent:8", "call:9", "call:10")),
+    *(("disk", point) for point in ("call:8", "sent:8", "call:9")),
+    *(("sharded", point) for point in ("tensor:3", "call:9")),
+    ("ipc", "tensor:9"),
+    ("delta by broadcast", "tensor:9"),
+]
+
+
+@pytest.mark.parametrize(("route", "point"), POINTS)
+def test_a_trainer_that_dies_in_an_update_leaves_one_version_or_an_engine_that_refuses(
+    server, tmp_path, ends, route, point
+):
+    turns = Turns(tmp_path, server.url, ends, logprobs(server))
+    may_serve(turns, route, point, resume=f"{server.url}/resume")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(100))
+def test_senders_take_turns_in_any_order_and_some_die(server, checkpoint, tmp_path, ends, seed):
+    drawn = random.Random(seed)
+    turns = Turns(tmp_path, server.url, ends, logprobs(server), base=str(checkpoint))
+    senders = [turns.sender(route) for route in drawn.sample(ROUTES[1:], 3)]
+    for _ in range(8):
+        if drawn.random() < 0.25:
+            route = drawn.choice([name for name in TRANSPORTS if name != "delta on a base"])
+            where = drawn.choice(("tensor", "call", "sent"))
+            may_serve(turns, route, f"{where}:{drawn.randrange(1, 14)}", resume=f"{server.url}/resume")
+        sender = drawn.choice(senders)
+        sender.update()
+        turns.check(sender)
