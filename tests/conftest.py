@@ -30,6 +30,26 @@ def pytest_addoption(parser):
     group.addoption("--kind-results", help="file that gets a line per kind of model, for tests.engine.compatibility")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads it
+def pytest_cmdline_main(config):
+    """Two processes run a whole tier, unless ``-n`` says otherwise; one runs real engines, or a part that is chosen."""
+    if not config.pluginmanager.has_plugin("xdist"):
+        return
+    option = config.option
+    chosen = option.engines or option.markexpr or option.keyword or option.usepdb or option.collectonly
+    if _all(config) and not chosen and "PYTEST_XDIST_WORKER" not in os.environ and option.numprocesses is None:
+        option.numprocesses = 2 if (os.cpu_count() or 1) > 1 else 0
+    if option.numprocesses and option.dist == "no":
+        option.dist = "loadgroup"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from tests.beside import Groups
+
+    return Groups(config, log) if config.option.dist == "loadgroup" else None
+
+
 def pytest_configure(config):
     if not config.getoption("--engines"):
         # no environment can be made, by this process or by a child: a test that needs one belongs to the other tier
@@ -37,6 +57,8 @@ def pytest_configure(config):
         # and no name server is asked (resolv.conf(5); glibc reads this at the first look-up of a process): `TCPStore`
         # wants the name of every address, and waits five seconds for a name server that lost the question
         os.environ.setdefault("RES_OPTIONS", "attempts:0")
+        # and no process of many has a thread per core, which wait for each other by spinning
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if _of_all(config):
         if not config.getoption("--engines"):  # before the other one, whose socket it must not hold a copy of
             runpy.run_path(str(Path(__file__).parent / "engine/site/sitecustomize.py"))["fork_from_a_helper"](MODULES)
@@ -48,8 +70,12 @@ def _of_all(config):
 
     So does what forks those that would be spawned. Alone, a file of tests spawns them, as users do.
     """
-    alone = config.getoption("dist", "no") == "no" and not config.option.collectonly
-    return alone and config.args_source is config.ArgsSource.TESTPATHS
+    here = config.getoption("dist", "no") == "no" and not config.option.collectonly
+    return here and _all(config)
+
+
+def _all(config):
+    return config.args_source is config.ArgsSource.TESTPATHS
 
 
 def pytest_collection_modifyitems(config, items):
@@ -65,7 +91,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left)
 
 
-def pytest_report_collectionfinish(config):
+def pytest_report_header(config):
     """Which tier this is, for whoever wonders where a test is."""
     tier = "real engines alone" if config.getoption("--engines") else "no real engines, for which there is --engines"
     further = "" if config.getoption("--exhaustive") else "; further settings need --exhaustive"
@@ -89,7 +115,7 @@ def s3():
         while True:
             assert child.poll() is None and time.monotonic() < until
             try:
-                httpx.get(url, timeout=5)
+                httpx.get(url, timeout=5, verify=False)
                 break
             except httpx.TransportError:
                 continue

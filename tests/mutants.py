@@ -178,7 +178,7 @@ def main() -> int:
         record = args.record
         if record is None:
             tree = copied(Path(folder) / "whole")
-            settings = ("--cov=torchrl_ext", "--cov-context=test", "--cov-report=")
+            settings = ("-n", "0", "--cov=torchrl_ext", "--cov-context=test", "--cov-report=")
             if pytest_in(tree, *settings, timeout_s=3600) != 0:
                 parser.error("the tests fail without any change")
             record = tree / ".coverage"

@@ -6,7 +6,6 @@ import ast
 import json
 import subprocess
 import sys
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -200,18 +199,6 @@ def test_nobody_asks_with_hasattr_and_nothing_of_ours_is_pickled():
         assert not names & {"torch.save", "torch.load"}, path
         assert not {name for name in names if name.endswith(("_object", "_object_list"))}, path
         assert not [call for call in calls for one in call.keywords if one.arg == "weights_only"], path
-
-
-def test_most_files_stay_under_300_lines_and_none_grows_far_beyond():
-    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
-    long = {name: count for name, count in lines.items() if count > 300}
-    assert len(long) <= 15 * len(lines) // 100, long
-    assert all(count <= 450 for count in long.values()), long
-
-
-def test_no_folder_has_more_than_ten_files_at_one_level():
-    folders = Counter(path.parent for path in modules() if path.name != "__init__.py")
-    assert not {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > 10}
 
 
 def test_the_top_level_of_the_repository_holds_nothing_else():

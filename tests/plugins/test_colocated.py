@@ -1,5 +1,6 @@
 """An engine that shares a machine with its trainer: weights by shared memory, and sleep while the trainer works."""
 
+import gc
 import os
 import sys
 import threading
@@ -65,6 +66,8 @@ def segments(pid):
 
 
 def test_fifty_syncs_leave_the_tokens_of_a_cold_load_and_nothing_behind(server, sender):
+    gc.collect()
+    before = segments("self")  # which ends of other tests in this process still hold
     for seed in range(1, 51):
         model = tiny_model(seed)
         report = sender.update_weights(model)
@@ -73,7 +76,7 @@ def test_fifty_syncs_leave_the_tokens_of_a_cold_load_and_nothing_behind(server, 
             assert tokens(server) == greedy(model)
     assert segments(server.pid) == 0
     sender.shutdown()
-    assert segments("self") == 0
+    assert segments("self") <= before
     assert not [name for name in os.listdir("/dev/shm") if "torchrl_ext" in name]
 
 

