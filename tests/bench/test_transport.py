@@ -89,3 +89,11 @@ def test_a_ratio_is_taken_round_by_round():
     found = ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0], target=1.0)
     assert found == {"median": 1.0, "low": 0.5, "high": 2.0, "target": 1.0, "met": True}
     assert not ratio([2.0], [1.0], target=0.9)["met"]
+
+
+@pytest.mark.parametrize("subject", ["transport", "delta", "scheme", "by_shard"])
+def test_a_directory_that_is_not_there_is_one_line_before_anything_is_measured(subject, tmp_path, capsys):
+    assert main(["bench", subject, "--dir", str(tmp_path / "nowhere"), "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["type"] == "ConfigError" and err.splitlines()[-1].startswith("torchrl-ext bench: --dir ")
+    assert len(err.splitlines()) == 1

@@ -16,6 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
+from torchrl_ext.errors import ConfigError
+
 __all__ = ["SUBJECTS", "add_parser", "add_subjects", "at_most", "ratio", "rounds", "run", "track_peak"]
 
 SUBJECTS = {
@@ -52,7 +54,14 @@ def add_subjects(parser: argparse.ArgumentParser, subjects: Mapping[str, tuple[s
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print tables, or with ``--json`` the numbers behind them. Progress goes to standard error."""
+    """Measure, and print tables, or with ``--json`` the numbers behind them. Progress goes to standard error.
+
+    Raises:
+        ConfigError: ``--dir`` is no directory.
+    """
+    folder = getattr(args, "dir", None)
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--dir {folder} is no directory", state="nothing was measured", hint="make it first")
     subject = importlib.import_module(args.module)
     progress = Console(stderr=True)
     with progress.status("starting") as status:
