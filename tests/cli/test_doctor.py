@@ -360,9 +360,16 @@ def test_options_of_the_job_take_the_wire_of_engines_without_our_plugin(capsys):
         assert "none of its own" in finding(told, "options", level="failure")["found"]
 
 
-def test_a_person_gets_a_table_and_a_verdict(engine, capsys):
-    assert main(["doctor", engine.url]) == 0
-    assert "nothing stands in the way" in capsys.readouterr().out
+def test_a_person_gets_whole_lines_and_a_verdict(engine, tmp_path, capsys):
+    root = tmp_path / ("a" * 40) / ("b" * 40)
+    root.mkdir(parents=True)
+    assert main(["doctor", engine.url, "--root", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"ok       {engine.url}  shared root: ") for line in lines)
+    assert "nothing stands in the way" in lines[-1]
+    assert main(["doctor", engine.url, "127.0.0.1:9", "--root", str(root), "--problems"]) == 1
+    out = capsys.readouterr().out
+    assert "failure  127.0.0.1:9  " in out and "         remedy: " in out and "\nok " not in f"\n{out}"
     assert main(["doctor", "ftp://host:1"]) == 1
     assert "an update would fail" in capsys.readouterr().out
     assert main(["doctor"]) == 1

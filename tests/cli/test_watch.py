@@ -39,6 +39,14 @@ def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleep
     assert root["latest"] == 2 and oldest["keyframe_bytes"] > newest["bytes"] > 0
     assert 0 < newest["density"] < 1e-3
 
+    other = tx.make_transport("disk", root=tmp_path / "other")
+    other.send_weights("policy", {"w": torch.ones(3)})
+    other.shutdown()
+    elsewhere = Watch([engine.url, str(tmp_path / "other")], api_key=None, timeout_s=5.0, versions=8)
+    ((one,), _) = next(elsewhere.looks(0.05, 1))
+    assert one.other_run and one.lag is None and not first.other_run
+    elsewhere.close()
+
     client = tx.make_engine("embedded", url=engine.url)
     client.sleep(1)
     assert next(looks)[0][0].state == "asleep"
@@ -67,7 +75,8 @@ def test_it_prints_one_document_or_tables(engine, tmp_path, capsys):
         main(["watch", engine.url, str(tmp_path), str(tmp_path / "empty"), "--looks", "2", "--interval-s", "0.05"]) == 0
     )
     shown = capsys.readouterr().out
-    assert "serving" in shown and "keyframe" in shown and "nothing here yet" in shown
+    assert shown.count("serving") == 2 and "keyframe" in shown  # each look reaches a pipe
+    assert f"{tmp_path / 'empty'}  there is nothing here yet\n" in shown and f"{engine.url}  " in shown
 
 
 def test_numbers_that_make_no_sense_are_refused(capsys):

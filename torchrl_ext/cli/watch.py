@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from torchrl_ext.cli.chain import Reader
 from torchrl_ext.cli.main import add_api_key
@@ -38,7 +39,8 @@ class EngineLook:
         kind: as in `EngineInfo`; empty until it answered once.
         state: ``"serving"``, ``"paused"``, ``"asleep"``, ``"unreachable"``; ``"unknown"`` where it cannot say.
         version: label of the weights in service; empty where it does not say.
-        lag: versions behind the newest that any target knows; None where the label is no number.
+        lag: versions behind the newest that any target knows; None where the label is no number, or of another run.
+        other_run: its version is newer than every one of the roots, so that it has it from somewhere else.
         updates: changes of its version since watching began.
         pause_s: how long its last pause was seen, in seconds; no finer than the interval between two looks.
         error: why it could not be asked.
@@ -49,6 +51,7 @@ class EngineLook:
     state: str = "unreachable"
     version: str = ""
     lag: int | None = None
+    other_run: bool = False
     updates: int = 0
     pause_s: float = 0.0
     error: str | None = None
@@ -86,14 +89,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("nothing can be watched so", expected="--interval-s of 0.05 to 3600, and counts from 1")
     watch = Watch(args.targets, api_key=args.api_key, timeout_s=args.timeout_s, versions=args.versions)
     looks = args.looks or (1 if args.json else None)
-    with contextlib.closing(watch), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.closing(watch), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         if args.json:
             for _ in watch.looks(args.interval_s, looks):
                 pass
         else:
-            with Live(console=Console(), auto_refresh=False) as live:
-                for engines_, roots in watch.looks(args.interval_s, looks):
-                    live.update(Group(*_tables(engines_, roots)), refresh=True)
+            console = Console(soft_wrap=True, highlight=False)
+            live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
+            for engines_, roots in watch.looks(args.interval_s, looks):
+                if live is not None:
+                    live.update(Group(*_lines(engines_, roots)), refresh=True)
+                    continue
+                console.print(*_lines(engines_, roots), sep="\n")
+                sys.stdout.flush()  # a pipe's reader gets each look when it is made
     if args.json:
         print(json.dumps({"engines": [asdict(one) for one in watch.engines], "roots": watch.roots}))
     return 0
@@ -128,9 +136,8 @@ class Watch:
         with ThreadPoolExecutor(min(64, len(self.engines) + len(self._places))) as pool:
             while True:
                 began = time.monotonic()
-                rows = pool.map(self._root, self._places)
                 self.engines = list(pool.map(self._engine, self.engines))
-                self.roots = list(rows)
+                self.roots = list(pool.map(self._root, self._places))  # later: no engine is ahead of what it reads
                 self._count_lag()
                 yield self.engines, self.roots
                 seen += 1
@@ -184,11 +191,13 @@ class Watch:
         )
 
     def _count_lag(self) -> None:
-        published = [root["latest"] for root in self.roots if "latest" in root]
+        published = max((root["latest"] for root in self.roots if "latest" in root), default=None)
         served = [int(one.version) for one in self.engines if one.version.isdecimal()]
-        newest = max([*published, *served], default=0)
+        newest = max(served, default=0) if published is None else published
         self.engines = [
-            replace(one, lag=newest - int(one.version) if one.version.isdecimal() else None) for one in self.engines
+            replace(one, lag=lag if lag is not None and lag >= 0 else None, other_run=lag is not None and lag < 0)
+            for one in self.engines
+            for lag in (newest - int(one.version) if one.version.isdecimal() else None,)
         ]
 
 
@@ -197,21 +206,23 @@ def _is_root(target: str) -> bool:
     return scheme not in ("http", "https") if separator else "/" in target
 
 
-def _tables(looks: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    if looks:
-        table = Table("engine", "kind", "state", "version", "behind", "updates", "last pause", "")
-        for one in looks:
-            state = f"[{_COLOURS.get(one.state, 'yellow')}]{one.state}[/]"
-            lag = "" if one.lag is None else str(one.lag)
-            pause = f"{one.pause_s:.1f} s" if one.pause_s else ""
-            table.add_row(one.engine, one.kind, state, one.version, lag, str(one.updates), pause, one.error or "")
-        yield table
+def _lines(looks: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """Yield a line per engine, root and version; none is cut, so that addresses and paths stay whole."""
+    width = max((len(one.engine) for one in looks), default=0)
+    for one in looks:
+        behind = "other run" if one.other_run else "" if one.lag is None else f"behind {one.lag}"
+        pause = f"last pause {one.pause_s:.1f} s" if one.pause_s else ""
+        version = f"version {one.version}" if one.version else ""
+        words = (one.kind, version, behind, f"{one.updates} updates", pause, one.error)
+        state = (f"{one.state:<12}", _COLOURS.get(one.state, "yellow"))
+        yield Text.assemble(f"{one.engine:<{width}}  ", state, "  ".join(filter(None, words)))
     for root in roots:
-        table = Table("version", "kind", "delta bytes", "full bytes", "density", title=root["root"])
-        if "error" in root:
-            table.caption = f"[bold red]{root['error']}[/]"
+        yield Text.assemble((root["root"], "bold"), (f"  {root['error']}" if "error" in root else "", "bold red"))
         for row in reversed(root.get("versions", ())):
-            density = "" if row["density"] is None else f"{row['density']:.3%}"
-            sizes = [f"{row[name]:,}" if row[name] else "" for name in ("bytes", "keyframe_bytes")]
-            table.add_row(str(row["version"]), row["kind"], *sizes, density)
-        yield table
+            density = "" if row["density"] is None else f"density {row['density']:.3%}"
+            sizes = [
+                f"{what} {row[name]:,} bytes" if row[name] else ""
+                for what, name in (("delta", "bytes"), ("full", "keyframe_bytes"))
+            ]
+            words = (f"version {row['version']}", row["kind"], *sizes, density)
+            yield Text("  " + "  ".join(filter(None, words)))

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from torchrl_ext import registry
 from torchrl_ext.cli.doctor.engines import compare, examine
@@ -49,6 +49,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="pause each engine that still holds the weights it was started with, load them perturbed and as they are, "
         "and see whether everything that it computes with comes back",
     )
+    parser.add_argument("--problems", action="store_true", help="show failures and warnings only")
     add_api_key(parser)
     parser.add_argument("--timeout-s", type=float, default=10.0, help="deadline of each engine's discovery, in seconds")
     WeightUpdateConfig.add_arguments(parser)
@@ -56,7 +57,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine everything, and print a table of findings, or with ``--json`` every finding.
+    """Examine everything, and print what was found, or with ``--json`` every finding.
 
     Returns:
         0; 1 when an update would fail.
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [asdict(one.info) for one in every if one.info is not None]
         print(json.dumps({"ok": not sick, "engines": rows, "findings": [asdict(one) for one in findings]}))
     else:
-        _show(findings)
+        _show(findings, problems=args.problems)
     return 1 if sick else 0
 
 
@@ -183,13 +184,17 @@ def _tidy(shared: SharedChecks, one: Examined, api_key: str | None) -> None:
                 registry.engines.make(one.info.kind, url=one.info.url, api_key=api_key).inspect(asked)
 
 
-def _show(findings: list[Finding]) -> None:
-    console = Console()
-    table = Table("where", "check", "", "found", "expected", "remedy", show_lines=True)
+def _show(findings: list[Finding], *, problems: bool) -> None:
+    """Print each finding as lines that are never cut: addresses and paths stay whole, in a pipe as well."""
+    console = Console(soft_wrap=True, highlight=False)
     for one in findings:
-        level = f"[{_COLOURS[one.level]}]{one.level}[/]"
-        table.add_row(one.where, one.check, level, one.found, one.expected, one.remedy)
-    console.print(table)
+        if problems and one.level == "ok":
+            continue
+        level = Text(f"{one.level:<8}", _COLOURS[one.level])
+        console.print(Text.assemble(level, f" {one.where}  ", (one.check, "bold"), f": {one.found}"))
+        for name, words in (("expected", one.expected), ("remedy", one.remedy)):
+            if words:
+                console.print(Text(f"         {name}: {words}"))
     counts = {level: sum(one.level == level for one in findings) for level in _COLOURS}
     if counts["failure"]:
         console.print(
