@@ -32,7 +32,7 @@ from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.parts import Only, chosen, trainable
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.ranks import drives
-from torchrl_ext.types import PROOFS, ParamMeta, Part, SyncReport, least
+from torchrl_ext.types import PROOFS, Handoff, ParamMeta, Part, SyncReport, least
 from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.source import (
@@ -360,12 +360,15 @@ class WeightSender:
             with in_background(self.engine.load, info, self._transport.abort):
                 handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
             self.engine.verify(source.digests)
+        self._acknowledge(handoff, version)
+
+    # its helpers
+
+    def _acknowledge(self, handoff: Handoff, version: int) -> None:
         try:
             handoff.acknowledge(self.engine.oldest(version))
         except Exception:
             log.error("weights version %d is in service, but its transport raised afterwards", version, exc_info=True)
-
-    # its helpers
 
     def _prefetch(self, part: Part | None, version: int, _: Callable[[], None]) -> None:
         self.engine.prefetch(version, part)
