@@ -35,6 +35,7 @@ RAY = frozenset(
 
 SECONDS = {
     "cli/test_demo.py": 87,
+    "sync/test_turns.py": 45,
     "test_pages.py": 25,
     "transports/test_sharded.py": 24,
     "plugins/test_embedded.py": 20,

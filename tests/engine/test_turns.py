@@ -5,12 +5,13 @@ from contextlib import ExitStack
 import pytest
 
 import torchrl_ext as tx
+from tests.turns import TRANSPORTS as BY
 from tests.turns import Turns, each_after_each, may_serve
 from torchrl_ext.errors import DeadlineError, EngineError
 
 pytestmark = pytest.mark.engine
 
-ROUTES = ("delta", "another delta", "delta by broadcast", "disk", "collective", "sharded", "ipc", "push", "published")
+ROUTES = (*(route for route in BY if route != "delta on a base"), "push", "published")
 RESUME = {"vllm": "/resume", "sglang": "/continue_generation"}
 POINTS = [
     *(

@@ -91,15 +91,24 @@ def test_a_step_of_a_replaced_sender_changes_nothing_and_pauses_nobody(server, t
     assert logprobs(server)(PROMPTS) == before
 
 
-PAUSED = ("tensor:2", "tensor:20", "call:6", "call:7", "call:8", "sent:8", "call:9", "call:10", "call:11", "call:12")
 POINTS = [
-    *(("collective", point) for point in PAUSED),
-    *(("delta", point) for point in ("call:8", "sent:8", "call:9", "call:10")),
-    *(("disk", point) for point in ("call:8", "sent:8", "call:9")),
-    *(("sharded", point) for point in ("tensor:3", "call:9")),
-    ("ipc", "tensor:9"),
-    ("delta by broadcast", "tensor:9"),
+    ("collective", "tensor:2"),
+    ("collective", "tensor:20"),
+    ("collective", "call:8"),
+    ("collective", "sent:9"),
+    ("collective", "call:11"),
+    ("delta", "sent:8"),
+    ("delta", "call:9"),
+    ("disk", "sent:8"),
+    ("sharded", "tensor:3"),
 ]
+MORE = [
+    *(("collective", f"call:{count}") for count in range(5, 15)),
+    *(("delta", f"{where}:{count}") for where in ("call", "sent") for count in range(6, 12)),
+    *(("disk", f"{where}:{count}") for where in ("call", "sent") for count in range(6, 12)),
+    *((route, f"tensor:{count}") for route in ("sharded", "ipc", "delta by broadcast") for count in (3, 9, 20)),
+]
+POINTS += [pytest.param(*point, marks=pytest.mark.exhaustive) for point in MORE if point not in POINTS]
 
 
 @pytest.mark.parametrize(("route", "point"), POINTS)
