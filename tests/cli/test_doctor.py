@@ -204,6 +204,7 @@ def test_an_engine_without_our_plugin_is_told_how_it_follows_what_it_lacks_and_w
     plugin = finding(found, "plugin", level="warning")
     assert plugin["found"] == f"runs without our plugin: follows by {follows}" and more in plugin["remedy"]
     assert "verify='outputs'" in finding(found, "proof", level="warning")["remedy"]
+    assert "lets it serve what landed" in finding(found, "a part of a version", level="warning")["found"]
     assert missing in finding(found, "routes", level="failure")["found"]  # this server answers no OPTIONS
     assert ("no secret" in str(found)) == ("native" in follows)
     assert "/weights_checker" not in finding(found, "routes", level="failure")["found"]

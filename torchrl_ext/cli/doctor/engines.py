@@ -225,6 +225,12 @@ def _without_plugin(notes: Notes, info: EngineInfo, wanted: str | None) -> None:
         "digests of what it holds",
         "send with verify='outputs', or install the plugin",
     )
+    notes.warning(
+        "a part of a version",
+        "whoever resumes it after an update that failed lets it serve what landed",
+        "workers that refuse to generate",
+        "install the plugin, or send again before anybody resumes it",
+    )
     if wanted == "native":
         notes.warning(
             "group",
