@@ -184,11 +184,12 @@ class Ranks:
         self._timeout_s = _PHASES * timeout_s
         self._name = self._model = ""
         self._calls = self._accepted = 0
+        self.shared = False  # with other ranks, as of the last call
         self._said: dict[str, deque[list[Any]]] = {}
 
     def call(self) -> None:
         """Count a call of `update_weights`, before anything in it can fail."""
-        self._calls, self._model = self._calls + 1, ""
+        self._calls, self._model, self.shared = self._calls + 1, "", shared_store() is not None
 
     def join(self, source: Callable[[], WeightSource]) -> None:
         """Say which model this call sends; by the names of its tensors other ranks find this sender when it speaks."""

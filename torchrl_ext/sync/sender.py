@@ -219,7 +219,8 @@ class WeightSender:
         try:
             source, names = self._begun(weights, only)
             begun = source
-            self._ranks.begin()
+            if self._ranks.shared:
+                self._ranks.begin()
             report = self._drive(source, weights, started, names)
         except BaseException as error:
             failure = error
@@ -228,13 +229,14 @@ class WeightSender:
             if begun is not None and only is not None and not begun.decided:
                 self._decide(begun, None)
             self._transport.dismiss(begun, failure)
-            self._ranks.end(self.version, begun=begun is not None, accepted=failure is None)
+            if self._ranks.shared:
+                self._ranks.end(self.version, begun=begun is not None, accepted=failure is None)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         return report, 1
 
     def _begun(self, weights: Any, only: Only | None) -> tuple[Outgoing, frozenset[str] | None]:
         registered = self._model()
-        if registered is not None:
+        if self._ranks.shared and registered is not None:
             with suppress(WeightSyncError):  # which is raised where it matters
                 self._ranks.join(lambda: self._read(registered))
         source = self._outgoing(weights)
@@ -390,7 +392,8 @@ class WeightSender:
         source = self._read(registered) if weights is None else as_source(weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # a module's own names become those of its checkpoint
-        self._ranks.join(lambda: source)
+        if self._ranks.shared:
+            self._ranks.join(lambda: source)
         return Outgoing(source, mapper=self._mapper, dtype=self._dtype)
 
     def _next_version(self) -> int:

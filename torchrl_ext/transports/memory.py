@@ -71,8 +71,8 @@ class MemoryTransport(StandaloneTransport):
 
     def _release(self, oldest: int | None) -> None:
         """Drop the copies that no engine needs; receivers without a control layer may still come for them."""
-        for version in [version for version in self._channel.versions if oldest is not None and version <= oldest]:
-            del self._channel.versions[version]
+        if oldest in self._channel.versions:  # the only one
+            self._channel.versions = {}
 
     def latest_version(self) -> int:
         return self._channel.newest
