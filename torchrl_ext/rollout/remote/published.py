@@ -6,8 +6,11 @@ in the first of these steps, our workers do when they are told to join the folde
 
 from __future__ import annotations
 
+import os
+import socket
+import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
@@ -28,11 +31,13 @@ class Fetched:
         version: its number.
         root: the folder that they joined; None where somebody else had them join one.
         params: what the version holds, as JSON.
+        connection: the id of the connection for which they joined it.
     """
 
     version: int
     root: str | None
     params: list[Any]
+    connection: str
 
     def pieces(self, version: int) -> tuple[Info, Info]:
         """Return the infos by which a started update loads the version, and ends the load.
@@ -45,7 +50,8 @@ class Fetched:
                 f"version {version} was not fetched: engines have staged version {self.version}",
                 hint="call fetch_weights first, before start_weight_update",
             )
-        return Load(version=version, handoff={"params": self.params}).to_json(), Seal().to_json()
+        load = Load(connection=self.connection, version=version, handoff={"params": self.params})
+        return load.to_json(), Seal(connection=self.connection).to_json()
 
 
 def asked(engine: Any, body: Info) -> Info | None:
@@ -91,14 +97,17 @@ def staged(
     params = published.at(version)["params"]
     if before is not None and (before.root, before.params) == (root, params):
         try:
+            fleet.everywhere("go on", lambda one: one.speak_for(before.connection))
             stage()
-            return Fetched(version=version, root=root, params=params)
+            return replace(before, version=version)
         except EngineError:  # another trainer had them join something else, or one was started again
             pass
     try:
-        info = {**published.invite(), "params": params}
+        connection = uuid.uuid4().hex
+        sender = f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},"
+        info = {**published.invite(), "params": params, "connection": connection, "sender": sender}
         fleet.everywhere("join the folder", lambda one: one.connect(info) if one.url in urls else None)
     finally:
         published.close()
     stage()
-    return Fetched(version=version, root=root, params=params)
+    return Fetched(version=version, root=root, params=params, connection=connection)

@@ -87,6 +87,10 @@ class HTTPEngine(EngineClient):
             return replaced_by(error.what)
         return ""
 
+    def speak_for(self, connection: str) -> None:
+        """Take steps for a sender that joined by another client, as ``connection``."""
+        self._connection = self._workers.connection = connection
+
     def _refuse_replaced(self, connection: str) -> None:
         """Raise EngineRefusedError where the workers have joined another sender, or none since they were started."""
         if connection and self.verifies:

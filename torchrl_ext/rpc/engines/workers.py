@@ -30,6 +30,8 @@ class Workers(ABC):
     """
 
     plugged: ClassVar[bool]
+    connection = ""
+    """The id for which they joined last, which each step bears."""
 
     @property
     def sessions(self) -> bool:
@@ -78,19 +80,18 @@ class _Plugged(Workers):
 
     def __init__(self, tell: Tell, await_idle: Callable[[str], None]) -> None:
         self._tell, self._await_idle = tell, await_idle
-        self._connection = ""
 
     def _join(self, message: Join) -> Join:
         """Return the message by which they join; from then on each step bears its connection."""
-        self._connection = message.connection
+        self.connection = message.connection
         return message
 
     def confirm(self) -> None:
-        if self._connection:
-            self._tell(messages.State(connection=self._connection))
+        if self.connection:
+            self._tell(messages.State(connection=self.connection))
 
     def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._tell(messages.Prefetch(connection=self._connection, version=version, part=part))
+        self._tell(messages.Prefetch(connection=self.connection, version=version, part=part))
         self._await_idle(f"stage version {version}")
 
     def emptied(self) -> None:
@@ -126,13 +127,13 @@ class PluggedSGLang(_Plugged):
         self._await_idle("join the transport")
 
     def start(self, *, bracketed: bool = False) -> None:
-        self._tell(messages.Start(connection=self._connection, bracketed=bracketed))
+        self._tell(messages.Start(connection=self.connection, bracketed=bracketed))
 
     def load(self, info: Info) -> None:
-        self._tell(stamped(messages.loading(info), self._connection))
+        self._tell(stamped(messages.loading(info), self.connection))
 
     def finish(self, version: int) -> None:
-        self._tell(messages.Finish(connection=self._connection, version=version))
+        self._tell(messages.Finish(connection=self.connection, version=version))
 
     def state(self) -> Info:
         return merged(self._ask(messages.State()))
@@ -175,10 +176,10 @@ class PluggedVLLM(_Plugged):
         self._post("/start_weight_update")
 
     def load(self, info: Info) -> None:
-        self._update(stamped(messages.loading(info), self._connection))
+        self._update(stamped(messages.loading(info), self.connection))
 
     def finish(self, version: int) -> None:
-        self._update(messages.Seal(connection=self._connection))
+        self._update(messages.Seal(connection=self.connection))
         self._post("/finish_weight_update", {"weight_version": str(version)})
 
     def state(self) -> Info:
