@@ -19,6 +19,7 @@ from torchrl_ext.cli.main import main
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.stores import open_store
+from torchrl_ext.types import is_loopback
 from torchrl_ext.weights.digests import tensor_digest
 
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
@@ -151,10 +152,9 @@ def test_files_in_a_bucket_are_removed_unless_they_are_to_stay(keep, engines, st
 def test_engines_elsewhere_need_a_root(start, capsys):
     away = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["disk", "delta"]}
     from tests.cli.test_doctor import GONE
-    from torchrl_ext.cli.push import _is_here
 
-    assert _is_here("http://127.0.0.1:1") and _is_here("http://[::1]:1") and _is_here("http://localhost:1")
-    assert not _is_here("http://10.0.0.1:1") and not _is_here("http://engine:1")
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("10.0.0.1", "engine")))
     with running(get_server_info=(200, away), get_get_world_size=GONE) as server:
         told = _failed(capsys, start, server.url, "--transport", "delta")
         assert "/m" in told["error"] and "--base" in told["error"]

@@ -147,11 +147,9 @@ def _hand_on(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if (args.directory is None) == (args.published is None):
         raise ConfigError("there is nothing to push, or too much", expected="a checkpoint directory, or --published")
-    if args.published is not None and (
-        args.transport or args.root or args.keep_files or args.dtype or args.master_address or args.encoding != "auto"
-    ):
-        raise ConfigError("what is published is loaded as it is", expected="--published with --base alone")
     if args.published is not None:
+        if any((args.transport, args.root, args.keep_files, args.dtype, args.master_address, args.encoding != "auto")):
+            raise ConfigError("what is published is loaded as it is", expected="--published with --base alone")
         return
     args.dtype = dtype_from_name(args.dtype) if args.dtype else None
     args.transport = args.transport or "disk"
@@ -193,7 +191,7 @@ def _settings(args: argparse.Namespace, found: list[EngineInfo], stack: contextl
 def _root(args: argparse.Namespace, found: list[EngineInfo], stack: contextlib.ExitStack) -> str:
     """Return a directory for this push alone, since others may have published versions under the same root."""
     if args.root is None:
-        away = [info.url for info in found if not _is_here(info.url)]
+        away = [info.url for info in found if not is_loopback(urlsplit(info.url).hostname or "")]
         if away:
             raise ConfigError(
                 f"{away[0]} is on another host, and transport {args.transport!r} needs files that it sees",
@@ -212,15 +210,10 @@ def _remove(place: str) -> None:
         shutil.rmtree(place, ignore_errors=True)
         return
     try:
-        store = open_store(place)
-        for name in store.list():
+        for name in (store := open_store(place)).list():
             store.delete(name)
     except WeightSyncError as error:
         print(f"torchrl-ext push: files of this push are left in {place}: {error}", file=sys.stderr)
-
-
-def _is_here(url: str) -> bool:
-    return is_loopback(urlsplit(url).hostname or "")
 
 
 def _served(found: list[EngineInfo]) -> str:
@@ -258,11 +251,10 @@ class _Bar:
     """Shows progress on standard error: a bar in a terminal, lines elsewhere."""
 
     def __init__(self, total: int) -> None:
-        self._console = Console(stderr=True)
+        self._console, self._total, self._seen = Console(stderr=True), total, 0
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console, transient=True)
         self._task = self._bar.add_task("asking engines", total=total)
-        self._total, self._seen = total, 0
 
     def __enter__(self) -> _Bar:
         if self._console.is_terminal:
@@ -288,11 +280,7 @@ class _Bar:
 
 def _tell(args: argparse.Namespace, report: SyncReport, error: UpdateError | None) -> None:
     if args.json:
-        told: dict[str, Any] = {
-            "pushed": error is None,
-            "directory": args.directory or args.published,
-            "report": report.to_json(),
-        }
+        told = {"pushed": error is None, "directory": args.directory or args.published, "report": report.to_json()}
         print(json.dumps(told if error is None else told | {"error": str(error), "type": type(error).__name__}))
     else:
         console = Console()
