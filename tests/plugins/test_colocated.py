@@ -258,10 +258,10 @@ def test_control_calls_that_fail_say_how_each_engine_is(server, engine):
     client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
     for paused, state in ((True, "paused"), (False, "serving")):
         client.run(client.pause() if paused else client.resume())
-        with pytest.raises(EngineError, match="has to join again") as caught:  # it speaks for nobody who joined
+        with pytest.raises(EngineError, match="no weight update is open") as caught:
             client.run(client.update_named_weights(Seal().to_json()))
         (row,) = caught.value.rows
-        assert (row.engine, row.state) == (server.url, state) and "has to join again" in row.error
+        assert (row.engine, row.state) == (server.url, state) and "no weight update is open" in row.error
     client.close()
 
 

@@ -392,9 +392,9 @@ def test_an_update_needs_a_pause_and_a_start(server, http, tmp_path):
             sender.engine.load({"verify": {"x": "00"}})
 
 
-def test_steps_of_nobody_who_joined_are_refused_before_anything_is_touched(http, in_service):
+def test_steps_of_a_sender_that_did_not_join_last_are_refused_before_anything_is_touched(http, in_service):
     in_service(0)
-    answer = http.post("/update_weights", json={"update_info": Seal().to_json()})
+    answer = http.post("/update_weights", json={"update_info": Seal(connection="another").to_json()})
     assert answer.status_code == 409 and "has to join again" in answer.json()["error"]["message"]
 
 

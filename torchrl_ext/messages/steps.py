@@ -32,7 +32,8 @@ class Connected:
     """The part of a message that names the connection of the sender that speaks.
 
     Attributes:
-        connection: the id that its `Join` brought; empty for a caller that joined nothing.
+        connection: the id that its `Join` brought; empty for a caller that made none, and whose steps are not told
+            from those of the sender that joined last.
     """
 
     connection: Text = ""

@@ -141,15 +141,14 @@ class WeightReceiver:
         return {}
 
     def refuse_replaced(self, message: Message) -> None:
-        """Refuse a step of a sender that has not joined, or that another one has replaced; nothing is touched.
+        """Refuse a step of a sender in whose place another one has joined, or none since a start; nothing is touched.
 
         Raises:
             EngineRefusedError: names the sender that has joined since.
         """
         if not isinstance(message, Connected) or isinstance(message, (Join, Leave)):
             return
-        outside = isinstance(message, (Poll, Rehearse, State))  # callers that joined nothing may ask these too
-        if message.connection == self.connection or (outside and not message.connection):
+        if message.connection in ("", self.connection):  # one that bears none is of whoever had the worker join
             return
         since = f"{self._sender or 'another one'} has joined" if self._joined else "no sender has joined"
         raise EngineRefusedError(
