@@ -134,9 +134,8 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
         listener.listen()
         receiving = pool.submit(worker.receive_weights, WAIT_S)
         with listener.accept()[0] as dying:
-            for said in ({"welcome": welcome}, {"announce": announce}):
-                data = json.dumps(said).encode()
-                dying.sendall(len(data).to_bytes(4, "big") + data)
+            lines = [json.dumps(said).encode() for said in ({"welcome": welcome}, {"announce": announce})]
+            dying.sendall(b"".join(len(data).to_bytes(4, "big") + data for data in lines))  # it leaves at the first
             with pytest.raises(TransportError, match="the trainer is gone"):
                 receiving.result(WAIT_S)
     assert worker.receive_weights(0.0) is None and not worker.check_connection()
