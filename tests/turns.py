@@ -99,6 +99,15 @@ class Turns:
         send = {"push": self._push, "published": self._publish}.get(route, partial(self._sent, route))(folder)
         return Sender(50 + self._count, send)
 
+    def join(self, model):
+        """Be a sender that joins, and sends nothing."""
+        sender = tx.WeightSender(made("disk", self.folder()), tx.connect(self.url))
+        sender.register_model(model)
+        try:
+            sender.init_all_workers_group()
+        finally:
+            sender.shutdown()
+
     def _sent(self, route, folder):
         sender = tx.WeightSender(made(route, folder, self._base), tx.connect(self.url))
         self._ends.callback(sender.shutdown)
@@ -225,6 +234,7 @@ def may_serve(turns, route, point, resume):
     roads = {
         "resume": lambda: tx.connect(turns.url).resume(),
         "wake": lambda: tx.connect(turns.url).wake_up(),
+        "another sender that joins, and rehearses": lambda: turns.join(before.model),
         "its own route": lambda: httpx.post(resume, json={}, timeout=60),
     }
     refused = []

@@ -61,4 +61,4 @@ def test_a_trainer_that_dies_in_an_update_leaves_one_version_or_an_engine_that_r
 def test_an_engine_that_holds_a_part_of_a_version_stays_paused_whoever_resumes_it(turns, served):
     """The engine's own route is what a program of others calls."""
     refused = may_serve(turns, "collective", "tensor:20", resume=f"{served.url}{RESUME[served.kind]}")
-    assert len(refused) == 3
+    assert len(refused) == 4
