@@ -53,6 +53,21 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
         assert (row.state, row.version, row.error) == ("serving", 8, None) and row.pause_s > 0
 
 
+def test_a_part_of_a_version_is_resumed_only_where_the_workers_say_that_somebody_sent_the_rest():
+    with running(Resting().answers, post_update_weights=failed("the digest of layer 7 differs")) as server:
+        engine = VLLMEngine(server.url)
+        engine.connect(JOIN)
+        engine.begin(8)
+        with pytest.raises(EngineRefusedError, match="layer 7"):
+            engine.load({"version": 8, "params": []})
+        with pytest.raises(EngineRefusedError, match="a part of a version"):
+            engine.resume()
+        assert engine.rows()[0].state == "paused" and "POST /resume" not in server.routes()
+        server.answers["POST /init_weight_transfer_engine"] = failed(f'EngineError: {ANSWERS}{{"whole": true}}.')
+        engine.resume()
+        assert engine.rows()[0].state == "serving"
+
+
 def test_a_release_without_labels_follows_and_its_label_is_not_known():
     with running(Resting().answers, get_weight_info=GONE) as server:
         (found,) = tx.discover(server.url)

@@ -298,10 +298,10 @@ class Reset(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class State(Connected, Message):
-    """Asks how the engine is; refused where it bears a connection that another one has replaced.
+    """Asks how the engine is; with a connection, only whether another one has replaced it, which is refused then.
 
-    The answer has ``empty: true`` where the weights were given up, and no update came since; ``whole: false`` where a
-    part of an update landed and the rest did not, with the ``landing`` version. What else an engine's plugin knows of
+    The answer has ``whole``, false where a part of an update landed and the rest did not, with the ``landing`` version;
+    and ``empty: true`` where the weights were given up, and no update came since. What else an engine's plugin knows of
     its pause and its sleep comes with it.
     """
 

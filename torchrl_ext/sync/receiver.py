@@ -128,7 +128,7 @@ class WeightReceiver:
                 if message.weights == "reloaded":
                     self.reloaded()
             case State():
-                return self.state()
+                return {} if message.connection else self.state()
             case Inspect():
                 return inspect(message)
             case Leave():
@@ -159,8 +159,8 @@ class WeightReceiver:
         )
 
     def state(self) -> Info:
-        """Return the answer to `State`; empty where the weights are there, and whole."""
-        torn = {} if self.whole else {"whole": False, "landing": self._landed}
+        """Return the answer to a `State` that asks how the weights are."""
+        torn = {"whole": True} if self.whole else {"whole": False, "landing": self._landed}
         return {"empty": True, **torn} if self.empty else torn
 
     def check(self, message: Join) -> None:

@@ -18,7 +18,7 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
-from torchrl_ext.messages import REPLACED, Inspect, Message, Poll, Rehearse, State, replaced_by, stamped
+from torchrl_ext.messages import REPLACED, Inspect, Message, Poll, Rehearse, State, merged, replaced_by, stamped
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.engines.sleep import SleepState, check_wake
 from torchrl_ext.rpc.engines.workers import Workers
@@ -57,7 +57,7 @@ class HTTPEngine(EngineClient):
         self._load_timeout_s = load_timeout_s
         self._workers: Workers
         self._watch = Stopwatch()
-        self._torn = False  # a part of a version was sent to workers that cannot say so
+        self._torn = False  # a part of a version was sent by this client, and counts where workers do not say more
         self._connection = ""  # of the sender that joined last through this client
         self._before = SleepState(paused=None)  # the engine's state before the current update
         self._state = "serving"
@@ -200,7 +200,7 @@ class HTTPEngine(EngineClient):
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
-        self._torn = not self._workers.plugged  # those of our plugin know by themselves what landed
+        self._torn = True
         with self._step(what, state=self._paused("part of an update")):
             self._load(info)
 
@@ -378,13 +378,13 @@ class HTTPEngine(EngineClient):
                 state="paused",
                 hint="call update_weights: it wakes the engine in the right order",
             )
+        answer: Info = {}
         try:
-            whole = not self._torn and self._workers.state().get("whole", True)
+            answer = merged(self.tell(State())) if self.verifies else {}
         except EngineRefusedError as error:
             if not self._lacks_plugin(error):
                 raise
-            whole = True  # as far as anybody knows
-        if not whole:
+        if not answer.get("whole", not self._torn):
             raise EngineRefusedError(
                 f"{self.url} holds a part of a version, which must not be served",
                 expected="a version that arrived whole",
@@ -392,9 +392,9 @@ class HTTPEngine(EngineClient):
                 hint="send the weights again: the next update that arrives whole resumes the engine",
             )
 
-    @abstractmethod
     def _lacks_plugin(self, error: EngineRefusedError) -> bool:
         """Return whether the server refused a message since it runs without our plugin."""
+        return is_absent(error)
 
     @abstractmethod
     def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:

@@ -309,9 +309,6 @@ class SGLangEngine(HTTPEngine):
     def _ready(self) -> int:
         return self._http.call("GET", "/ready").status  # its scheduler does not know of every pause
 
-    def _lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return is_absent(error)
-
     def _is_empty(self, state: SleepState, waking: Collection[str]) -> bool:
         return bool(state.empty)
 
