@@ -274,6 +274,7 @@ def parts_of(error: Exception, rows: Sequence[EngineRow]) -> dict[str, str | Non
     known = error if isinstance(error, WeightSyncError) else WeightSyncError("")
     state = known.state if not rows else "the rows say which engines serve which version"
     if len(rows) == 1:
-        version = "" if rows[0].version is None or rows[0].state == "unreachable" else f", at version {rows[0].version}"
+        serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold a part of another one
+        version = f", at version {rows[0].version}" if serves else ""
         state = f"the engine is {rows[0].state}{version}"
     return {"expected": known.expected, "state": state, "hint": known.hint}
