@@ -272,8 +272,8 @@ def client_of(transport: Transport, engine: EngineClient | str | None, rank: int
 def parts_of(error: Exception, rows: Sequence[EngineRow]) -> dict[str, str | None]:
     """Return the further parts of the message of an update that failed with ``error``; ``rows`` have the state."""
     known = error if isinstance(error, WeightSyncError) else WeightSyncError("")
-    state = known.state if not rows else "the rows say which engines serve which version"
-    if len(rows) == 1:
+    state = known.state if len(rows) < 2 else "the rows say which engines serve which version"
+    if len(rows) == 1 and rows[0].engine not in (state or ""):  # else its client says more
         serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold a part of another one
         version = f", at version {rows[0].version}" if serves else ""
         state = f"the engine is {rows[0].state}{version}"
