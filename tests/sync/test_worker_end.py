@@ -252,11 +252,11 @@ def test_a_worker_that_closes_waits_for_no_pull(engine, pulls):
 
 def test_weights_that_were_given_up_are_missed_until_an_update_fills_them(engine):
     _, _, handle = engine
-    assert handle(State()) == [{}, {}]
+    assert handle(State()) == [{"whole": True}] * 2
     assert handle(Reset(weights="gone")) == [{}, {}]
-    assert handle(State()) == [{"empty": True}] * 2
+    assert [answer.get("empty") for answer in handle(State())] == [True, True]
     assert handle(Finish(version=3)) == [{}, {}]
-    assert handle(State()) == [{}, {}]
+    assert handle(State()) == [{"whole": True}] * 2
 
 
 def test_what_each_worker_proves_is_told_as_the_least(engine):
