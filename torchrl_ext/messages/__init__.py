@@ -27,6 +27,7 @@ from torchrl_ext.messages.routes import (
     bears_key,
     escaped,
     merged,
+    partial_version,
     refusal,
     replaced_by,
     unescaped,
@@ -64,6 +65,6 @@ __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "REPLACED", "TAKE_OVER", "CheckAdapter",
     "CheckLoaded", "Connected", "Finish", "Flush", "Inspect", "Join", "Keep", "Land", "Leave", "ListAdapters", "Load",
     "Message", "Poll", "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start",
-    "State", "UnloadAdapter", "Verify", "answers_in", "bears_key", "escaped", "loading", "merged", "read", "refusal",
-    "replaced_by", "stamped", "unescaped",
+    "State", "UnloadAdapter", "Verify", "answers_in", "bears_key", "escaped", "loading", "merged", "partial_version",
+    "read", "refusal", "replaced_by", "stamped", "unescaped",
 ]  # fmt: skip

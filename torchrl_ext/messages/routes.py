@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.types import Info, least
 
 BACKEND = "torchrl_ext"
@@ -41,6 +42,16 @@ def replaced_by(words: str) -> str:
     """Return, from a worker's refusal, who has joined in a sender's place; "" where it refused for another reason."""
     _, _, rest = words.partition(f"{REPLACED}: ")
     return rest.partition(". Expected:")[0]
+
+
+def partial_version(engine: str) -> EngineRefusedError:
+    """Return the error for an engine that is to generate, and holds a part of a version."""
+    return EngineRefusedError(
+        f"{engine} holds a part of a version, which must not be served",
+        expected="a version that arrived whole",
+        state="paused",
+        hint="send the weights again: the next update that arrives whole resumes the engine",
+    )
 
 
 def merged(answers: Sequence[Info]) -> Info:

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed, nn
 
-from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State
+from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State, partial_version
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.workers import agree
 from torchrl_ext.sync.roots import invited
@@ -95,11 +94,7 @@ class SGLangWorker:
             EngineRefusedError: the model holds one.
         """
         if not self._end.receiver.whole:
-            raise EngineRefusedError(
-                "the engine holds a part of a weight update, which must not be served",
-                state="paused",
-                hint="send the weights again: the next update that arrives whole resumes the engine",
-            )
+            raise partial_version("the engine")
 
     def _answer(self, message: Message, scheduler: Scheduler) -> Info:
         match message:

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.messages import BACKEND, TAKE_OVER
+from torchrl_ext.messages import BACKEND, TAKE_OVER, partial_version
 from torchrl_ext.plugins.found import enable, grant_tiles
 
 __all__ = ["register"]
@@ -141,11 +140,7 @@ def _refusing_parts(resume: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(resume)
     def resumed(core: Any) -> None:
         if not all(core.model_executor.collective_rpc(_WHOLE)):
-            raise EngineRefusedError(
-                "the engine holds a part of a weight update, which must not be served",
-                state="paused",
-                hint="send the weights again: the next update that arrives whole resumes the engine",
-            )
+            raise partial_version("the engine")
         resume(core)
 
     return resumed

@@ -18,7 +18,18 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
-from torchrl_ext.messages import REPLACED, Inspect, Message, Poll, Rehearse, State, merged, replaced_by, stamped
+from torchrl_ext.messages import (
+    REPLACED,
+    Inspect,
+    Message,
+    Poll,
+    Rehearse,
+    State,
+    merged,
+    partial_version,
+    replaced_by,
+    stamped,
+)
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.engines.sleep import SleepState, check_wake
 from torchrl_ext.rpc.engines.workers import Workers
@@ -385,12 +396,7 @@ class HTTPEngine(EngineClient):
             if not self._lacks_plugin(error):
                 raise
         if not answer.get("whole", not self._torn):
-            raise EngineRefusedError(
-                f"{self.url} holds a part of a version, which must not be served",
-                expected="a version that arrived whole",
-                state="paused",
-                hint="send the weights again: the next update that arrives whole resumes the engine",
-            )
+            raise partial_version(self.url)
 
     def _lacks_plugin(self, error: EngineRefusedError) -> bool:
         """Return whether the server refused a message since it runs without our plugin."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.messages import (
     Finish,
     Join,
@@ -24,6 +24,7 @@ from torchrl_ext.messages import (
     Start,
     State,
     loading,
+    partial_version,
     replaced_by,
     stamped,
 )
@@ -204,12 +205,7 @@ class InProcessEngine(EngineClient):
             EngineRefusedError: a part of a version landed, and the rest did not.
         """
         if not self._host.handle(State()).get("whole", True):
-            raise EngineRefusedError(
-                f"{self.url} holds a part of a version, which must not be served",
-                expected="a version that arrived whole",
-                state="paused",
-                hint="send the weights again: the next update that arrives whole resumes the engine",
-            )
+            raise partial_version(self.url)
         if self._freed:
             self._host.regain()
         self._freed = False
