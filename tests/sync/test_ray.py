@@ -18,6 +18,7 @@ from tests.rpc.ray_cluster import two_nodes
 from tests.sync.vllm_objects import Alone, Replica, said, says
 from tests.sync.vllm_objects import net as talker
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -30,7 +31,6 @@ from torchrl_ext.errors import (
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.engines.ray import EngineActor, RayEngine, Served, as_remote
-from torchrl_ext.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120

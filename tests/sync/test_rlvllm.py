@@ -11,10 +11,10 @@ import torchrl_ext as tx
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.messages import ANSWERS, TAKE_OVER
 from torchrl_ext.sync.engines import actors
-from torchrl_ext.waiting import wait_until
 
 
 class Other(RLvLLMEngine):

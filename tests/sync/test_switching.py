@@ -13,6 +13,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint, tiny_model
 from tests.sync.vllm_objects import AsyncLLM, net
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.errors import (
@@ -24,7 +25,6 @@ from torchrl_ext.errors import (
     UpdateError,
 )
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.processes import WAIT_S
 from tests.transports.sharded_engine import Together as Agreeing
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import EngineError, NotConnectedError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import (
@@ -28,7 +29,6 @@ from torchrl_ext.messages import (
     loading,
 )
 from torchrl_ext.sync.worker_end import WorkerEnd, joined
-from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 

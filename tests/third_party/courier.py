@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.waiting import pauses
 from torchrl_ext.weights.source import WeightSource, checked
 
 _OPENER = build_opener(ProxyHandler({}))  # the trainer is asked itself, whatever proxies the environment names

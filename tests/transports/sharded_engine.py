@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import EngineError, EngineUnreachableError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.sliced import Sliced
@@ -21,7 +22,6 @@ from torchrl_ext.messages import Finish, Join, Poll, Prefetch, Start, loading, r
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.worker_end import WorkerEnd
 from torchrl_ext.types import EngineInfo, EngineRow
-from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.shards.blocks import Block
 

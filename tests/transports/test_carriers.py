@@ -14,6 +14,7 @@ import torch
 
 from tests.processes import finished, running_python
 from tests.transports.members import SHORT_S, WAIT_S, beside
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.transports.collective import sockets
@@ -22,7 +23,6 @@ from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.meeting import LOBBY, Membership
 from torchrl_ext.transports.sharded import agents
 from torchrl_ext.transports.sharded.agents import Registered
-from torchrl_ext.waiting import wait_until
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.launch.launchers import EngineLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
 from torchrl_ext.registry import launchers
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.waiting import pauses
 
 __all__ = ["Keeper", "Kept"]
 

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.launch.guard import descendants
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.waiting import wait_until
 
 if TYPE_CHECKING:
     from typing_extensions import Self

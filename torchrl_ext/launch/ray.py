@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
 from torchrl_ext.registry import launchers
 from torchrl_ext.rpc.connections import number_from
-from torchrl_ext.waiting import wait_until
 
 __all__ = ["RayLauncher"]
 

@@ -18,8 +18,8 @@ import aiohttp
 import aiohttp.abc
 import certifi
 
+from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
-from torchrl_ext.waiting import in_thread
 
 __all__ = ["Background", "PerLoop", "authorities", "connections", "each", "let_go", "number_from"]
 

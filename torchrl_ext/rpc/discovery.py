@@ -8,6 +8,7 @@ from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
+from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -23,7 +24,6 @@ from torchrl_ext.rpc.http import HTTPSession, normalise_urls
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.rpc.server_info import is_sglang_info, parse_server_info
 from torchrl_ext.types import EngineInfo
-from torchrl_ext.waiting import in_thread
 
 __all__ = ["connect", "discover"]
 

@@ -10,10 +10,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
-from torchrl_ext.waiting import in_thread
 
 __all__ = ["Fleet"]
 

@@ -25,9 +25,9 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
-from torchrl_ext.waiting import wait_until
 
 __all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "is_router", "refuse_router"]
 

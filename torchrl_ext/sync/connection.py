@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
+from torchrl_ext.deadline import in_background
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
@@ -26,7 +27,6 @@ from torchrl_ext.transports.ranks import drives
 from torchrl_ext.transports.roots import PublishedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import EngineRow, Handoff, Info, ParamMeta
-from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import tensor_digest
 

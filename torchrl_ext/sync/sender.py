@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrl_ext.deadline import in_background
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -33,7 +34,6 @@ from torchrl_ext.sync.parts import Only, chosen, trainable
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.ranks import drives
 from torchrl_ext.types import PROOFS, Handoff, ParamMeta, Part, SyncReport, least
-from torchrl_ext.waiting import in_background
 from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.source import (
     MappingSource,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, State
@@ -26,7 +27,6 @@ from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.delta.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.types import Info, least
 from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
-from torchrl_ext.waiting import in_thread
 
 __all__ = ["WorkerEnd", "joined", "pull", "words_of"]
 

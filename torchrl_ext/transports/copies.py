@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.waiting import in_thread
 
 __all__ = [
     "BufferPool",

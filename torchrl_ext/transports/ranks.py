@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from torchrl_ext import errors
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import (
     ConcurrentUpdateError,
     DeadlineError,
@@ -31,7 +32,6 @@ from torchrl_ext.errors import (
     why,
 )
 from torchrl_ext.types import Info
-from torchrl_ext.waiting import wait_until
 
 __all__ = ["TrainerRanks", "drives", "shared_store", "store_gone"]
 

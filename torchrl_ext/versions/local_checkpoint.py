@@ -32,6 +32,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.slime.current import INDEX_NAME, parse_index
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError, ManifestError, StoreError
 from torchrl_ext.files import open_regular
 from torchrl_ext.stores import Chain, Manifest, Store, open_store, version_name
@@ -42,7 +43,6 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenRoute
-from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
 
 __all__ = ["LocalCheckpoint"]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import distributed as dist
 
+from torchrl_ext.deadline import pauses, wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError, why
 from torchrl_ext.launch.processes import GuardedProcess
-from torchrl_ext.waiting import pauses, wait_until
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -31,13 +31,13 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
+from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.messages import BACKEND, Finish, Pull, Reset
 from torchrl_ext.messages.routes import bears_key
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.sync.engines.hosts import VLLMHost
 from torchrl_ext.sync.roots import DiskLoads
-from torchrl_ext.waiting import in_thread
 
 __all__ = ["UpdateFromDisk"]
 

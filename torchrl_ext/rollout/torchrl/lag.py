@@ -15,8 +15,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import Transform
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError
-from torchrl_ext.waiting import wait_until
 
 __all__ = ["MaxLag", "Pacer"]
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -36,7 +37,6 @@ from torchrl_ext.rpc.engines.workers import Workers
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineRow, Info, least
-from torchrl_ext.waiting import wait_until
 
 __all__ = ["HTTPEngine", "is_absent", "restated"]
 

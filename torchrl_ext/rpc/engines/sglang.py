@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from torchrl_ext import messages
+from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.messages import CHANNEL, Message, merged
 from torchrl_ext.rpc.client import EngineClient, _nothing
@@ -39,7 +40,6 @@ from torchrl_ext.rpc.engines.stock import PLUGIN, StockSGLang
 from torchrl_ext.rpc.engines.workers import PluggedSGLang, Workers
 from torchrl_ext.rpc.server_info import parse_sglang_info, sglang_transports, stores_keys
 from torchrl_ext.types import EngineInfo, Info, Part
-from torchrl_ext.waiting import pauses
 
 __all__ = ["SGLangEngine"]
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.messages import ADAPTERS_ROUTE, ANSWERS, BACKEND, Message, answers_in, unescaped
 from torchrl_ext.rpc.client import EngineClient, _nothing
@@ -39,7 +40,6 @@ from torchrl_ext.rpc.engines.stock import FLAGS, StockVLLM
 from torchrl_ext.rpc.engines.workers import PluggedVLLM, Workers, abandon
 from torchrl_ext.rpc.server_info import is_guest, kv_connectors, parse_server_info, sees, transfer_backend
 from torchrl_ext.types import EngineInfo, Info, Part
-from torchrl_ext.waiting import wait_until
 
 __all__ = ["EmbeddedEngine", "VLLMEngine"]
 

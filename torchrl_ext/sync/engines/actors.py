@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from torchrl_ext import registry
+from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
-from torchrl_ext.waiting import in_thread
 
 __all__ = ["EngineActor", "Served", "answer", "as_remote", "begin", "the_ray"]
 

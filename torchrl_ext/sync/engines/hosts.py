@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.messages import (
     ANSWERS,
@@ -33,7 +34,6 @@ from torchrl_ext.messages import (
 from torchrl_ext.registry import scorers
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
-from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -25,7 +26,6 @@ from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.actors import EngineActor, Served, answer, as_remote, begin, the_ray
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
-from torchrl_ext.waiting import wait_until
 from torchrl_ext.weights.source import is_torchrl
 
 __all__ = ["EngineActor", "RayEngine", "Served", "as_remote", "connect_actors"]

@@ -30,12 +30,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, final
 
+from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.collective.sockets import dial, listen
 from torchrl_ext.transports.links import Link, close_in_children, serve
 from torchrl_ext.types import Info
-from torchrl_ext.waiting import pauses
 
 __all__ = ["NOTE_BYTES", "KeptNotes", "NoteStore", "RemoteNotes"]
 

@@ -21,8 +21,8 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
+from torchrl_ext.deadline import in_thread, pauses
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.waiting import in_thread, pauses
 
 __all__ = [
     "at_port", "await_calls", "carried", "connected", "dial", "in_time", "listen", "listening", "run_beside",

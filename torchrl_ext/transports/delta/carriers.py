@@ -18,6 +18,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError, StoreError
 from torchrl_ext.stores import Chain, Store, version_name
 from torchrl_ext.stores.base import MemoryStore
@@ -30,7 +31,6 @@ from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.writer import WritesFull
-from torchrl_ext.waiting import pauses
 from torchrl_ext.weights.source import MappingSource
 
 __all__ = ["Broadcast", "SharedFiles"]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a star there
 
+from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.collective.backends import brief, gloo_devices, kept_store, made_in_time, reached_store
 from torchrl_ext.transports.collective.broadcasts import Broadcasts
@@ -30,7 +31,6 @@ from torchrl_ext.transports.collective.handoffs import require
 from torchrl_ext.transports.collective.sockets import at_port, dial, in_time, listen, run_beside, shut_down
 from torchrl_ext.transports.native.addresses import listening_at
 from torchrl_ext.types import Info
-from torchrl_ext.waiting import pauses
 
 __all__ = ["Meeting", "group_of", "keep_store"]
 
