@@ -16,7 +16,7 @@ from tests.processes import ROOT, python
 PACKAGE = ROOT / "torchrl_ext"
 FLOORS = [
     {"errors"},
-    {"types", "registry", "files", "waiting"},
+    {"types", "registry", "files", "deadline"},
     {"kernels", "messages"},
     {"stores", "weights"},
     {"codecs"},
@@ -41,7 +41,7 @@ HOMES = {
 }
 RUN_BY_VLLM = ROOT / "torchrl_ext" / "cli" / "demo" / "stories" / "switching.py"  # by its own interpreter
 IN_ENGINES = {
-    "types", "errors", "messages", "registry", "files", "waiting", "kernels", "weights", "codecs", "landing", "stores",
+    "types", "errors", "messages", "registry", "files", "deadline", "kernels", "weights", "codecs", "landing", "stores",
     "versions",
     "transports", "proof", "sync", "plugins",
 }  # fmt: skip

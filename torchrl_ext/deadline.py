@@ -1,22 +1,122 @@
-"""Waits with a deadline: for what has to be polled, and for calls that can neither be interrupted nor given one.
-
-Every wait of this package has a deadline, and its error names what it waited for.
-"""
+"""`Deadline`: how long a wait may last, what ends it early, whom its error names; and calls that run beside others."""
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
-__all__ = ["in_background", "in_thread", "pauses", "wait_until"]
+from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
+
+__all__ = ["Deadline", "in_background", "in_thread", "pauses", "wait_until"]
 
 Found = TypeVar("Found")
 
 _SHORTEST_S, _LONGEST_S, _GROWTH = 0.02, 1.0, 1.5
+
+
+@final
+class Deadline:
+    """The moment until which a wait may last, a flag that ends it early, and the party that is waited for.
+
+    A value is passed down to every wait of one step, so that the step has one deadline however many waits it takes, and
+    one flag (``stop``) that another thread sets to end them all.
+
+    Args:
+        timeout_s: seconds from now.
+        who: the party that is waited for, as a message names it: ``"worker 3 (pid 17 on host)"``.
+        stop: ends every wait under this deadline when it is set; by default one of its own.
+
+    Attributes:
+        until: monotonic moment.
+    """
+
+    def __init__(self, timeout_s: float, who: str = "the other end", stop: threading.Event | None = None) -> None:
+        self.timeout_s, self.who = timeout_s, who
+        self.until = time.monotonic() + timeout_s
+        self.stop = threading.Event() if stop is None else stop
+
+    def naming(self, who: str) -> Deadline:
+        """Return the same moment and flag, for a wait for another party."""
+        made = copy.copy(self)
+        made.who = who
+        return made
+
+    def within(self, timeout_s: float) -> Deadline:
+        """Return a deadline of ``timeout_s`` seconds from now that is no later than this one, under the same flag."""
+        return Deadline(min(timeout_s, self.left_s), self.who, self.stop)
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left; 0 from the moment on."""
+        return max(0.0, self.until - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        """Whether the moment has come, or another thread ended the wait."""
+        return self.stop.is_set() or time.monotonic() >= self.until
+
+    def error(self, what: str = "", **parts: str | None) -> WeightSyncError:
+        """Return the error for a wait that is `over`.
+
+        Args:
+            what: what did not happen, such as ``"rank 2 did not arrive"``; by default, that `who` did not answer.
+            parts: ``expected``, ``state``, ``hint`` of the error.
+
+        Returns:
+            DeadlineError at the moment; TransportError where another thread ended the wait before.
+        """
+        what = what or f"{self.who} did not answer"
+        if self.stop.is_set():
+            return TransportError(f"{what} before the wait was ended by a failure elsewhere, or an abort", **parts)
+        return DeadlineError(f"{what} within {self.timeout_s:g} s", **parts)
+
+    def check(self, what: str = "", **parts: str | None) -> None:
+        """Raise the `error` of a wait that is `over`; do nothing before."""
+        if self.over:
+            raise self.error(what, **parts)
+
+    def pauses(self, *, shortest_s: float = _SHORTEST_S, longest_s: float = _LONGEST_S) -> Iterator[float]:
+        """Yield the turns of a loop that polls something, each as the seconds that are left.
+
+        There is a first turn in any case, and a last one at the deadline, unless another thread ends the wait. The
+        pauses between turns grow by half.
+
+        Args:
+            shortest_s: the first pause, in seconds.
+            longest_s: no pause is longer, in seconds.
+        """
+        pause_s = shortest_s
+        while True:
+            yield self.left_s
+            left_s = self.left_s
+            if left_s <= 0 or self.stop.wait(min(pause_s, left_s)):
+                return
+            pause_s = min(longest_s, _GROWTH * pause_s)
+
+    def poll(
+        self,
+        ask: Callable[[], Found],
+        what: str = "",
+        *,
+        shortest_s: float = _SHORTEST_S,
+        longest_s: float = _LONGEST_S,
+        **parts: str | None,
+    ) -> Found:
+        """Call ``ask`` until it returns something true, and return that.
+
+        Raises:
+            DeadlineError, TransportError: the `error` with ``what`` and ``parts``. What ``ask`` raises is raised.
+        """
+        for _ in self.pauses(shortest_s=shortest_s, longest_s=longest_s):
+            found = ask()
+            if found:
+                return found
+        raise self.error(what, **parts)
 
 
 def pauses(
@@ -26,25 +126,8 @@ def pauses(
     shortest_s: float = _SHORTEST_S,
     longest_s: float = _LONGEST_S,
 ) -> Iterator[float]:
-    """Yield the turns of a loop that polls something, each as the seconds that are left until the deadline.
-
-    There is always a first turn, and a last one at the deadline. The pauses between turns grow by half.
-
-    Args:
-        timeout_s: the deadline, in seconds from now.
-        stop: ends the loop early, also in the middle of a pause, when it is set.
-        shortest_s: the first pause, in seconds.
-        longest_s: no pause is longer, in seconds.
-    """
-    stop = threading.Event() if stop is None else stop
-    until, pause_s = time.monotonic() + timeout_s, shortest_s
-    while True:
-        left_s = until - time.monotonic()
-        yield max(0.0, left_s)
-        left_s = until - time.monotonic()
-        if left_s <= 0 or stop.wait(min(pause_s, left_s)):
-            return
-        pause_s = min(longest_s, _GROWTH * pause_s)
+    """Yield as `Deadline.pauses` of a deadline of ``timeout_s`` seconds from now."""
+    yield from Deadline(timeout_s, stop=stop).pauses(shortest_s=shortest_s, longest_s=longest_s)
 
 
 def wait_until(
@@ -56,13 +139,7 @@ def wait_until(
     shortest_s: float = _SHORTEST_S,
     longest_s: float = _LONGEST_S,
 ) -> Found:
-    """Call ``ask`` until it returns something true, and return that.
-
-    Args:
-        ask: what it raises ends the wait, and is raised.
-        timeout_s, stop, shortest_s, longest_s: as for `pauses`.
-        late: makes the error to raise where nothing true came by the deadline, or ``stop`` was set before.
-    """
+    """Call ``ask`` until it returns something true, as `Deadline.poll`, and raise what ``late`` makes otherwise."""
     for _ in pauses(timeout_s, stop, shortest_s=shortest_s, longest_s=longest_s):
         found = ask()
         if found:
