@@ -7,7 +7,7 @@ import dataclasses
 import ipaddress
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torchrl_ext.errors import ManifestError
 
 __all__ = [
-    "PROOFS", "EngineInfo", "EngineRow", "Handoff", "Info", "ParamMeta", "Part", "SyncReport", "adapter_label",
+    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "adapter_label",
     "adapter_rank", "adapter_version", "dtype_from_name", "dtype_name", "least",
 ]  # fmt: skip
 
@@ -139,28 +139,6 @@ def adapter_rank(params: Iterable[ParamMeta]) -> int:
     return max(
         (meta.shape[0] for meta in params if ".lora_A." in meta.name or "lora_embedding_A" in meta.name), default=0
     )
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Handoff:
-    """One version that is ready to be sent, or what engines need to join a transport.
-
-    Attributes:
-        info: JSON-safe; what the engine needs to know to receive it.
-        ahead: moves what can be moved while engines still generate, beside their prefetch.
-        transfer: moves the bytes, beside the engine's call; has nothing left to do for files.
-        acknowledge: takes the oldest version that an engine may still read, now that this one is in service; what is
-            older may go. None stands for workers without a control layer, of which nobody knows what they read.
-    """
-
-    info: Info
-    ahead: Callable[[], None] = _nothing
-    transfer: Callable[[], None] = _nothing
-    acknowledge: Callable[[int | None], None] = _nothing
 
 
 STOCK = ("disk", "native")

@@ -87,10 +87,6 @@ class WorkerEngine(EngineClient):
         """Ask what an update proves; weights land in the very tensors that a worker computes with."""
         self._proof = str(self.ask(Rehearse(how=how))["proof"])
 
-    @property
-    def takes_parts(self) -> bool:
-        return True
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self.ask(Prefetch(version=version, part=part))
 

@@ -60,11 +60,12 @@ from torchrl_ext.messages.steps import (
     loading,
     stamped,
 )
+from torchrl_ext.messages.wire import Wire
 
 __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FORMAT", "OPEN_UPDATE", "REPLACED", "TAKE_OVER", "CheckAdapter",
     "CheckLoaded", "Connected", "Finish", "Flush", "Inspect", "Join", "Keep", "Land", "Leave", "ListAdapters", "Load",
     "Message", "Poll", "Prefetch", "Pull", "Rehearse", "Reset", "Seal", "ServeAdapter", "StageAdapter", "Start",
-    "State", "UnloadAdapter", "Verify", "answers_in", "bears_key", "escaped", "loading", "merged", "partial_version",
+    "State", "UnloadAdapter", "Verify", "Wire", "answers_in", "bears_key", "escaped", "loading", "merged", "partial_version",
     "read", "refusal", "replaced_by", "stamped", "unescaped",
 ]  # fmt: skip

@@ -110,23 +110,17 @@ class EngineClient(ABC):
                 where that could not be restored.
         """
 
-    @property
-    def takes_parts(self) -> bool:
-        """Whether the engine that is connected can be told that an update brings some tensors alone."""
-        return False
-
     @abstractmethod
     def prefetch(self, version: int, part: Part | None = None) -> None:
         """Have the engine prepare ``version`` as far as it can while it serves.
 
         Args:
             version: the version that comes.
-            part: which tensors it brings, and what has the others; None for a whole one. Only for an engine that
-                `takes_parts`.
+            part: which tensors it brings, and what has the others; None for a whole one.
 
         Raises:
-            EngineRefusedError, IntegrityError: the engine does not hold what the part builds on; it serves what it
-                served.
+            EngineRefusedError, StaleBaseError: the engine does not hold what the part builds on, or takes no parts; it
+                serves what it served.
         """
 
     @abstractmethod

@@ -149,10 +149,6 @@ class Fleet(EngineClient):
     def replaced(self, connection: str) -> str:
         return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
 
-    @property
-    def takes_parts(self) -> bool:
-        return all(engine.takes_parts for engine in self._active())
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._failed.clear()
         self._while_any("prefetch", lambda engine: engine.prefetch(version, part))

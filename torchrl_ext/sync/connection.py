@@ -17,16 +17,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
-from torchrl_ext.deadline import in_background
+from torchrl_ext.deadline import Deadline, beside
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, UpdateError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
-from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.base import Handoff, Transport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.transports.ranks import drives
 from torchrl_ext.transports.roots import PublishedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import EngineRow, Handoff, Info, ParamMeta
+from torchrl_ext.types import EngineRow, Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import tensor_digest
 
@@ -61,8 +61,9 @@ class Connection:
 
     Args:
         engine: a client, or a fleet.
-        open_transport: takes the number of workers and the parameters; returns the handoff by which they join.
-        abort: ends ``transfer`` of the handoff from another thread.
+        invite: takes the number of workers, the parameters and a deadline; returns the handoff by which they join.
+        transport: its name.
+        timeout_s: deadline of every wait of the transport, in seconds.
         compares: whether engines will be asked to compare digests.
         rehearse: as in `WeightSender`.
 
@@ -70,23 +71,26 @@ class Connection:
         newest: the greatest version that an engine said it serves when it joined.
         delivered: the version that all of them have put in service since they joined, which a part can build on; None
             before the first.
+        parts: whether these engines have refused no part yet.
     """
 
     def __init__(
         self,
         engine: EngineClient,
-        open_transport: Callable[[int, tuple[ParamMeta, ...]], Handoff],
-        abort: Callable[[], None],
+        invite: Callable[[int, tuple[ParamMeta, ...], Deadline], Handoff],
         *,
+        transport: str,
+        timeout_s: float = 60.0,
         compares: bool = True,
         rehearse: str = "once",
     ) -> None:
-        self.engine, self._open_transport, self._abort = engine, open_transport, abort
+        self.engine, self._invite, self._transport, self._timeout_s = engine, invite, transport, timeout_s
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self._id = ""
         self.newest = 0
         self.delivered: int | None = None
+        self.parts = True
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -158,23 +162,26 @@ class Connection:
         return any((row.state, row.version) == ("serving", version) for row in self.engine.rows())
 
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
-        engine, self.delivered = self.engine.info(), None
+        engine, self.delivered, self.parts = self.engine.info(), None, True
         if engine.weight_version.isdecimal():
             self.newest = max(self.newest, int(engine.weight_version))
+        within = Deadline(self._timeout_s, f"the workers of {self.engine.url}")
         with spans.of("connect"):
-            handoff = self._open_transport(engine.world_size, params)
+            handoff = self._invite(engine.world_size, params, within)
             self._id = uuid.uuid4().hex
             info = {
+                "timeout_s": self._timeout_s,
                 **handoff.info,
+                "transport": self._transport,
                 "connection": self._id,
-                "sender": f"a {handoff.info.get('transport')} sender, process {os.getpid()} on {socket.gethostname()},",
+                "sender": f"a {self._transport} sender, process {os.getpid()} on {socket.gethostname()},",
                 "params": [meta.to_json() for meta in params],
                 "world_size": 1 + engine.world_size,
                 "unproved": self._rehearse == "never",
                 "compares": self._compares,
             }
-            with in_background(self.engine.connect, info, self._abort):
-                handoff.transfer()
+            with beside(lambda early: self.engine.connect(info, early), within):
+                handoff.transfer(within)
         with spans.of("rehearse"):
             self.engine.rehearse(self._rehearse)
 

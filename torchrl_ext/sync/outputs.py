@@ -19,7 +19,7 @@ from torch import nn
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.outgoing import Outgoing
+from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.types import PROOFS, EngineRow, ParamMeta
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import inner_model
@@ -185,7 +185,7 @@ class Outputs:
         return asked
 
     def compared(
-        self, engine: EngineClient, source: Outgoing, weights: Any, model: Any
+        self, engine: EngineClient, source: UpdateSource, weights: Any, model: Any
     ) -> AbstractContextManager[None]:
         """Ask the trainer (`asked`), and return a context for one update that asks the engines when the update ends.
 
@@ -204,7 +204,7 @@ class Outputs:
         return self._around(engine, source, self.asked(weights, model))
 
     @contextmanager
-    def _around(self, engine: EngineClient, source: Outgoing, asked: _Asked) -> Iterator[None]:
+    def _around(self, engine: EngineClient, source: UpdateSource, asked: _Asked) -> Iterator[None]:
         self._findings, self.agreed = {}, frozenset()
         began = time.perf_counter()
         for one in engine.each():

@@ -137,7 +137,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if whole:
             self._end.receiver.reloaded()
         elif self._loader.is_open():
-            self._end.receiver.torn = True
+            self._end.receiver.tear()
 
     @property
     def whole(self) -> bool:

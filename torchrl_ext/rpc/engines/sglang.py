@@ -206,10 +206,6 @@ class SGLangEngine(HTTPEngine):
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise EngineRefusedError(f"{self.url}/weights_checker answered {told!r}", hint=PLUGIN) from None
 
-    @property
-    def takes_parts(self) -> bool:
-        return self._workers.plugged
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if self._workers.plugged:

@@ -177,10 +177,6 @@ class VLLMRoutes(HTTPEngine):
             self._wake_weights()
             super().rehearse(how)
 
-    @property
-    def takes_parts(self) -> bool:
-        return self._workers.plugged
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         """See `EngineClient.prefetch`. Workers stage while they generate."""
         self._wake_weights()  # staging checks changes against the weights

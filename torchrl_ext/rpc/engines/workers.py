@@ -42,8 +42,14 @@ class Workers(ABC):
     def join(self, info: Info) -> None:
         """Have them join the transport of ``info``, with their ``rank_offset``."""
 
-    def prefetch(self, version: int, part: Part | None = None) -> None:  # noqa: B027 - stock workers prepare nothing ahead
-        """Have them fetch and check ``version``, or the part of it that comes, while the engine serves."""
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        """Have them fetch and check ``version``, or the part of it that comes, while the engine serves.
+
+        Raises:
+            EngineRefusedError: a stock worker takes whole versions only, and prepares nothing ahead.
+        """
+        if part is not None:
+            raise EngineRefusedError("engines without our plugin take whole versions only", state="nothing was changed")
 
     @abstractmethod
     def start(self, *, bracketed: bool = False) -> None:

@@ -118,10 +118,6 @@ class EngineActor:
         self._client.rehearse(how)
         return self._client.proof
 
-    def takes_parts(self) -> bool:
-        """Return `EngineClient.takes_parts`."""
-        return self._client.takes_parts
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._client.prefetch(version, part)
 

@@ -69,10 +69,6 @@ class Host(ABC):
     def resume(self) -> None:
         """Generate again."""
 
-    def takes_parts(self) -> bool:
-        """Return whether an update may bring some tensors alone."""
-        return True
-
     def free(self) -> None:  # noqa: B027 - not everything has a cache
         """Give up the memory of keys and values, while paused; requests that are frozen are computed again later."""
 
@@ -124,9 +120,6 @@ class ModuleHost(Host):
         self._receiver, self._target, self.handle = receiver, receiver.target, receiver.handle
         self.serving = threading.Event()
         self.serving.set()
-
-    def takes_parts(self) -> bool:
-        return self._receiver.takes_parts
 
     def pause(self) -> None:
         self.serving.clear()

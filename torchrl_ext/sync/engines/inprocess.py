@@ -31,7 +31,7 @@ from torchrl_ext.messages import (
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.engines.switching import Switch
-from torchrl_ext.sync.parts import Only
+from torchrl_ext.sync.only import Only
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 from torchrl_ext.weights.source import WeightSource
 
@@ -148,10 +148,6 @@ class InProcessEngine(EngineClient):
         self._rehearsed = (told,)
         self._proof = str(told["proof"])
 
-    @property
-    def takes_parts(self) -> bool:
-        return self._host.takes_parts()
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._handle(Prefetch(version=version, part=part))
 
@@ -241,7 +237,7 @@ class InProcessEngine(EngineClient):
 
         Args:
             model_weights_path: the directory.
-            only: which of its tensors (`torchrl_ext.sync.parts.Only`); all others stay as they are, and only these are
+            only: which of its tensors (`torchrl_ext.sync.only.Only`); all others stay as they are, and only these are
                 moved. None for all.
 
         Returns:

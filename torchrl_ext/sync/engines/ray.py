@@ -111,10 +111,6 @@ class RayEngine(EngineClient):
     def rehearse(self, how: str = "once") -> None:
         self._row = replace(self._row, proof=self._ask("rehearse", how, timeout_s=self._load_timeout_s))
 
-    @property
-    def takes_parts(self) -> bool:
-        return bool(self._ask("takes_parts"))
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._ask("prefetch", version, part, timeout_s=self._load_timeout_s)
 
