@@ -25,13 +25,13 @@ from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, Tr
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Join, loading
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.collective import group as groups
-from torchrl_ext.transports.collective.handoffs import Announcements
-from torchrl_ext.transports.collective.meeting import Note, host
-from torchrl_ext.transports.collective.meeting import enter as enter_room
-from torchrl_ext.transports.collective.notes import NOTE_BYTES, KeptNotes, RemoteNotes
-from torchrl_ext.transports.collective.sockets import connected, listening
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.group import process_group as groups
+from torchrl_ext.transports.group.handoffs import Announcements
+from torchrl_ext.transports.group.meeting import Note, host
+from torchrl_ext.transports.group.meeting import enter as enter_room
+from torchrl_ext.transports.group.notes import NOTE_BYTES, KeptNotes, RemoteNotes
+from torchrl_ext.transports.group.sockets import connected, listening
 from torchrl_ext.weights.source import as_source
 
 

@@ -22,11 +22,12 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.buckets import Packer, Plan
-from torchrl_ext.transports.collective import handoffs, stream
-from torchrl_ext.transports.collective.backends import choose_backend
-from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.meeting import LOBBY, Membership
+from torchrl_ext.transports.collective import stream
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
+from torchrl_ext.transports.group import handoffs
+from torchrl_ext.transports.group.backends import choose_backend
+from torchrl_ext.transports.group.meeting import LOBBY, Membership
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource, checked

@@ -20,10 +20,10 @@ import torch
 from torchrl_ext import errors
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.carrier import Carrier
-from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.handoffs import Announcements, await_others, tell_stopped
-from torchrl_ext.transports.collective.notes import KeptNotes, NoteStore, RemoteNotes
+from torchrl_ext.transports.group.handoffs import Announcements, await_others, tell_stopped
+from torchrl_ext.transports.group.notes import KeptNotes, NoteStore, RemoteNotes
+from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.links import ranks_text
 from torchrl_ext.types import ParamMeta
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.carrier import Carrier
+from torchrl_ext.transports.group.peers import Carrier
 from torchrl_ext.types import Info
 
 __all__ = [

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.collective.backends import brief
-from torchrl_ext.transports.collective.carrier import Move
-from torchrl_ext.transports.collective.sockets import connected, run_beside, shut_down
+from torchrl_ext.transports.group.backends import brief
+from torchrl_ext.transports.group.peers import Move
+from torchrl_ext.transports.group.sockets import connected, run_beside, shut_down
 
 __all__ = ["LONGEST_PAUSE_S", "SHORTEST_PAUSE_S", "SLICE", "Broadcasts"]
 
