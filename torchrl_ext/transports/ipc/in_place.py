@@ -26,7 +26,6 @@ from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError, TransportError
 from torchrl_ext.transports.buckets import Lander
-from torchrl_ext.transports.copies import CopyBytes, copy_plainly
 from torchrl_ext.transports.ipc.host_memory import Segment, attach, host_handle
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import Info, ParamMeta
@@ -133,12 +132,7 @@ class Borrowed:
         self._watched: Link | None = None
 
     def take(
-        self,
-        info: Any,
-        params: Sequence[ParamMeta],
-        into: Mapping[str, Tensor],
-        capacity: int,
-        copy: CopyBytes = copy_plainly,
+        self, info: Any, params: Sequence[ParamMeta], into: Mapping[str, Tensor], capacity: int
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Copy all tensors, and yield their pairs in order, one of `groups` at a time, in memory of this process.
 
@@ -147,7 +141,6 @@ class Borrowed:
             params: what the update sends.
             into: tensors that are filled directly.
             capacity: see `groups`.
-            copy: copies bytes; it is called by several threads.
 
         Raises:
             TransportError: the trainer's memory cannot be reached.
@@ -158,14 +151,14 @@ class Borrowed:
         if sum(source.nbytes for source in sources) <= _SLICE_BYTES:  # starting a thread takes longer than this copy
             for first, stop in groups(params, capacity):
                 for index in range(first, stop):
-                    copy(sources[index], lander.begin(index).numpy())
+                    lander.begin(index).numpy()[:] = sources[index]
                 yield [lander.end(index) for index in range(first, stop)]
             return
         running: deque[tuple[range, list[Future[None]]]] = deque()
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ipc-copy") as threads:
             for first, stop in groups(params, capacity):
                 pairs = [(sources[index], lander.begin(index).numpy()) for index in range(first, stop)]
-                copies = [threads.submit(_copy_all, copy, share) for share in _shares(pairs)]
+                copies = [threads.submit(_copy_all, share) for share in _shares(pairs)]
                 running.append((range(first, stop), copies))
                 if len(running) > _AHEAD:
                     yield _finished(lander, *running.popleft())
@@ -258,6 +251,6 @@ def _shares(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Iterator[list[tup
         yield share
 
 
-def _copy_all(copy: CopyBytes, share: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _copy_all(share: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     for source, target in share:
-        copy(source, target)
+        target[:] = source

@@ -16,7 +16,6 @@ from torch import Tensor
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
 from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.buckets import Packer, Plan
-from torchrl_ext.transports.copies import warm_copies
 from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
 from torchrl_ext.transports.ipc.in_place import Offer, groups, offer
 from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
@@ -246,7 +245,6 @@ class IPCTransport(StandaloneTransport):
 
     def join(self, info: Info) -> None:
         self._worker.join(info, self.timeout_s)
-        warm_copies(sum(ParamMeta.from_json(row).nbytes for row in info.get("params", ())))
 
     def poll(self, timeout_s: float) -> Info | None:
         return self._worker.poll(shared_address(self._channel), timeout_s)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl_ext.errors import DeadlineError, IntegrityError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.buckets import Bucket, Lander, Plan
-from torchrl_ext.transports.copies import fastest_copy
 from torchrl_ext.transports.ipc.host_memory import Segment, attach, integer
 from torchrl_ext.transports.ipc.in_place import Borrowed, groups
 from torchrl_ext.transports.links import Link, connect_locally
@@ -133,16 +132,16 @@ class IPCWorker:
             total_bytes = sum(meta.nbytes for meta in params)
             if total_bytes > _LARGEST_BYTES:
                 raise IntegrityError(f"a handoff of more than {_LARGEST_BYTES:,} bytes", state="nothing was read")
-            copy, segment = fastest_copy(total_bytes), attach(self._welcome.get("segment"))
+            segment = attach(self._welcome.get("segment"))
             try:
                 capacity, in_place = _capacity(segment), "in_place" in info
                 if in_place:
                     self._borrowed.keep_while(link)
                     count = len(groups(params, capacity))
-                    steps = self._borrowed.take(info["in_place"], params, into, capacity, copy)
+                    steps = self._borrowed.take(info["in_place"], params, into, capacity)
                 else:
                     buckets = self._plan.buckets(params, capacity)
-                    count, lander = len(buckets), Lander(params, into, segment.flat.device, copy)
+                    count, lander = len(buckets), Lander(params, into, segment.flat.device)
                     steps = self._staged(link, handoff, buckets, lander, segment, timeout_s)
                 for number, pairs in enumerate(steps):
                     complete = number + 1 == count
